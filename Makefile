@@ -1,0 +1,80 @@
+# Everything from a bare Python 3.11: `make demo`, `make test`. Each target first sets up what it needs, once.
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV   ?= .venv
+RANKS  ?= 2
+ARGS   ?=
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+TORCH  := $(VENV)/.torch-installed
+READY  := $(VENV)/.project-installed
+COPY   := $(abspath $(VENV))/typecheck
+
+# One thread a rank: several ranks share the cores of one machine, here and in the tests.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help
+help: ## Show this help
+	@echo 'Usage: make TARGET [PYTHON=python3] [VENV=.venv] [RANKS=2] [ARGS="options of the command"]'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: demo
+demo: $(READY) ## Train a small GPT on RANKS processes; ARGS goes to examples/train_gpt.py
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+.PHONY: test
+test: $(READY) ## Run the tests but the slow ones; ARGS goes to pytest
+	$(BIN)/pytest $(ARGS)
+
+.PHONY: test-all
+test-all: $(READY) ## Run every test; ARGS goes to pytest
+	$(BIN)/pytest -m "" $(ARGS)
+
+.PHONY: check
+check: lint types ## Check lint, format and types; change nothing
+
+.PHONY: lint
+lint: $(READY) ## Check lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The three folders are one package only when installed, and a build in place would leave build/ and an egg-info behind that
+# later builds read again. So a copy is installed, and mypy's paths are turned back into those of the checkout.
+.PHONY: types
+types: $(READY) ## Check types, strictly, on an installed copy
+	@rm -rf $(COPY) && mkdir -p $(COPY)/source
+	@cp -R pyproject.toml $(wildcard LICENSE README.md) zcompile passes runtime $(COPY)/source
+	@$(PIP) install --no-deps --no-build-isolation --target $(COPY)/site $(COPY)/source
+	@rm -rf $(COPY)/source
+	cd $(COPY)/site && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p zcompile \
+	    | sed -E 's#^zcompile/(passes|runtime)/#\1/#'
+
+.PHONY: format
+format: $(READY) ## Format the code and mend what ruff can mend by itself
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+.PHONY: clean
+clean: ## Remove caches, build outputs and dumps; the virtual environment stays
+	rm -rf build dist *.egg-info zcompile_dump .mypy_cache .pytest_cache .ruff_cache .hypothesis $(COPY)
+	find . \( -path ./.git -o -path './$(VENV)' \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(TORCH): constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"zcompile needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}: make PYTHON=...")'
+	@echo "Setting up $(VENV): torch"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --constraint constraints.txt torch
+	@touch $@
+
+# setuptools is named for `make types`, which builds without isolation. An editable install reads nothing from the egg-info.
+$(READY): $(TORCH) pyproject.toml
+	@echo "Setting up $(VENV): zcompile and its tools"
+	@$(PIP) install --constraint constraints.txt 'setuptools>=77.0.3' --editable '.[dev]'
+	@rm -rf zcompile.egg-info build
+	@touch $@

@@ -1,0 +1,44 @@
+"""assign_units: say for every operation whose region it belongs to.
+
+An operation belongs to the unit whose parameters it reads, else to the unit whose module it comes from (its forward's,
+in the backward). What belongs to none is glue: it joins the region beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from zcompile.derived import derived_values, parameters_read
+from zcompile.layout import Layout
+from zcompile.ops import Compute, Item, Parameter, data, op_of, set_data
+from zcompile.program import Program
+
+
+def assign_units(program: Program) -> Program:
+    """Fill `Data.unit` of every operation."""
+    program = program.copy()
+    derived = derived_values(program)
+    for node in program.nodes(Compute, Item):
+        unit = _unit(node, program.layout, derived)
+        set_data(node, replace(data(node), unit=unit))
+    return program
+
+
+def _unit(node: fx.Node, layout: Layout, derived: set[fx.Node]) -> str:
+    if isinstance(data(node).op, Item):
+        return data(node.all_input_nodes[0]).unit  # results stay with the operation that gave them
+    read = [layout.unit_of(op_of(source, Parameter).name).name for source in parameters_read(node, derived)]
+    home = _unit_of_module(data(node).source, layout)
+    return home if home in read or not read else read[0]
+
+
+def _unit_of_module(path: str, layout: Layout) -> str:
+    """The unit that owns the innermost module around `path`; empty if none does."""
+    owners = {module: unit.name for unit in layout.units for module in unit.modules if module}
+    while path:
+        if path in owners:
+            return owners[path]
+        path = path.rpartition(".")[0]
+    return ""

@@ -1,0 +1,105 @@
+"""insert_gathers: gather a unit before its first use, release it after the last one.
+
+    y = region_0(u0, x)         ->      u0_gather = all_gather(u0)
+                                        u0_full = wait(u0_gather)
+                                        y = region_0(u0_full, x)
+                                        release(u0_full)
+
+Under stage 3 a unit is full from the first to the last of consecutive regions that read it. What the forward reads last
+and the backward first is kept over the turn, not gathered twice. Under stages 1 and 2 the full copy is kept for good
+(`keep=True`): one gather in the forward, none in the backward, no release.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zcompile.ops import (
+    AllGather,
+    Call,
+    Data,
+    Phase,
+    Release,
+    Shards,
+    WaitGather,
+    all_gather,
+    data,
+    op_of,
+    release,
+    wait,
+)
+from zcompile.program import Program, after_items
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Consecutive calls that read one unit."""
+
+    unit: str
+    calls: tuple[fx.Node, ...]
+
+
+def insert_gathers(program: Program) -> Program:
+    """A program in which every call reads full parameters that were gathered and waited for."""
+    program = program.copy()
+    if not program.layout.stage.parameters_sharded:
+        for unit in program.layout.units:
+            calls = tuple(node for node in program.nodes(Call) if unit.name in op_of(node, Call).units)
+            if calls:
+                _gather(program, _Use(unit.name, calls), keep=True)
+        return program
+    forward, backward = (_uses(program, phase) for phase in Phase)
+    for use in _joined_at_turn(program, forward, backward):
+        full = _gather(program, use, keep=False)
+        held = Data(Release(use.unit), data(use.calls[-1]).phase, source=use.unit)
+        with program.graph.inserting_after(after_items(use.calls[-1])):
+            program.add(release, (full,), held, f"{full.name}_release")
+    return program
+
+
+def _uses(program: Program, phase: Phase) -> list[_Use]:
+    """Uses in the order of their first call."""
+    uses: list[_Use] = []
+    for call in program.nodes(Call, phase=phase):
+        previous = uses
+        for unit in op_of(call, Call).units:
+            last = next((use for use in previous if use.unit == unit and _follows(program, use.calls[-1], call)), None)
+            if last is None:
+                uses = [*uses, _Use(unit, (call,))]
+            else:
+                uses = [_Use(unit, (*use.calls, call)) if use is last else use for use in uses]
+    return uses
+
+
+def _follows(program: Program, earlier: fx.Node, later: fx.Node) -> bool:
+    calls = program.nodes(Call, phase=data(later).phase)
+    return calls.index(earlier) + 1 == calls.index(later)
+
+
+def _joined_at_turn(program: Program, forward: list[_Use], backward: list[_Use]) -> list[_Use]:
+    """All uses; what ends the forward and begins the backward is one use."""
+    ends = program.nodes(Call, phase=Phase.FORWARD)[-1:]
+    begins = next((node for node in program.nodes(Call, phase=Phase.BACKWARD) if op_of(node, Call).units), None)
+    joined = []
+    for use in forward:
+        first = (b for b in backward if b.unit == use.unit and b.calls[0] is begins and use.calls[-1] in ends)
+        again = next(first, None)
+        joined.append(_Use(use.unit, use.calls + again.calls) if again else use)
+        backward = [b for b in backward if b is not again]
+    return [*joined, *backward]
+
+
+def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:
+    """Put a gather and its wait before the first call of `use`; all its calls read the result, which is returned."""
+    (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == use.unit]
+    phase = data(use.calls[0]).phase
+    gather_data = Data(AllGather(use.unit, keep), phase, source=use.unit)
+    with program.graph.inserting_before(use.calls[0]):
+        kwargs = {"keep": True} if keep else {}
+        gather = program.add(all_gather, (shards,), gather_data, f"{shards.name}_gather", **kwargs)
+        full = program.add(wait, (gather,), Data(WaitGather(use.unit), phase, source=use.unit), f"{shards.name}_full")
+    for call in use.calls:
+        call.replace_input_with(shards, full)
+    return full

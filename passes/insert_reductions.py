@@ -1,0 +1,84 @@
+"""insert_reductions: average each unit's gradients over the ranks as soon as the last of them is there.
+
+    g = region_1(u0_full, dy)           ->      g = region_1(u0_full, dy)
+    return [], {"u0.weight": g}                 u0_reduce = reduce_scatter(u0, [g])
+                                                u0_grads = wait(u0_reduce)
+                                                return [], [u0_grads]
+
+Stages 1 to 3 scatter: each rank gets the gradient of its shard. Stage 0 reduces to all.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zcompile.layout import Unit
+from zcompile.ops import (
+    Copy,
+    Data,
+    Phase,
+    Reduce,
+    Results,
+    Shards,
+    WaitReduce,
+    all_reduce,
+    copy,
+    data,
+    op_of,
+    reduce_scatter,
+    wait,
+)
+from zcompile.program import Program, after_items, set_results
+
+
+def insert_reductions(program: Program) -> Program:
+    """A program that returns reduced gradients, by unit."""
+    program = program.copy()
+    results = program.results
+    gradients = results.gradients
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    ready = {
+        unit.name: max((position[gradients[p.name]] for p in unit.params if p.name in gradients), default=-1)
+        for unit in program.layout.units
+    }
+    nodes = list(program.graph.nodes)
+    units = sorted((u for u in program.layout.units if ready[u.name] >= 0), key=lambda unit: ready[unit.name])
+    reduced = [_reduce(program, unit, gradients, nodes[ready[unit.name]]) for unit in units]
+    set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients, reduced=reduced)
+    return program
+
+
+def _reduce(program: Program, unit: Unit, gradients: dict[str, fx.Node], last: fx.Node) -> fx.Node:
+    """Reduce the gradients of `unit` once `last` of them is there; returns the wait."""
+    params = tuple(param.name for param in unit.params if param.name in gradients)
+    scatter = program.layout.stage.optimizer_sharded
+    (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == unit.name]
+    with program.graph.inserting_before(_next_line(program, last)):
+        grads = [_owned(program, gradients.get(param.name), unit) for param in unit.params]
+        held = Data(Reduce(unit.name, params, scatter), Phase.BACKWARD, source=unit.name)
+        target = reduce_scatter if scatter else all_reduce
+        started = program.add(target, (shards, grads), held, f"{shards.name}_reduce")
+        held = Data(WaitReduce(unit.name, params), Phase.BACKWARD, source=unit.name)
+        return program.add(wait, (started,), held, f"{shards.name}_grads")
+
+
+def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None:
+    """`grad`, copied where another value shares its memory: a reduction may work in place, and its result is kept."""
+    if grad is None:
+        return None
+    others = [user for user in grad.users if not isinstance(data(user).op, Results)]
+    alone = list(program.results.gradients.values()).count(grad) == 1
+    if alone and not others and not data(grad).view and grad.op != "placeholder":
+        return grad
+    held = Data(Copy(), Phase.BACKWARD, data(grad).type, source=unit.name)
+    return program.add(copy, (grad,), held, f"{grad.name}_copy")
+
+
+def _next_line(program: Program, last: fx.Node) -> fx.Node:
+    """The line of the backward before which the reduction may stand, reductions already there in front."""
+    if data(last).phase is Phase.FORWARD or last.op == "placeholder":
+        return next(n for n in program.nodes(phase=Phase.BACKWARD) if n.op != "placeholder")
+    following = after_items(last).next
+    while isinstance(data(following).op, (Copy, Reduce, WaitReduce)):
+        following = following.next
+    return following

@@ -1,0 +1,111 @@
+"""split_phases: decide what the forward saves; parameters and what is cheaply derived from them are read again.
+
+t = aten.t.default(w)                          t = aten.t.default(w)
+y = aten.mm.default(x, t)                      y = aten.mm.default(x, t)
+return [y], [x, t]                  ->         return [y], [x]
+
+t_1 = aten.t.default(t)                        t_2 = aten.t.default(w)
+dx = aten.mm.default(dy, t_1)                  t_1 = aten.t.default(t_2)
+dx = aten.mm.default(dy, t_1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from zcompile._torch import default_partition, min_cut_rematerialization_partition
+from zcompile.derived import derived_values
+from zcompile.ops import Parameter, Phase, Results, data, set_data
+from zcompile.program import Program, set_results
+
+_PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
+    "default": default_partition,
+    "min_cut": min_cut_rematerialization_partition,
+}
+
+
+def split_phases(program: Program, *, partition: Literal["min_cut", "default"] = "min_cut") -> Program:
+    """Divide the step at the turn by one of torch's partitioners, then read parameters again in the backward."""
+    if program.has_backward:
+        program = _partitioned(program, partition)
+    program = program.copy()
+    _reread_parameters(program)
+    program.graph.eliminate_dead_code()
+    return program
+
+
+def _partitioned(program: Program, partition: str) -> Program:
+    results = program.results
+    joint = _joint_module(program)
+    static = [i for i, n in enumerate(program.graph.find_nodes(op="placeholder")) if isinstance(data(n).op, Parameter)]
+    forward, backward = _PARTITIONS[partition](
+        joint, (), num_fwd_outputs=len(results.outputs), static_lifetime_input_indices=static
+    )
+    graph = fx.Graph()
+    values: dict[str, fx.Node] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        values[node.name] = graph.node_copy(node)
+    forward_ends = _append(graph, forward.graph, values, Phase.FORWARD)
+    backward_ends = _append(graph, backward.graph, values, Phase.BACKWARD)
+    inputs = len(results.input_gradients)
+    set_results(
+        graph,
+        outputs=forward_ends[: len(results.outputs)],
+        input_gradients=backward_ends[:inputs],
+        gradients=dict(zip(results.gradients, backward_ends[inputs:], strict=True)),
+    )
+    return replace(program, graph=graph)
+
+
+def _joint_module(program: Program) -> fx.GraphModule:
+    """The joint graph as partitioners take it: one flat list of outputs, then of gradients."""
+    copy = program.copy()
+    results = copy.results
+    end = copy.graph.output_node()
+    end.args = ([*results.outputs, *results.input_gradients, *results.gradients.values()],)
+    end.meta["partitioner_tag"] = "is_backward"
+    root = torch.nn.Module()
+    for name, module in program.modules.items():
+        setattr(root, name, module)
+    return fx.GraphModule(root, copy.graph)
+
+
+def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: Phase) -> list[Any]:
+    """Copy `part` to the end of `graph`; placeholders are found by name in `values`. Returns what `part` returned."""
+    inside: dict[fx.Node, fx.Node] = {}
+    for node in part.nodes:
+        if node.op == "placeholder":
+            inside[node] = values[node.name]
+        elif node.op != "output":
+            inside[node] = copied = graph.node_copy(node, inside.__getitem__)
+            set_data(copied, replace(data(node), phase=phase))
+            if phase is Phase.FORWARD:
+                values[node.name] = copied
+    (results,) = part.output_node().args
+    return [inside[value] if isinstance(value, fx.Node) else value for value in results]  # type: ignore[union-attr]
+
+
+def _reread_parameters(program: Program) -> None:
+    """Derive again, in the backward, what it uses of values derived from parameters in the forward."""
+    derived = {node for node in derived_values(program) if data(node).phase is Phase.FORWARD}
+    again: dict[fx.Node, fx.Node] = {}
+
+    def rederive(node: fx.Node, user: fx.Node) -> fx.Node:
+        if node not in derived:
+            return node
+        if node not in again:
+            sources = {source: rederive(source, user) for source in node.all_input_nodes}
+            with program.graph.inserting_before(user):
+                again[node] = program.graph.node_copy(node, sources.__getitem__)
+            set_data(again[node], replace(data(node), phase=Phase.BACKWARD))
+        return again[node]
+
+    for user in list(program.graph.nodes):
+        if data(user).phase is Phase.BACKWARD and not isinstance(data(user).op, Results):
+            for source in user.all_input_nodes:
+                user.replace_input_with(source, rederive(source, user))

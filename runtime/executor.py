@@ -1,0 +1,246 @@
+"""The executor: the functions that a printed program calls, and the loading of its text.
+
+One `Executor` serves one program: it knows in which messages each unit's parameters travel there.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zcompile.layout import Param, Unit
+from zcompile.runtime.groups import Flight
+from zcompile.runtime.shards import Full, UnitShards
+
+
+@dataclass(frozen=True)
+class BoundUnit:
+    """A unit as a program sees it: the shards, and the messages that its passes chose."""
+
+    shards: UnitShards
+    unit: Unit
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """A whole parameter, for regions of a program that gathers nothing (stage 0)."""
+        return self.shards.local(self.unit.params[index])
+
+    def messages(self, wanted: Callable[[int], bool]) -> list[list[int]]:
+        """The parameters that travel together, as indices, those not wanted left out."""
+        filtered = ([index for index in message if wanted(index)] for message in self.unit.messages)
+        return [message for message in filtered if message]
+
+
+@dataclass
+class Gather:
+    """A gather in flight: per message what arrives and which parameters it brings."""
+
+    bound: BoundUnit
+    arrivals: list[tuple[list[int], torch.Tensor, Flight | None]]
+    keep: bool
+    done: Full | None = None
+
+    def wait(self) -> Full:
+        """The full parameters, contiguous, in the unit's order."""
+        if self.done is not None:
+            return self.done
+        unit, shards = self.bound.unit, self.bound.shards
+        tensors: list[torch.Tensor | None] = [None if param.shards else shards.local(param) for param in unit.params]
+        for message, arrived, flight in self.arrivals:
+            if flight is not None:
+                flight.wait()
+            for index, tensor in zip(message, _unpacked(arrived, [unit.params[i] for i in message]), strict=True):
+                tensors[index] = tensor
+        self.arrivals = []
+        full = Full(unit, tensors)
+        if self.keep:
+            shards.keep(full)
+        return full
+
+
+@dataclass
+class Reduction:
+    """A reduction in flight: per message what arrives and which gradients it brings."""
+
+    bound: BoundUnit
+    arrivals: list[tuple[list[int], torch.Tensor, Flight | None]]
+    scattered: bool
+
+    def wait(self) -> Gradients:
+        """The averaged gradients, each shaped like this rank's part of its parameter."""
+        unit, communicator = self.bound.unit, self.bound.shards.communicator
+        found: dict[str, torch.Tensor] = {}
+        for message, arrived, flight in self.arrivals:
+            if flight is not None:
+                flight.wait()
+            communicator.averaged(arrived)
+            offset = 0
+            for param in (unit.params[index] for index in message):
+                scattered = self.scattered and bool(param.shards)
+                found[param.name] = _part(arrived, offset, param, communicator.rank if scattered else None)
+                offset += param.shard_numel if scattered else param.numel
+        self.arrivals = []
+        return Gradients(self.bound.shards, found)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Averaged gradients of a unit, by parameter name, ready for `.grad`."""
+
+    shards: UnitShards
+    tensors: Mapping[str, torch.Tensor]
+
+
+def unbox(box: list[Any]) -> list[Any]:
+    """The arguments; the caller's list is emptied, so that the program holds the only references."""
+    values = list(box)
+    box.clear()
+    return values
+
+
+def all_gather(bound: BoundUnit, *, keep: bool = False) -> Gather:
+    """Start gathering the full parameters of a unit; nothing is sent where a kept copy is current."""
+    shards, unit = bound.shards, bound.unit
+    if keep and (current := shards.current()) is not None:
+        return Gather(bound, [], keep, current)
+    arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
+    for message in bound.messages(lambda index: bool(unit.params[index].shards)):
+        shard = shards.wire([unit.params[index] for index in message])
+        if shards.communicator.size == 1:
+            arrivals.append((message, shard, None))
+            continue
+        arrived = torch.empty(shard.numel() * shards.communicator.size, dtype=shard.dtype, device=shard.device)
+        arrivals.append((message, arrived, shards.communicator.all_gather(arrived, shard)))
+    return Gather(bound, arrivals, keep)
+
+
+def reduce_scatter(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Reduction:
+    """Start averaging gradients; each rank gets its shard (all of it, of a parameter that is not sharded)."""
+    return _reduce(bound, list(grads), scattered=True)
+
+
+def all_reduce(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Reduction:
+    """Start averaging gradients; each rank gets all. Works in place where it can: gradients are the program's own."""
+    return _reduce(bound, list(grads), scattered=False)
+
+
+def wait(started: Gather | Reduction) -> Full | Gradients:
+    """The full parameters of a gather, or the averaged gradients of a reduction."""
+    return started.wait()
+
+
+def release(full: Full) -> None:
+    """Drop full parameters: their memory is back with the allocator when this returns.
+
+    On CUDA the allocator hands it only to later work of the current stream, which runs after the kernels that read it;
+    a later gather into it starts only once the current stream has come to its launch.
+    """
+    full.release()
+
+
+def copy(value: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in memory of its own."""
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def _reduce(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bool) -> Reduction:
+    communicator, params = bound.shards.communicator, bound.unit.params
+    arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
+    for message in bound.messages(lambda index: grads[index] is not None):
+        parts = [(params[index], grads[index]) for index in message]
+        flight: Flight | None
+        if scattered and params[message[0]].shards:
+            sent = _packed_for_scatter(parts, communicator.size)
+            if communicator.size == 1:
+                arrived, flight = sent, None
+            else:
+                arrived = torch.empty(sent.numel() // communicator.size, dtype=sent.dtype, device=sent.device)
+                flight = communicator.reduce_scatter(arrived, sent)
+        else:
+            arrived = _flat([grad for _, grad in parts])
+            flight = None if communicator.size == 1 else communicator.all_reduce(arrived)
+        arrivals.append((message, arrived, flight))
+    return Reduction(bound, arrivals, scattered)
+
+
+def _flat(grads: list[torch.Tensor | None]) -> torch.Tensor:
+    """Gradients end to end, 1-D; a single contiguous one as it is."""
+    flat = [grad.reshape(-1) for grad in grads if grad is not None]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _packed_for_scatter(parts: list[tuple[Param, torch.Tensor | None]], size: int) -> torch.Tensor:
+    """Gradients as reduce_scatter sends them: for each rank the padded shards of all parameters, [size, total] flat.
+
+    A single gradient that divides evenly is sent as it is.
+    """
+    (param, grad), *more = parts
+    if not more and grad is not None and param.padded_numel == param.numel:
+        return grad.reshape(-1)
+    total = sum(param.shard_numel for param, _ in parts)
+    first = parts[0][1]
+    assert first is not None, "messages hold parameters with gradients only"
+    packed = torch.zeros(size, total, dtype=first.dtype, device=first.device)
+    offset = 0
+    for param, grad in parts:
+        assert grad is not None, "messages hold parameters with gradients only"
+        _copy_rows(packed[:, offset : offset + param.shard_numel], grad.reshape(-1))
+        offset += param.shard_numel
+    return packed.view(-1)
+
+
+def _copy_rows(target: torch.Tensor, flat: torch.Tensor) -> None:
+    """Fill `target`, [size, width], row by row from `flat`, which may end early."""
+    width = target.shape[1]
+    whole = flat.numel() // width if width else 0
+    target[:whole].copy_(flat[: whole * width].view(whole, width))
+    if rest := flat.numel() - whole * width:
+        target[whole, :rest].copy_(flat[whole * width :])
+
+
+def _unpacked(arrived: torch.Tensor, params: list[Param]) -> list[torch.Tensor]:
+    """Full parameters out of a gathered message: one is a view of it, several are copied apart."""
+    if len(params) == 1:
+        return [arrived[: params[0].numel].view(params[0].shape)]
+    size = max(params[0].shards, 1)
+    rows = arrived.view(size, -1)
+    widths = [param.shard_numel for param in params]
+    parts = rows.split(widths, dim=1)
+    # In a world of one the parts are the shards themselves, contiguous already: nothing is copied.
+    apart = [part.contiguous().view(-1) for part in parts]
+    return [flat[: param.numel].view(param.shape) for flat, param in zip(apart, params, strict=True)]
+
+
+def _part(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) -> torch.Tensor:
+    """One gradient out of a reduced message: this rank's rows, or all of it when `rank` is None."""
+    if rank is None:
+        return arrived[offset : offset + param.numel].view(param.shape)
+    start, stop = param.shard_rows(rank)
+    row = param.shard_numel // param.rows if param.rows else 0
+    return arrived[offset : offset + (stop - start) * row].view(stop - start, *param.shape[1:])
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "unbox": unbox,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce": all_reduce,
+    "wait": wait,
+    "release": release,
+    "copy": copy,
+}
+
+
+def load(text: str, name: str, regions: Mapping[str, Callable[..., Any]], filename: str) -> Callable[[list[Any]], Any]:
+    """The function `name` of a printed program, with `regions` to call.
+
+    The text is known to `linecache` under `filename`, so that a traceback shows the program's own lines.
+    """
+    namespace: dict[str, Any] = {**OPERATIONS, **regions}
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    exec(compile(text, filename, "exec"), namespace)
+    function: Callable[[list[Any]], Any] = namespace[name]
+    return function

@@ -1,0 +1,91 @@
+"""The whole: training through zcompile equals DistributedDataParallel, bit for bit where the design promises bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
+
+STEPS = 5
+Values = dict[str, torch.Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """For comparisons up to rounding: AdamW blows a gradient that is zero but for rounding up to a full step."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def train_ddp(rank: int, kind: str, steps: int, make_optimizer: MakeOptimizer = adamw) -> Values:
+    model = make(kind)
+    ddp = DistributedDataParallel(model)
+    optimizer = make_optimizer(ddp.parameters())
+    for step in range(steps):
+        ddp(*batch(kind, rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train(
+    rank: int, kind: str, steps: int, make_optimizer: MakeOptimizer = adamw, **options: object
+) -> tuple[Values, float, int]:
+    # Other values on other ranks: rank 0's must win.
+    compiled = zcompile.compile(make(kind, seed=rank), **options)  # type: ignore[arg-type]
+    optimizer = make_optimizer(compiled.parameters())
+    for step in range(steps):
+        loss = compiled(*batch(kind, rank, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in compiled.named_parameters()}
+    return {name: p.detach().clone() for name, p in full.items()}, loss.item(), compiled.traffic.bytes
+
+
+def sweep(rank: int, kind: str, backend: str) -> list[str]:
+    """Every stage and prefetch against DDP (eager) or against stage 0 (Inductor); names of what differs."""
+    want = train_ddp(rank, kind, STEPS) if backend == "eager" else train(rank, kind, STEPS, stage=0, backend=backend)[0]
+    differing = []
+    for stage in range(4):
+        for prefetch in (0, 1, 2):
+            got, _, _ = train(rank, kind, STEPS, stage=stage, prefetch=prefetch, backend=backend)
+            assert list(got) == list(want)
+            differing += [f"stage {stage} prefetch {prefetch} {n}" for n in want if not torch.equal(got[n], want[n])]
+    return differing
+
+
+@pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
+def test_two_ranks_equal_ddp_bit_for_bit(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(2, sweep, kind, "eager") == [[], []]
+
+
+def compare_rounding(rank: int, kind: str, world: int) -> float:
+    want = train_ddp(rank, kind, 3, sgd)
+    worst = 0.0
+    for stage in range(4):
+        got, _, _ = train(rank, kind, 3, sgd, stage=stage, backend="eager")
+        worst = max(worst, *(float((got[n] - want[n]).abs().max()) for n in want))
+    return worst
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
+def test_other_worlds_agree_to_rounding(ranks: Ranks, kind: str, world: int) -> None:
+    assert max(ranks.run(world, compare_rounding, kind, world)) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["gpt", "conv"])
+def test_inductor_stages_equal_stage_0_bit_for_bit(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(2, sweep, kind, "inductor", timeout=600) == [[], []]

@@ -1,0 +1,50 @@
+"""zcompile: a compiler for distributed training. `zcompile.compile(model)` shards a plain model by ZeRO."""
+
+from zcompile.compiled import CompiledModule, compile
+from zcompile.errors import (
+    AgreementError,
+    BackwardError,
+    CaptureError,
+    GroupError,
+    ModelError,
+    OptimizerError,
+    OptionError,
+    ParameterError,
+    ParseError,
+    PipelineError,
+    ProgramError,
+    ZcompileError,
+)
+from zcompile.facts import Fact, Violation, verify
+from zcompile.parser import parse
+from zcompile.pipeline import Pass, Pipeline
+from zcompile.pipelines import pipeline
+from zcompile.program import Program, Region
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "BackwardError",
+    "CaptureError",
+    "CompiledModule",
+    "Fact",
+    "GroupError",
+    "ModelError",
+    "OptimizerError",
+    "OptionError",
+    "ParameterError",
+    "ParseError",
+    "Pass",
+    "Pipeline",
+    "PipelineError",
+    "Program",
+    "ProgramError",
+    "Region",
+    "Violation",
+    "ZcompileError",
+    "compile",
+    "parse",
+    "pipeline",
+    "verify",
+]

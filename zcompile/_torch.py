@@ -1,0 +1,83 @@
+"""Every private name of torch that zcompile uses, and for what. Tried with torch 2.13.0.
+
+Each name was also looked up in the sources of the other supported releases before it was taken in; nothing outside this
+module imports from a module of torch whose path has a part beginning with an underscore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported  # what a capture can raise
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode  # the fake mode that a joint graph was traced with
+from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
+from torch._subclasses.fake_tensor import FakeTensorMode  # values of a parsed program
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of what a model returns, dataclasses and dicts too
+
+__all__ = [
+    "BackendCompilerFailed",
+    "FailOnRecompileLimitHit",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "Unsupported",
+    "aot_autograd",
+    "compile_with_inductor",
+    "default_partition",
+    "default_store",
+    "detect_fake_mode",
+    "is_symbolic",
+    "keeps_graph",
+    "local_tensor",
+    "min_cut_rematerialization_partition",
+    "store_timeout",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+
+def keeps_graph() -> bool:
+    """True while a backward with `retain_graph=True` runs."""
+    return bool(_keeps_graph())
+
+
+def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Compile an ATen graph of fake inputs by Inductor; the result is called with positional arguments.
+
+    `torch._inductor.standalone_compile` is documented, but lives in a private module.
+    """
+    from torch._inductor import standalone_compile  # importing Inductor takes a second; eager users do not pay for it
+
+    compiled: Callable[..., Any] = standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph")
+    return compiled
+
+
+def default_store() -> dist.Store:
+    """The store behind the default process group: ranks meet there without a collective, with a deadline."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def store_timeout(store: dist.Store) -> timedelta:
+    """How long a store lets ranks wait for each other: the timeout given to `init_process_group`."""
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # public, missing in the stubs
+    return timeout
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local tensor itself, with its own version counter and no autograd around it: `to_local()` costs 10 us."""
+    return tensor._local_tensor
+
+
+def is_symbolic(value: object) -> bool:
+    """True for a size that varies between runs."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

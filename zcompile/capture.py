@@ -1,0 +1,306 @@
+"""Capture: a `torch.compile` backend that turns AOTAutograd's joint graph into a Program.
+
+AOTAutograd keeps handling mutated buffers, aliased outputs, random numbers, saved tensors and dynamic shapes. It asks a
+partitioner to split the joint graph and compilers to compile the halves; we hand it stand-ins for the halves, whose
+saved values are those of the rewritten program, and callables that run that program.
+
+Capture knows nothing of ranks: what becomes of a program is the business of the `Lowering` that it is given.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from zcompile._torch import aot_autograd, is_symbolic
+from zcompile.derived import derived_values, is_view, parameters_read
+from zcompile.errors import CaptureError
+from zcompile.layout import Layout, identifier
+from zcompile.ops import NAMES, Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
+from zcompile.program import Program, set_results
+from zcompile.tensor_type import TensorType
+
+
+class Runner(Protocol):
+    """A rewritten step that runs, with AOTAutograd's calling convention."""
+
+    saved: Sequence[fx.Node]
+    """Values that the forward hands to the backward, tensors first, then sizes."""
+    reread: Sequence[int]
+    """Inputs, by position, that are parameters which the backward reads: AOTAutograd is told that they are saved,
+    after the saved tensors; what it then carries is the full parameter where it is kept, and a husk elsewhere."""
+
+    def forward(self, box: list[Any]) -> list[Any]: ...
+
+    def backward(self, box: list[Any]) -> list[Any]: ...
+
+
+Lowering = Callable[[Program], Runner]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the traced inputs are called: names of parameters and buffers by identity, and all module paths."""
+
+    parameters: Mapping[int, str]
+    buffers: Mapping[int, str]
+    modules: frozenset[str]
+
+    def source(self, node: fx.Node) -> str:
+        """Path of the module that a node (or the forward of a backward node) comes from; empty at the root."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        if not stack:
+            return ""
+        words = re.findall(r"\w+", list(stack.values())[-1][0])
+        suffixes = (".".join(words[start:]) for start in range(len(words)))
+        return next((path for path in suffixes if path in self.modules), "")
+
+
+@dataclass
+class Capture:
+    """The backend for one traced graph."""
+
+    names: Names
+    layout: Layout
+    lower: Lowering
+    inputs: list[tuple[str, str | None]] = field(default_factory=list)
+    """For each input of the Dynamo graph: a readable name, and the parameter's name if it is one."""
+    runner: Runner | None = None
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        for node, value in zip(placeholders, example_inputs, strict=True):
+            name = self.names.parameters.get(id(value))
+            readable = name or self.names.buffers.get(id(value)) or _plain(str(node.target))
+            self.inputs.append((readable, name))
+        frontend = aot_autograd(
+            fw_compiler=self._forward,
+            bw_compiler=self._backward,
+            inference_compiler=self._inference,
+            partition_fn=self._partition,
+        )
+        compiled: Callable[..., Any] = frontend(module, example_inputs)
+        return compiled
+
+    def _partition(
+        self, joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        program = read_joint(joint, num_fwd_outputs, self.inputs, self.names, self.layout)
+        self.runner = self.lower(program)
+        return _stand_ins(joint, num_fwd_outputs, self.runner)
+
+    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert self.runner is not None, "AOTAutograd partitions before it compiles"
+        return _boxed(self.runner.forward)
+
+    def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert self.runner is not None, "AOTAutograd partitions before it compiles"
+        return _boxed(self.runner.backward)
+
+    def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        (results,) = module.graph.output_node().args
+        count = len(results) if isinstance(results, (list, tuple)) else 1
+        return _boxed(self.lower(read_joint(module, count, self.inputs, self.names, self.layout)).forward)
+
+
+def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
+    """`run` under AOTAutograd's convention of one list that is emptied by the callee."""
+
+    def boxed(box: list[Any]) -> list[Any]:
+        return run(box)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def _plain(target: str) -> str:
+    """`L_tokens_` as `tokens`."""
+    return re.sub(r"^L_|_$", "", target).strip("_") or "x"
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_joint(
+    joint: fx.GraphModule, num_outputs: int, inputs: Sequence[tuple[str, str | None]], names: Names, layout: Layout
+) -> Program:
+    """The joint graph (or a forward graph alone) of AOTAutograd as a Program.
+
+    Raises:
+        CaptureError: the code writes to a parameter, or returns one.
+    """
+    reader = _Reader(joint, inputs, names)
+    return reader.read(num_outputs, layout)
+
+
+class _Reader:
+    def __init__(self, joint: fx.GraphModule, inputs: Sequence[tuple[str, str | None]], names: Names) -> None:
+        self.joint, self.inputs, self.names = joint, inputs, names
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.constants: dict[str, Any] = {}
+        self.modules: dict[str, fx.GraphModule] = {}
+        self.primals: list[tuple[fx.Node, str | None]] = []
+
+    def read(self, num_outputs: int, layout: Layout) -> Program:
+        for node in self.joint.graph.find_nodes(op="placeholder"):
+            self.values[node] = self._placeholder(node)
+        for node in self.joint.graph.find_nodes(op="get_attr"):
+            self.values[node] = self._attribute(node)
+        for node in self.joint.graph.nodes:
+            if node.op == "call_function":
+                self.values[node] = self._computation(node)
+        unused = self._results(num_outputs, layout)
+        program = Program(self.graph, layout, constants=self.constants, modules=self.modules, unused=frozenset(unused))
+        _refuse_returned_parameters(program)
+        return program
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        kind = type(node.meta.get("desc")).__name__
+        if kind == "TangentAOTInput":
+            held = Data(Input(Kind.TANGENT, len(self.values) - len(self.primals)), Phase.BACKWARD)
+            return self._copy(node, held, node.name)
+        # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors say which one it means.
+        index = getattr(node.meta.get("desc"), "idx", None)
+        readable, parameter = self.inputs[index] if index is not None else (node.name, None)
+        op = Parameter(parameter) if parameter else Input(Kind.DATA, len(self.primals))
+        self.primals.append((node, parameter))
+        return self._copy(node, Data(op), identifier(readable))
+
+    def _attribute(self, node: fx.Node) -> fx.Node:
+        value = _attribute(self.joint, str(node.target))
+        if isinstance(value, fx.GraphModule):
+            self.modules[str(node.target)] = value
+            return self._copy(node, Data(Compute()), node.name)
+        copied = self.graph.create_node("placeholder", f"primals_{node.name}", name=node.name)
+        copied.meta = {**node.meta, "val": node.meta.get("val", value), "partitioner_tag": "is_forward"}
+        self.constants[copied.name] = value
+        return set_data(copied, Data(Input(Kind.CONSTANT, len(self.constants) - 1), type=TensorType.of(value)))
+
+    def _computation(self, node: fx.Node) -> fx.Node:
+        backward = "backward" in str(node.meta.get("partitioner_tag", ""))
+        is_item = node.target is operator.getitem and isinstance(_value(node.all_input_nodes[0]), (tuple, list))
+        op = Item(int(str(node.args[1]))) if is_item else Compute()
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        return self._copy(node, Data(op, phase, source=self.names.source(node), view=is_view(node)), node.name)
+
+    def _copy(self, node: fx.Node, held: Data, name: str) -> fx.Node:
+        copied = self.graph.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, self.values.__getitem__),
+            fx.map_arg(node.kwargs, self.values.__getitem__),
+            name=f"{name}_" if name in NAMES else name,
+        )
+        copied.meta = dict(node.meta)
+        found = TensorType.of(node.meta.get("val"))
+        return set_data(copied, Data(held.op, held.phase, found, held.source, view=held.view))
+
+    def _results(self, num_outputs: int, layout: Layout) -> set[str]:
+        """End the graph; returns the trainable parameters that get no gradient."""
+        (returned,) = self.joint.graph.output_node().args
+        values = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        values = [self.values[value] if isinstance(value, fx.Node) else value for value in values]
+        self._refuse_mutated_parameters()
+        by_primal = list(zip(self.primals, values[num_outputs:], strict=False))
+        gradients = {name: grad for (_, name), grad in by_primal if name and grad is not None}
+        set_results(
+            self.graph,
+            outputs=values[:num_outputs],
+            input_gradients=[grad for (_, name), grad in by_primal if not name],
+            gradients=gradients,
+        )
+        return {*layout.trainable} - gradients.keys()
+
+    def _refuse_mutated_parameters(self) -> None:
+        for described in self.joint.graph.output_node().meta.get("desc", ()):
+            index = getattr(getattr(described, "mutated_input", None), "idx", None)
+            name = self.inputs[index][1] if index is not None else None
+            if name:
+                fix = "keep what changes in a buffer, or change parameters between steps"
+                raise CaptureError(name, "the model's forward writes to this parameter", fix)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _attribute(root: torch.nn.Module, path: str) -> Any:
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _refuse_returned_parameters(program: Program) -> None:
+    if not program.layout.stage.optimizer_sharded:
+        return
+    derived = derived_values(program)
+    for index, value in enumerate(program.results.outputs):
+        if isinstance(value, fx.Node) and (value in derived or isinstance(data(value).op, Parameter)):
+            source = value if isinstance(data(value).op, Parameter) else parameters_read(value, derived)[0]
+            name = op_of(source, Parameter).name
+            raise CaptureError(
+                name, f"result {index} of the model is this parameter (or a view of it), which is released",
+                "return a copy: .clone()",
+            )  # fmt: skip
+
+
+# -- stand-ins --------------------------------------------------------------------------------------------------------
+
+
+def _stand_in(*_: object) -> None:
+    """Stands in AOTAutograd's graphs for whatever the rewritten program computes."""
+
+
+def _stand_ins(joint: fx.GraphModule, num_outputs: int, runner: Runner) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graphs with the right inputs, outputs and saved values, and nothing in between."""
+    (returned,) = joint.graph.output_node().args
+    results: list[Any] = list(returned)  # type: ignore[arg-type]
+    described = joint.graph.output_node().meta.get("desc", [None] * len(results))
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    tangents = [n for n in placeholders if type(n.meta.get("desc")).__name__ == "TangentAOTInput"]
+    primals = [n for n in placeholders if n not in tangents]
+    sizes = [node for node in runner.saved if is_symbolic(node.meta.get("val"))]
+    tensors = [node for node in runner.saved if node not in sizes]
+
+    forward = _Standing(joint)
+    entries = [forward.input(node) for node in primals]
+    full = [entries[index] for index in runner.reread]
+    outputs = [forward.value(v) if isinstance(v, fx.Node) else v for v in results[:num_outputs]]
+    saved = [*map(forward.value, tensors), *full, *map(forward.value, sizes)]
+    forward.graph.output((*outputs, *saved)).meta["desc"] = [*described[:num_outputs], *([None] * len(saved))]
+
+    backward = _Standing(joint)
+    for node in (*sizes, *tensors, *full, *tangents):
+        backward.input(node)
+    gradients = [backward.value(v) if isinstance(v, fx.Node) else v for v in results[num_outputs:]]
+    backward.graph.output(tuple(gradients)).meta["desc"] = described[num_outputs:]
+    return forward.module(), backward.module()
+
+
+class _Standing:
+    """A graph of placeholders and stand-ins."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self.graph = fx.Graph()
+        self.root = root
+
+    def input(self, node: fx.Node) -> fx.Node:
+        made = self.graph.create_node("placeholder", node.name, name=node.name)
+        made.meta = dict(node.meta)
+        return made
+
+    def value(self, node: fx.Node) -> fx.Node:
+        made = self.graph.call_function(_stand_in)
+        made.meta = dict(node.meta)
+        return made
+
+    def module(self) -> fx.GraphModule:
+        return fx.GraphModule(self.root, self.graph)

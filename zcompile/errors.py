@@ -1,0 +1,71 @@
+"""The errors zcompile raises: each names a thing, what was found there, and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ZcompileError(RuntimeError):
+    """Base of every error that zcompile raises on purpose.
+
+    Args:
+        subject: What it is about: an option, a parameter, a module path, a line of a program.
+        found: What was found there.
+        fix: What the reader can do.
+    """
+
+    def __init__(self, subject: str, found: str, fix: str) -> None:
+        self.subject, self.found, self.fix = subject, found, fix
+        super().__init__(f"{subject}: {found}.\n  Fix: {fix}.")
+
+
+class OptionError(ZcompileError, ValueError):
+    """An option of `zcompile.compile` or `zcompile.pipeline` that cannot be meant."""
+
+
+class ModelError(ZcompileError, ValueError):
+    """A model that cannot be sharded: no parameters, several devices, shared storage."""
+
+
+class GroupError(ZcompileError):
+    """The process group or the mesh is missing or does not fit."""
+
+
+class AgreementError(ZcompileError):
+    """The ranks hold different models or would run different communications."""
+
+
+class CaptureError(ZcompileError):
+    """The model could not be traced into one graph, or its graph cannot be sharded."""
+
+
+class ParameterError(ZcompileError):
+    """A parameter was replaced, moved or used outside a program."""
+
+
+class OptimizerError(ZcompileError):
+    """An optimizer holds parameters from before `zcompile.compile`."""
+
+
+class BackwardError(ZcompileError):
+    """A backward that would compute a wrong gradient: a freed graph, or parameters changed since the forward."""
+
+
+class PipelineError(ZcompileError):
+    """A pass is missing, misnamed, or stands where its requirements cannot hold."""
+
+
+class ProgramError(ZcompileError):
+    """A program failed a fact; the message points at the line."""
+
+
+class ParseError(ZcompileError, ValueError):
+    """A text is not a printed program."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """The advice for a misspelt name: the nearest choice first, then all of them."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"choose from {', '.join(map(repr, known))}"

@@ -1,0 +1,320 @@
+"""Facts: named properties of a program, each a generator of violations. The verifier is the loop over them.
+
+A fact is what passes require and ensure; being checkable, it is also what proves the rewritten program right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zcompile.derived import derived_values
+from zcompile.errors import ProgramError
+from zcompile.layout import Unit
+from zcompile.ops import (
+    AllGather,
+    Call,
+    Compute,
+    Item,
+    Parameter,
+    Phase,
+    Reduce,
+    Release,
+    Results,
+    Shards,
+    WaitGather,
+    WaitReduce,
+    data,
+    op_of,
+)
+from zcompile.program import PLACEHOLDERS, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Where a fact fails (None: nowhere in particular), and how."""
+
+    node: fx.Node | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A property of programs. Two facts are one if their names are."""
+
+    name: str
+    violations: Callable[[Program], Iterator[Violation]] = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def verify(program: Program, facts: Iterable[Fact], where: str) -> None:
+    """Check all `facts`.
+
+    Raises:
+        ProgramError: naming the fact, what is wrong, and the line with a mark in the printed program.
+    """
+    for fact in facts:
+        for violation in fact.violations(program):
+            raise ProgramError(
+                f"{where}: {fact.name}",
+                violation.message,
+                f"mend the pass that ran last, or the program\n{_marked(program, violation.node)}",
+            )
+
+
+def _marked(program: Program, node: fx.Node | None) -> str:
+    """The printed lines around `node`, its own with an arrow; nothing for no node."""
+    lines = str(program).splitlines()
+    at = next((i for i, line in enumerate(lines) if node is not None and _prints(line, node)), None)
+    if at is None:
+        return ""
+    shown = range(max(0, at - 3), min(len(lines), at + 4))
+    return "\n".join(f"{'-->' if i == at else '   '} {i + 1:4} {lines[i]}" for i in shown)
+
+
+def _prints(line: str, node: fx.Node) -> bool:
+    code = line.strip()
+    names = {node.name, *(user.name for user in node.users if isinstance(data(user).op, Item))}
+    if isinstance(data(node).op, Release):
+        return any(code.startswith(f"release({source.name})") for source in node.all_input_nodes)
+    target = code.partition(" = ")[0]
+    return " = " in code and bool(names & {part.strip() for part in target.split(",")})
+
+
+# -- phases, units, regions -------------------------------------------------------------------------------------------
+
+
+def _phases_split(program: Program) -> Iterator[Violation]:
+    derived = derived_values(program)
+    seen_backward = False
+    for node in program.graph.nodes:
+        held = data(node)
+        if isinstance(held.op, PLACEHOLDERS):
+            continue
+        seen_backward |= held.phase is Phase.BACKWARD
+        if seen_backward and held.phase is Phase.FORWARD:
+            yield Violation(node, f"{node.name} belongs to the forward but stands in the backward")
+        for source in node.all_input_nodes:
+            crosses = data(source).phase is Phase.FORWARD and held.phase is Phase.BACKWARD
+            if crosses and source in derived and not isinstance(held.op, Results):
+                yield Violation(node, f"{source.name} is derived from a parameter, yet saved for {node.name}")
+
+
+def _units_assigned(program: Program) -> Iterator[Violation]:
+    derived = derived_values(program)
+    for node in program.nodes(Compute):
+        for source in node.all_input_nodes:
+            op = data(source).op
+            if isinstance(op, Parameter) and node not in derived and not data(node).unit:
+                yield Violation(node, f"{node.name} reads {op.name} and belongs to no unit")
+
+
+def _regions_outlined(program: Program) -> Iterator[Violation]:
+    for node in program.nodes(Compute, Parameter):
+        yield Violation(node, f"{node.name} stands outside a region")
+    for node in program.nodes(Call):
+        if op_of(node, Call).region not in program.regions:
+            yield Violation(node, f"{node.name} calls {op_of(node, Call).region}, which is not there")
+
+
+# -- gathers ----------------------------------------------------------------------------------------------------------
+
+
+def _gathered_before_use(program: Program) -> Iterator[Violation]:
+    sharded = program.layout.stage.optimizer_sharded
+    for node in program.nodes(Call):
+        arguments = [argument for argument in node.args[1:] if isinstance(argument, fx.Node)]
+        for argument, unit in zip(arguments, op_of(node, Call).units, strict=False):
+            found = data(argument).op
+            if not sharded and found == Shards(unit):
+                continue
+            if isinstance(found, Shards):
+                yield Violation(node, f"{node.name} reads {unit} before it is gathered")
+            elif isinstance(found, AllGather):
+                yield Violation(node, f"{node.name} reads {unit} without waiting for {argument.name}")
+            elif not isinstance(found, WaitGather) or _gathered_unit(argument) != unit:
+                yield Violation(node, f"{node.name} reads {unit}, but is given {argument.name}")
+    for node in program.nodes(WaitGather):
+        gathered, wanted = _gathered_unit(node), op_of(node, WaitGather).unit
+        if gathered != wanted:
+            yield Violation(node, f"{node.name} waits for {gathered}, not for {wanted}")
+
+
+def _gathered_unit(wait: fx.Node) -> str | None:
+    """The unit whose shards the gather behind `wait` really reads."""
+    gather = wait.all_input_nodes[0] if wait.all_input_nodes else None
+    if gather is None or not isinstance(data(gather).op, AllGather):
+        return None
+    shards = data(gather.all_input_nodes[0]).op
+    return shards.unit if isinstance(shards, Shards) and shards.unit == op_of(gather, AllGather).unit else None
+
+
+def _released_once(program: Program) -> Iterator[Violation]:
+    for gather in program.nodes(AllGather):
+        waits = [user for user in gather.users if isinstance(data(user).op, WaitGather)]
+        if len(waits) != 1:
+            yield Violation(gather, f"{gather.name} is waited for {len(waits)} times; want once")
+            continue
+        releases = [user for user in waits[0].users if isinstance(data(user).op, Release)]
+        want = 0 if op_of(gather, AllGather).keep else 1
+        if len(releases) != want:
+            found = f"{len(releases)} releases of {waits[0].name}"
+            yield Violation(gather, f"{found}; want {(want and 'one, after its last use') or 'none, it is kept'}")
+    for release in program.nodes(Release):
+        if not isinstance(data(release.all_input_nodes[0]).op, WaitGather):
+            yield Violation(release, f"{release.all_input_nodes[0].name} is released, but is not a full parameter")
+
+
+def _unused_after_release(program: Program) -> Iterator[Violation]:
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    for release in program.nodes(Release):
+        full = release.all_input_nodes[0]
+        for user in full.users:
+            if position[user] > position[release] and not isinstance(data(user).op, Results):
+                yield Violation(user, f"{user.name} uses {full.name} after its release")
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
+def _reduced_once(program: Program) -> Iterator[Violation]:
+    scatter = program.layout.stage.optimizer_sharded
+    for name in program.results.gradients:
+        yield Violation(None, f"the gradient of {name} is returned unreduced")
+    count: Counter[str] = Counter()
+    for node in program.nodes(Reduce):
+        op = op_of(node, Reduce)
+        count.update(op.params)
+        yield from _reduce_violations(program, node, op, scatter)
+    delivered = [name for node in program.results.reduced for name in op_of(node, WaitReduce).params]
+    expected = program.differentiated()
+    for name in sorted({*count, *delivered, *expected}):
+        if count[name] != (name in expected):
+            found = (
+                f"the gradient of {name} is reduced {count[name]} times; want {'once' if name in expected else 'none'}"
+            )
+            yield Violation(_reduction_of(program, name), found)
+        if count[name] != delivered.count(name):
+            yield Violation(
+                _reduction_of(program, name),
+                f"the reduced gradient of {name} is returned {delivered.count(name)} times",
+            )
+
+
+def _reduce_violations(program: Program, node: fx.Node, op: Reduce, scatter: bool) -> Iterator[Violation]:
+    unit = program.layout.unit(op.unit)
+    if data(node.all_input_nodes[0]).op != Shards(op.unit):
+        yield Violation(node, f"{node.name} reduces {op.unit}, but is given {node.all_input_nodes[0].name}")
+    if op.scatter is not scatter:
+        yield Violation(
+            node, f"stage {program.layout.stage.number} wants {'reduce_scatter' if scatter else 'all_reduce'}"
+        )
+    for name in op.params:
+        if not program.layout.param(name).trainable:
+            yield Violation(node, f"{name} is frozen; its gradient is not reduced")
+    grads = node.args[1]
+    given = tuple(p.name for p, grad in zip(unit.params, grads, strict=True) if grad is not None)  # type: ignore[arg-type]
+    if given != op.params:
+        yield Violation(node, f"{node.name} is given the gradients of {given}, not of {op.params}")
+    waits = [user for user in node.users if isinstance(data(user).op, WaitReduce)]
+    if len(waits) != 1:
+        yield Violation(node, f"{node.name} is waited for {len(waits)} times; want once")
+
+
+def _reduction_of(program: Program, param: str) -> fx.Node | None:
+    return next((node for node in reversed(program.nodes(Reduce)) if param in op_of(node, Reduce).params), None)
+
+
+# -- schedule ---------------------------------------------------------------------------------------------------------
+
+
+def _units_bounded(prefetch: int) -> Callable[[Program], Iterator[Violation]]:
+    def violations(program: Program) -> Iterator[Violation]:
+        if not program.layout.stage.parameters_sharded:
+            return
+        live: dict[str, fx.Node] = {}
+        for node in program.graph.nodes:
+            op = data(node).op
+            if isinstance(op, AllGather):
+                live[node.name] = node
+            elif isinstance(op, Release):
+                live.pop(node.all_input_nodes[0].all_input_nodes[0].name, None)
+            elif isinstance(op, Call):
+                read = {arg.all_input_nodes[0].name for arg in _full_arguments(node)}
+                ahead = [name for name in live if name not in read]
+                if len(ahead) > prefetch:
+                    found = (
+                        f"while {node.name} computes, {len(ahead)} units beside its own are full: {', '.join(ahead)}"
+                    )
+                    yield Violation(node, f"{found}; prefetch={prefetch} allows {prefetch}")
+
+    return violations
+
+
+def _full_arguments(call: fx.Node) -> list[fx.Node]:
+    return [arg for arg in call.all_input_nodes if isinstance(data(arg).op, WaitGather)]
+
+
+def _waits_sunk(program: Program) -> Iterator[Violation]:
+    for node in program.nodes(WaitReduce):
+        reduce = node.all_input_nodes[0]
+        if reduce.next is node and node.next in program.nodes(Call):
+            yield Violation(node, f"{node.name} waits at once, though compute follows that could hide it")
+
+
+def _messages_packed(program: Program) -> Iterator[Violation]:
+    for unit in program.layout.units:
+        sent = [index for message in unit.messages for index in message]
+        if sorted(sent) != list(range(len(unit.params))):
+            yield Violation(None, f"the messages of {unit.name} are {unit.messages}; want every parameter once")
+        for message in unit.messages:
+            yield from _message_violations(unit, message)
+
+
+def _message_violations(unit: Unit, message: tuple[int, ...]) -> Iterator[Violation]:
+    params = [unit.params[index] for index in message]
+    if len({(param.dtype, bool(param.shards)) for param in params}) > 1:
+        yield Violation(None, f"a message of {unit.name} mixes dtypes or whole and sharded: {[p.name for p in params]}")
+    if list(message) != list(range(message[0], message[0] + len(message))):
+        yield Violation(None, f"a message of {unit.name} is not one run of its shards' memory: {message}")
+
+
+def _volume_right(program: Program) -> Iterator[Violation]:
+    """A gather once a phase at most and a reduction once: 2Ψ, or 3Ψ under stage 3."""
+    if not (stage := program.layout.stage).optimizer_sharded:
+        return
+    for phase in Phase if stage.parameters_sharded else (None,):
+        found = program.nodes(AllGather, phase=phase)
+        for unit in program.layout.units:
+            gathers = [node for node in found if op_of(node, AllGather).unit == unit.name]
+            uses = _separate_uses(program, unit.name, phase) if stage.parameters_sharded else 1
+            if len(gathers) > uses:
+                yield Violation(gathers[-1], f"{unit.name} is gathered {len(gathers)} times; want {uses}")
+
+
+def _separate_uses(program: Program, unit: str, phase: Phase | None) -> int:
+    """How often in `phase` regions that read `unit` begin after ones that do not."""
+    reads = [unit in op_of(node, Call).units for node in program.nodes(Call, phase=phase)]
+    return sum(now and not before for before, now in zip([False, *reads], reads, strict=False))
+
+
+PHASES_SPLIT = Fact("phases split, parameters read again and never saved", _phases_split)
+UNITS_ASSIGNED = Fact("reads of parameters assigned to units", _units_assigned)
+REGIONS_OUTLINED = Fact("compute outlined into regions", _regions_outlined)
+GATHERED_BEFORE_USE = Fact("full parameters gathered and waited for before use", _gathered_before_use)
+RELEASED_ONCE = Fact("gathers released exactly once", _released_once)
+UNUSED_AFTER_RELEASE = Fact("nothing used after release", _unused_after_release)
+REDUCED_ONCE = Fact("trainable gradients reduced exactly once", _reduced_once)
+WAITS_SUNK = Fact("waits of reductions sunk", _waits_sunk)
+MESSAGES_PACKED = Fact("messages packed", _messages_packed)
+VOLUME_RIGHT = Fact("communication volume of the stage", _volume_right)
+
+
+def units_bounded(prefetch: int) -> Fact:
+    """At most `prefetch` units are full beside those that the running region reads."""
+    return Fact(f"at most {prefetch} + 1 units full at once", _units_bounded(prefetch))

@@ -1,0 +1,182 @@
+"""How parameters are divided: stages, parameters, units, and the layout that holds them.
+
+Vocabulary: a *unit* is the parameters gathered and released together; a *shard* is what this rank keeps of a
+parameter; *full* is the whole parameter; *padded* is rounded up for the world.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from zcompile.errors import ModelError
+
+SMALL_BYTES = 64 * 1024
+"""A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One ZeRO stage as three choices (Rajbhandari et al., "ZeRO", SC 2020, section 5): what is sharded."""
+
+    number: int
+    optimizer_sharded: bool
+    gradients_sharded: bool
+    parameters_sharded: bool
+
+    @property
+    def volume(self) -> int:
+        """Communication in units of Ψ elements times (N-1)/N, as each rank sends in one step (section 7)."""
+        return 3 if self.parameters_sharded else 2
+
+
+STAGES = (
+    Stage(0, optimizer_sharded=False, gradients_sharded=False, parameters_sharded=False),
+    Stage(1, optimizer_sharded=True, gradients_sharded=False, parameters_sharded=False),
+    Stage(2, optimizer_sharded=True, gradients_sharded=True, parameters_sharded=False),
+    Stage(3, optimizer_sharded=True, gradients_sharded=True, parameters_sharded=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter and the number of shards it is split into on dim 0 (0: every rank keeps it whole)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool = True
+    shards: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Rows of dim 0 in one padded shard, as `torch.chunk` and `Shard(0)` divide: the tail is short."""
+        height = self.shape[0] if self.shape else 1
+        return -(-height // self.shards) if self.shards else height
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one padded shard."""
+        return self.rows * math.prod(self.shape[1:])
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_numel * max(self.shards, 1)
+
+    @property
+    def padded_bytes(self) -> int:
+        return self.padded_numel * self.dtype.itemsize
+
+    @property
+    def is_small(self) -> bool:
+        """True for a parameter cheaper to copy than to send by itself: biases, norms."""
+        return self.nbytes <= SMALL_BYTES
+
+    def shard_rows(self, rank: int) -> tuple[int, int]:
+        """The rows [start, stop) of dim 0 that `rank` keeps, padding left out."""
+        height = self.shape[0] if self.shape else 1
+        index = rank if self.shards else 0
+        return min(index * self.rows, height), min((index + 1) * self.rows, height)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters gathered and released together.
+
+    `messages` says which of them travel in one collective: indices into `params`. A message of one parameter goes
+    straight from and into contiguous memory; a message of several is packed.
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    modules: tuple[str, ...] = ()
+    messages: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            object.__setattr__(self, "messages", tuple((index,) for index in range(len(self.params))))
+
+    @property
+    def identifier(self) -> str:
+        """The name as Python spells it in a printed program."""
+        return identifier(self.name)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(param.nbytes for param in self.params)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the full, padded parameters that a gather of this unit brings together."""
+        return sum(param.padded_bytes for param in self.params if param.shards)
+
+    def index(self, name: str) -> int:
+        return next(index for index, param in enumerate(self.params) if param.name == name)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All units of a model in the order of its modules, and the stage and world they are laid out for."""
+
+    units: tuple[Unit, ...]
+    stage: Stage = STAGES[3]
+    world: int = 1
+    _by_name: dict[str, Unit] = field(init=False, repr=False, compare=False)
+    _by_param: dict[str, Unit] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {unit.name: unit for unit in self.units})
+        object.__setattr__(self, "_by_param", {param.name: unit for unit in self.units for param in unit.params})
+        if len(self._by_name) != len(self.units):
+            raise ModelError("units", "two units have one name", "give every unit a name of its own")
+
+    def unit(self, name: str) -> Unit:
+        return self._by_name[name]
+
+    def has_unit(self, name: str) -> bool:
+        return name in self._by_name
+
+    def unit_of(self, param: str) -> Unit:
+        return self._by_param[param]
+
+    def param(self, name: str) -> Param:
+        unit = self._by_param[name]
+        return unit.params[unit.index(name)]
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        return tuple(param for unit in self.units for param in unit.params)
+
+    @cached_property
+    def trainable(self) -> dict[str, Param]:
+        return {param.name: param for param in self.params if param.trainable}
+
+    def with_units(self, units: tuple[Unit, ...]) -> Layout:
+        return replace(self, units=units)
+
+    def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:
+        """This layout with the `requires_grad` flags of the moment of capture."""
+        return self.with_units(
+            tuple(
+                replace(unit, params=tuple(replace(p, trainable=trainable[p.name]) for p in unit.params))
+                for unit in self.units
+            )
+        )
+
+
+def identifier(name: str) -> str:
+    """`name` as a Python identifier: `blocks.0` becomes `blocks_0`."""
+    text = "".join(char if char.isalnum() else "_" for char in name)
+    return text if text and not text[0].isdigit() else f"u{text}"

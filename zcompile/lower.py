@@ -1,0 +1,175 @@
+"""Lowering: regions compiled, the program's text loaded, and the step run under AOTAutograd's calling convention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile._torch import compile_with_inductor, is_symbolic
+from zcompile.ops import Call, Input, Kind, Parameter, Phase, Shards, WaitGather, data, op_of
+from zcompile.printer import inputs_of
+from zcompile.program import Program, Region
+from zcompile.runtime.executor import BoundUnit, Gradients, load
+from zcompile.runtime.shards import Full, UnitShards
+
+
+@dataclass
+class RegionCache:
+    """Compiled regions by structure, for all programs of one model."""
+
+    backend: str
+    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Spent compiling so far."""
+
+    def get(self, found: Region) -> Callable[..., Any]:
+        """`found` compiled; equal regions of any program compile once."""
+        key = found.key()
+        if key not in self.compiled:
+            started = time.perf_counter()
+            self.compiled[key] = _compile(found, self.backend)
+            self.seconds += time.perf_counter() - started
+        return self.compiled[key]
+
+
+def _compile(found: Region, backend: str) -> Callable[..., Any]:
+    """`found` as a function of a call's arguments: units' full parameters first, then values."""
+    graph = fx.Graph()
+    result: Any = graph.graph_copy(found.graph, {}, return_output_node=True)
+    graph.output(found_outputs := result[0] if isinstance(result[0], tuple) else (result[0],))
+    root = torch.nn.Module()
+    for name, module in found.modules.items():
+        setattr(root, name, module)
+    module = fx.GraphModule(root, graph)
+    if backend == "inductor":
+        run = compile_with_inductor(module, [node.meta["val"] for node in graph.find_nodes(op="placeholder")])
+    else:
+        run = module.forward
+    takes, single = found.takes, len(found_outputs) == 1
+
+    def call(*args: Any) -> Any:
+        results = run(*[args[index] if item is None else args[index][item] for index, item in takes])
+        return results[0] if single else results
+
+    return call
+
+
+@dataclass(frozen=True)
+class Session:
+    """What programs of one model run with."""
+
+    shards: Mapping[str, UnitShards]
+    deliver: Callable[[Sequence[Gradients]], None]
+    before_first_run: Callable[[Program], None]
+    """Called with the program before it communicates for the first time: the ranks agree on it."""
+
+
+class Step:
+    """A rewritten program that runs: the callables that AOTAutograd calls.
+
+    AOTAutograd's boxes hold, for the forward, all inputs of the graph; for the backward, saved sizes, saved tensors,
+    parameters that the backward reads, and tangents. What it calls parameters here are husks without memory, unless the
+    full parameter is kept over the turn.
+    """
+
+    def __init__(self, traced: Program, program: Program, regions: RegionCache, session: Session) -> None:
+        self.program, self.session = program, session
+        self.saved: Sequence[fx.Node] = program.saved()
+        inputs = traced.nodes(Parameter, Input)
+        primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
+        self._position = {
+            op_of(n, Parameter).name: i for i, n in enumerate(primals) if isinstance(data(n).op, Parameter)
+        }
+        self._is_parameter = [isinstance(data(n).op, Parameter) for n in primals]
+        self._read = _parameters_read(program, Phase.BACKWARD)
+        self.reread: Sequence[int] = [self._position[name] for name in self._read]
+        self._kept = [op_of(node, WaitGather).unit for node in program.kept()]
+        self._units = {unit.name: BoundUnit(session.shards[unit.name], unit) for unit in program.layout.units}
+        self._agreed = False
+        compiled = {name: regions.get(found) for name, found in program.regions.items()}
+        self._forward = self._load(Phase.FORWARD, compiled)
+        self._backward = self._load(Phase.BACKWARD, compiled) if program.has_backward else None
+
+    def _load(self, phase: Phase, regions: Mapping[str, Callable[..., Any]]) -> Callable[[list[Any]], Any]:
+        """The text of `phase`, ready to be called with what is not bound here: units and constants."""
+        bound: list[Any] = []
+        for node in inputs_of(self.program, phase):
+            op = data(node).op
+            if isinstance(op, Shards):
+                bound.append(self._units[op.unit])
+            elif isinstance(op, Input) and op.kind is Kind.CONSTANT:
+                bound.append(self.program.constants[node.name])
+        part = self.program.phase(phase)
+        run = load(part.text(), str(phase), regions, f"<zcompile {phase} {self.program.digest()[:12]}>")
+        return lambda values: run([*bound, *_drained(values)])
+
+    @torch.no_grad()
+    def forward(self, box: list[Any]) -> list[Any]:
+        """Run the forward; gives the outputs, then what AOTAutograd is to keep for the backward."""
+        if not self._agreed:
+            self.session.before_first_run(self.program)
+            self._agreed = True
+        husks = [box[index] for index in self.reread]
+        values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
+        box.clear()
+        outputs, crossing = self._forward(values)
+        full, saved = crossing[: len(self._kept)], crossing[len(self._kept) :]
+        sizes = [v for v, n in zip(saved, self.saved, strict=True) if is_symbolic(n.meta.get("val"))]
+        tensors = [v for v, n in zip(saved, self.saved, strict=True) if not is_symbolic(n.meta.get("val"))]
+        return [*outputs, *tensors, *self._carried(full, husks), *sizes]
+
+    def _carried(self, full: Sequence[Full], husks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is saved as the parameters that the backward reads: kept full ones, else the husks."""
+        kept = dict(zip(self._kept, full, strict=True))
+        carried = []
+        for name, husk in zip(self._read, husks, strict=True):
+            unit = self.program.layout.unit_of(name)
+            carried.append(kept[unit.name][unit.index(name)] if unit.name in kept else husk)
+        return carried
+
+    @torch.no_grad()
+    def backward(self, box: list[Any]) -> list[Any]:
+        """Run the backward, deliver the gradients of parameters; gives those of the other inputs."""
+        assert self._backward is not None, "a program without a backward has no gradients"
+        count = {True: 0, False: 0}
+        for node in self.saved:
+            count[is_symbolic(node.meta.get("val"))] += 1
+        end = count[True] + count[False]
+        sizes, tensors = iter(box[: count[True]]), iter(box[count[True] : end])
+        carried, tangents = box[end : end + len(self._read)], box[end + len(self._read) :]
+        box.clear()
+        saved = [next(sizes if is_symbolic(node.meta.get("val")) else tensors) for node in self.saved]
+        values = [*self._kept_full(carried), *saved, *tangents]
+        del saved, carried, tangents, tensors, sizes
+        input_gradients, reduced = self._backward(values)
+        self.session.deliver(reduced)
+        others = iter(input_gradients)
+        return [None if is_parameter else next(others) for is_parameter in self._is_parameter]
+
+    def _kept_full(self, carried: Sequence[torch.Tensor]) -> list[Full]:
+        by_name = dict(zip(self._read, carried, strict=True))
+        units = [self.program.layout.unit(name) for name in self._kept]
+        return [Full(unit, [by_name.get(param.name) for param in unit.params]) for unit in units]
+
+
+def _drained(values: list[Any]) -> list[Any]:
+    """A copy of `values`, which is emptied: the program must hold the only references."""
+    copy = list(values)
+    values.clear()
+    return copy
+
+
+def _parameters_read(program: Program, phase: Phase) -> list[str]:
+    """Parameters that regions of `phase` read, in order of first use."""
+    names: dict[str, None] = {}
+    for call in program.nodes(Call, phase=phase):
+        op = op_of(call, Call)
+        for argument, item in program.regions[op.region].takes:
+            if item is not None:
+                names[program.layout.unit(op.units[argument]).params[item].name] = None
+    return list(names)

@@ -1,0 +1,230 @@
+"""The operations of the outer program: names in the graph here, code in the runtime.
+
+An outer program is a list of calls of these functions and of regions. They are never run from here: the printed
+program is executed with the functions of `zcompile.runtime.executor` under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NoReturn, TypeVar
+
+from torch import fx
+
+from zcompile.tensor_type import TensorType
+
+
+class Phase(StrEnum):
+    """The two halves of a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Kind(StrEnum):
+    """What an input of a program is."""
+
+    DATA = "data"
+    TANGENT = "tangent"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A placeholder that the caller fills; `index` is its place among the caller's arguments of this kind."""
+
+    kind: Kind
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A placeholder for a full parameter, before regions are outlined."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """A placeholder for what this rank keeps of a unit."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """An ATen operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a region; its first arguments are the full parameters of `units`, in that order."""
+
+    region: str
+    units: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One of several results."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Start gathering a unit. `keep`: the full copy outlives the program and is gathered again only after a change."""
+
+    unit: str
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGather:
+    """The full parameters of a unit, once they have arrived."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Free the full parameters of a unit."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start averaging the gradients of `params` over the ranks; `scatter`: each rank gets its shard, else all."""
+
+    unit: str
+    params: tuple[str, ...]
+    scatter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReduce:
+    """The averaged gradients of `params`, once they have arrived."""
+
+    unit: str
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A gradient copied, because its memory belongs to another value too and the reduction must own it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The end of a program: see `zcompile.program.Results`."""
+
+
+Op = (
+    Input
+    | Parameter
+    | Shards
+    | Compute
+    | Call
+    | Item
+    | AllGather
+    | WaitGather
+    | Release
+    | Reduce
+    | WaitReduce
+    | Copy
+    | Results
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """All that passes know of a node."""
+
+    op: Op
+    phase: Phase = Phase.FORWARD
+    type: TensorType | None = None
+    source: str = ""
+    """Path of the module it comes from; for communication, of the unit."""
+    unit: str = ""
+    """The unit whose region it belongs to, once assigned; empty for glue between units."""
+    view: bool = False
+    """True if the value shares the memory of another one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of new memory that the value takes."""
+        return self.type.nbytes if self.type and not self.view else 0
+
+
+_KEY = "zcompile"
+
+
+def data(node: fx.Node) -> Data:
+    """The one reader of a node's data."""
+    found: Data = node.meta[_KEY]
+    return found
+
+
+T = TypeVar("T", bound=Op)
+
+
+def op_of(node: fx.Node, kind: type[T]) -> T:
+    """The operation of a node known to be of `kind`."""
+    found = data(node).op
+    assert isinstance(found, kind), f"{node.name} is {found}, not {kind.__name__}"
+    return found
+
+
+def set_data(node: fx.Node, value: Data) -> fx.Node:
+    """The one writer of a node's data; returns the node."""
+    node.meta[_KEY] = value
+    return node
+
+
+def _only_a_name(name: str) -> NoReturn:
+    message = f"{name} stands for an operation of the runtime; lower the program to run it"
+    raise TypeError(message)
+
+
+def region(name: str, *args: Any) -> NoReturn:
+    """Call the region `name`; printed as `name(*args)`."""
+    _only_a_name(name)
+
+
+def all_gather(unit: Any, *, keep: bool = False) -> NoReturn:
+    """Start gathering the full parameters of a unit."""
+    _only_a_name("all_gather")
+
+
+def reduce_scatter(unit: Any, grads: Sequence[Any]) -> NoReturn:
+    """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets its shard."""
+    _only_a_name("reduce_scatter")
+
+
+def all_reduce(unit: Any, grads: Sequence[Any]) -> NoReturn:
+    """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets all."""
+    _only_a_name("all_reduce")
+
+
+def copy(value: Any) -> NoReturn:
+    """A copy of a tensor, in memory of its own."""
+    _only_a_name("copy")
+
+
+def wait(started: Any) -> NoReturn:
+    """Wait for a gather (gives the full parameters) or a reduction (gives the averaged gradients)."""
+    _only_a_name("wait")
+
+
+def release(full: Any) -> NoReturn:
+    """Free full parameters."""
+    _only_a_name("release")
+
+
+NAMES = frozenset(
+    {"all_gather", "reduce_scatter", "all_reduce", "wait", "release", "copy", "unbox", "aten", "ops", "box"}
+)
+"""Names with a meaning in a printed program; no value is called so."""

@@ -1,0 +1,324 @@
+"""A printed program back as a Program: the inverse of `zcompile.printer`, used to write and to test passes.
+
+What stands in the margin is read too: types make the values, the source column says where a value comes from.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+import operator
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile import ops
+from zcompile._torch import FakeTensorMode
+from zcompile.errors import ParseError
+from zcompile.layout import STAGES, Layout, Param, Unit
+from zcompile.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, set_data
+from zcompile.program import Program, Region, set_results
+from zcompile.tensor_type import TensorType
+
+_MARGIN = re.compile(
+    r"#\s*(?P<types>(?:\w+\[[^\]]*\](?:,\s*)?)*)\s*(?P<delta>[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
+)
+_NAMESPACE: dict[str, Any] = {
+    "aten": torch.ops.aten,
+    "ops": torch.ops,
+    "torch": torch,
+    "operator": operator,
+    "math": math,
+    "float": float,
+}
+
+
+def parse(text: str) -> Program:
+    """The program that `Program.text(regions=True)` printed.
+
+    Raises:
+        ParseError: with the line that is not part of a printed program.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ParseError(f"line {error.lineno}", error.msg, "parse what Program.text(regions=True) printed") from error
+    return _Parser(tree, _margins(text)).program()
+
+
+@dataclass(frozen=True, slots=True)
+class _Margin:
+    types: tuple[TensorType | None, ...] = ()
+    delta: bool = False
+    source: str = ""
+
+    @property
+    def type(self) -> TensorType | None:
+        return self.types[0] if self.types else None
+
+
+def _margins(text: str) -> dict[int, _Margin]:
+    margins = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and (found := _MARGIN.match(token.string)):
+            types = tuple(None if "int[]" in part else part for part in re.findall(r"\w+\[[^\]]*\]", found["types"]))
+            parsed = tuple(TensorType.parse(part) if part else None for part in types)
+            margins[token.start[0]] = _Margin(parsed, bool(found["delta"]), found["source"].strip())
+    return margins
+
+
+@dataclass
+class _Scope:
+    """A graph being filled, and the names defined so far."""
+
+    graph: fx.Graph
+    phase: Phase
+    names: dict[str, Any] = field(default_factory=dict)
+
+
+class _Parser:
+    def __init__(self, tree: ast.Module, margins: dict[int, _Margin]) -> None:
+        self.margins = margins
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.constants = {
+            target.id: ast.literal_eval(statement.value)
+            for statement in tree.body
+            if isinstance(statement, ast.Assign)
+            for target in statement.targets
+            if isinstance(target, ast.Name)
+        }
+        self.functions = [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]
+        self.layout = self._layout()
+        self.regions: dict[str, Region] = {}
+
+    def program(self) -> Program:
+        for function in self.functions:
+            if function.name not in ("forward", "backward"):
+                self.regions[function.name] = self._region(function)
+        graph, results = fx.Graph(), dict[str, Any]()
+        scope = _Scope(graph, Phase.FORWARD)
+        for function in self.functions:
+            if function.name in ("forward", "backward"):
+                scope.phase = Phase(function.name)
+                self._phase(function, scope, results)
+        _placeholders_first(graph)
+        set_results(graph, **results)
+        flagged = (text.split() for texts in self.constants.get("units", {}).values() for text in texts)
+        unused = frozenset(words[0] for words in flagged if "unused" in words)
+        return Program(graph, self.layout, self.regions, unused=unused)
+
+    # -- units ----------------------------------------------------------------------------------------------------
+
+    def _layout(self) -> Layout:
+        world, stage = self.constants.get("world", 1), STAGES[self.constants.get("stage", 3)]
+        packed = self.constants.get("packed", {})
+        units = []
+        for name, texts in self.constants.get("units", {}).items():
+            params = tuple(_param(text, world) for text in texts)
+            unit = Unit(name, params, _modules(name, params))
+            if name in packed:
+                alone = [(i,) for i in range(len(params)) if i not in packed[name]]
+                unit = replace(unit, messages=(*alone, tuple(packed[name])))
+            units.append(unit)
+        return Layout(tuple(units), stage, world)
+
+    # -- functions ------------------------------------------------------------------------------------------------
+
+    def _region(self, function: ast.FunctionDef) -> Region:
+        scope = _Scope(fx.Graph(), Phase.FORWARD)
+        takes = []
+        for name, line in _unboxed(function):
+            margin = self._margin(line)
+            takes.append(_take(margin.source, line))
+            node = scope.graph.create_node("placeholder", name, name=name)
+            scope.names[name] = self._typed(node, Data(Input(Kind.DATA, len(takes) - 1), type=margin.type))
+        *body, end = function.body[1:]
+        for statement in body:
+            self._statement(statement, scope)
+        assert isinstance(end, ast.Return), "a region ends in a return"
+        values = self._value(end.value, scope)
+        scope.graph.output(tuple(values) if len(values) > 1 else values[0])
+        return Region(function.name, scope.graph, tuple(takes))
+
+    def _phase(self, function: ast.FunctionDef, scope: _Scope, results: dict[str, Any]) -> None:
+        for name, line in _unboxed(function):
+            if name not in scope.names:
+                scope.names[name] = self._input(name, self._margin(line), scope)
+        *body, end = function.body[1:]
+        for statement in body:
+            self._statement(statement, scope)
+        if not isinstance(end, ast.Return) or not isinstance(end.value, ast.Tuple):
+            raise ParseError(f"line {end.lineno}", "a phase ends in two lists", "end it with `return [...], [...]`")
+        first, second = (self._value(value, scope) for value in end.value.elts)
+        if scope.phase is Phase.FORWARD:
+            results["outputs"] = first
+        else:
+            results["input_gradients"] = first
+            results["gradients" if isinstance(second, dict) else "reduced"] = second
+
+    def _input(self, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
+        kind, _, rest = margin.source.partition(" ")
+        index = len(scope.graph.find_nodes(op="placeholder"))
+        op: Op
+        if kind == "unit":
+            op = Shards(rest)
+        elif kind == "parameter":
+            op = Parameter(rest)
+        else:
+            op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index)
+        phase = scope.phase if kind == "tangent" else Phase.FORWARD
+        source = margin.source if isinstance(op, Input) and op.kind is Kind.DATA else ""
+        prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
+        node = scope.graph.create_node("placeholder", f"{prefix}_{index}", name=name)
+        node.meta["partitioner_tag"] = "is_backward" if kind == "tangent" else "is_forward"
+        return self._typed(node, Data(op, phase, margin.type, source))
+
+    # -- statements -----------------------------------------------------------------------------------------------
+
+    def _statement(self, statement: ast.stmt, scope: _Scope) -> None:
+        margin = self._margin(statement.lineno)
+        match statement:
+            case ast.Delete():
+                return
+            case ast.Expr(value=ast.Call() as call):
+                self._call(call, "release", margin, scope)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
+                scope.names[name] = self._call(call, name, margin, scope)
+            case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call() as call):
+                source = self._call(call, "", replace(margin, types=()), scope)
+                self._items(source, elements, margin, scope)
+            case _:
+                raise ParseError(
+                    f"line {statement.lineno}", f"{ast.unparse(statement)!r} is no statement of a program",
+                    "write assignments of calls, releases, del and return",
+                )  # fmt: skip
+
+    def _items(self, source: fx.Node, elements: list[ast.expr], margin: _Margin, scope: _Scope) -> None:
+        types = iter(margin.types)
+        for index, element in enumerate(elements):
+            if isinstance(element, ast.Name) and element.id != "_":
+                node = scope.graph.create_node("call_function", operator.getitem, (source, index), name=element.id)
+                held = Data(Item(index), scope.phase, next(types, None), margin.source, view=not margin.delta)
+                scope.names[element.id] = self._typed(node, held)
+
+    def _call(self, call: ast.Call, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
+        args = [self._value(arg, scope) for arg in call.args]
+        kwargs = {keyword.arg: self._value(keyword.value, scope) for keyword in call.keywords if keyword.arg}
+        text = ast.unparse(call.func)
+        target: Callable[..., Any]
+        if text in self.regions:
+            target, args = ops.region, [text, *args]
+        elif text in ops.NAMES:
+            target = getattr(ops, text)
+        else:
+            target = self._value(call.func, scope)
+        node = scope.graph.create_node("call_function", target, tuple(args), kwargs, name=name or text.split(".")[-2])
+        node.meta["partitioner_tag"] = f"is_{scope.phase}"
+        view = margin.type is not None and not margin.delta and margin.type.nbytes > 0
+        return self._typed(
+            node, Data(_op(node, self.layout, margin.source), scope.phase, margin.type, margin.source, view=view)
+        )
+
+    def _value(self, expression: ast.expr | None, scope: _Scope) -> Any:
+        match expression:
+            case ast.Name(id=name) if name in scope.names:
+                return scope.names[name]
+            case ast.Name(id=name) if name in _NAMESPACE:
+                return _NAMESPACE[name]
+            case ast.Attribute(value=value, attr=attribute):
+                return getattr(self._value(value, scope), attribute)
+            case ast.Call(func=function, args=args):
+                return self._value(function, scope)(*(self._value(arg, scope) for arg in args))
+            case ast.List(elts=elements):
+                return [self._value(element, scope) for element in elements]
+            case ast.Tuple(elts=elements):
+                return tuple(self._value(element, scope) for element in elements)
+            case ast.Dict(keys=keys, values=values):
+                return {ast.literal_eval(k): self._value(v, scope) for k, v in zip(keys, values, strict=True) if k}
+            case ast.Constant(value=value):
+                return value
+            case ast.UnaryOp():
+                return ast.literal_eval(expression)
+            case _:
+                text, line = (ast.unparse(expression), expression.lineno) if expression else ("nothing", "?")
+                raise ParseError(f"line {line}", f"{text!r} is not defined here", "define it above, or spell it right")
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def _margin(self, line: int) -> _Margin:
+        return self.margins.get(line, _Margin())
+
+    def _typed(self, node: fx.Node, held: Data) -> fx.Node:
+        if held.type is not None:
+            with self.mode:
+                node.meta["val"] = torch.empty(held.type.shape, dtype=held.type.dtype)
+        return set_data(node, held)
+
+
+def _op(node: fx.Node, layout: Layout, source_text: str) -> Op:
+    """What a call is, from the function it names and the values it takes."""
+    first = node.args[0] if node.args else None
+    source = data(first).op if isinstance(first, fx.Node) else None
+    unit: str = getattr(source, "unit", "")
+    if node.target is ops.region:
+        # The margin says what the call is meant to read; its arguments, what it does read.
+        return Call(str(first), tuple(name for name in source_text.split(" + ") if layout.has_unit(name)))
+    if node.target is ops.all_gather:
+        return ops.AllGather(unit, bool(node.kwargs.get("keep", False)))
+    if node.target in (ops.reduce_scatter, ops.all_reduce):
+        grads: Any = node.args[1]
+        named = zip(layout.unit(unit).params, grads, strict=True)
+        params = tuple(param.name for param, grad in named if grad is not None)
+        return ops.Reduce(unit, params, scatter=node.target is ops.reduce_scatter)
+    if node.target is ops.wait:
+        return ops.WaitReduce(unit, source.params) if isinstance(source, ops.Reduce) else ops.WaitGather(unit)
+    if node.target is ops.copy:
+        return ops.Copy()
+    return ops.Release(unit) if node.target is ops.release else Compute()
+
+
+def _take(source: str, line: int) -> tuple[int, int | None]:
+    """Where an argument of a region comes from, as its margin says: `argument 0 item 3`, `argument 1`."""
+    found = re.fullmatch(r"argument (\d+)(?: item (\d+))?", source)
+    if found is None:
+        raise ParseError(f"line {line}", f"{source!r} does not say where it comes from", "write `argument 0`")
+    return int(found[1]), int(found[2]) if found[2] else None
+
+
+def _unboxed(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
+    """Names that `(...) = unbox(box)` binds, with their lines."""
+    match function.body[0]:
+        case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call(func=ast.Name(id="unbox"))):
+            for element in elements:
+                assert isinstance(element, ast.Name), "unbox binds names"
+                yield element.id, element.lineno
+        case statement:
+            raise ParseError(f"line {statement.lineno}", "no unboxing", "begin with `(a, b,) = unbox(box)`")
+
+
+def _placeholders_first(graph: fx.Graph) -> None:
+    """Move the placeholders met in the backward to the head of the graph, as FX wants them."""
+    last = None
+    for node in graph.find_nodes(op="placeholder"):
+        if last is not None:
+            last.append(node)
+        last = node
+
+
+def _param(text: str, world: int) -> Param:
+    name, _, rest = text.partition(" ")
+    found = TensorType.parse(rest)
+    return Param(name, found.shape, found.dtype, "frozen" not in rest, 0 if rest.endswith("whole") else world)
+
+
+def _modules(name: str, params: tuple[Param, ...]) -> tuple[str, ...]:
+    """The module paths of a unit: its own when all its parameters lie below it, else theirs."""
+    if all(param.name.startswith(name + ".") for param in params):
+        return (name,)
+    return tuple(dict.fromkeys(param.name.rpartition(".")[0] for param in params))

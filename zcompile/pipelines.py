@@ -1,0 +1,49 @@
+"""The pipeline of each stage: the passes, in one screen."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from zcompile import facts
+from zcompile.layout import STAGES
+from zcompile.options import check_prefetch, check_stage
+from zcompile.passes.assign_units import assign_units
+from zcompile.passes.insert_gathers import insert_gathers
+from zcompile.passes.insert_reductions import insert_reductions
+from zcompile.passes.outline_regions import outline_regions
+from zcompile.passes.pack_small import pack_small
+from zcompile.passes.schedule_prefetch import schedule_prefetch
+from zcompile.passes.sink_waits import sink_waits
+from zcompile.passes.split_phases import split_phases
+from zcompile.pipeline import Pass, Pipeline
+
+GATHERED = (facts.GATHERED_BEFORE_USE, facts.RELEASED_ONCE)
+
+
+def pipeline(*, stage: int = 3, prefetch: int = 2, partition: Literal["min_cut", "default"] = "min_cut") -> Pipeline:
+    """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
+
+    Args:
+        stage: 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
+        prefetch: How many units are gathered ahead of the one that computes; 0 means none.
+        partition: What the forward saves: `min_cut` recomputes cheap operations in the backward, as Inductor likes it;
+            `default` saves what eager PyTorch saves.
+
+    Raises:
+        OptionError: a stage outside 0 to 3, a negative prefetch.
+    """
+    check_stage(stage)
+    check_prefetch(prefetch)
+    bounded = facts.units_bounded(prefetch)
+    split = Pass("split_phases", partial(split_phases, partition=partition), ensures=(facts.PHASES_SPLIT,))
+    assign = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,))
+    outline = Pass("outline_regions", outline_regions, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,))
+    pack = Pass("pack_small", pack_small, (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,))
+    gather = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
+    reduce = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
+    ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, (bounded,))
+    sink = Pass("sink_waits", partial(sink_waits, depth=max(prefetch, 1)), (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,))
+    if not STAGES[stage].optimizer_sharded:
+        return Pipeline(STAGES[stage], (split, assign, outline, pack, reduce, sink))
+    return Pipeline(STAGES[stage], (split, assign, outline, pack, gather, reduce, ahead, sink))

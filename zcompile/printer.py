@@ -1,0 +1,315 @@
+"""A program as Python: the text that people read is the text that is executed.
+
+    def forward(box):
+        (
+            blocks_0,                                   #                  12 parameters     unit blocks.0
+            x,                                          # f32[8, 64]
+        ) = unbox(box)
+        blocks_0_gather = all_gather(blocks_0)          #                  +195 KiB          blocks.0
+        blocks_0_full = wait(blocks_0_gather)           #                                    blocks.0
+        h = region_0(blocks_0_full, x)                  # f32[8, 64]       +2 KiB            blocks.0
+        release(blocks_0_full)                          #                  -195 KiB          blocks.0
+
+At the right margin stand the type of each value, the bytes gained or freed by the line, and the module it comes from.
+`unbox(box)` empties the caller's list of arguments, so that `del` really frees them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import torch
+from torch import fx
+
+from zcompile._torch import HigherOrderOperator, OpOverload
+from zcompile.layout import Param
+from zcompile.ops import Call, Input, Item, Kind, Parameter, Phase, Release, Shards, data, op_of
+from zcompile.program import Program, Region, after_items
+from zcompile.tensor_type import TensorType, human_bytes
+
+_TEMPLATE = """\
+{%- if units %}
+world = {{ units.world }}
+stage = {{ units.stage.number }}
+units = {
+{%- for unit in units.units %}
+    {{ unit.name | tojson }}: [
+{%- for param in unit.params %}
+        {{ param_text(param) | tojson }},
+{%- endfor %}
+    ],
+{%- endfor %}
+}
+packed = {
+{%- for unit in units.units %}{% for message in unit.messages if message | length > 1 %}
+    {{ unit.name | tojson }}: {{ message | list }},
+{%- endfor %}{% endfor %}
+}
+
+{% endif -%}
+{%- for function in functions %}
+{% if not loop.first %}
+
+{% endif -%}
+def {{ function.name }}(box):
+    (
+{%- for line in function.arguments %}
+        {{ line }}
+{%- endfor %}
+    ) = unbox(box)
+{%- for line in function.body %}
+    {{ line }}
+{%- endfor %}
+{%- endfor %}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line: the code, and the three columns at its right margin."""
+
+    code: str
+    type: str = ""
+    delta: str = ""
+    source: str = ""
+
+    def padded(self, widths: tuple[int, int, int]) -> str:
+        if not (self.type or self.delta or self.source):
+            return self.code
+        code, type_, delta = (text.ljust(width) for text, width in zip(self.columns, widths, strict=True))
+        return f"{code}  # {type_}  {delta}  {self.source}".rstrip()
+
+    @property
+    def columns(self) -> tuple[str, str, str]:
+        return self.code, self.type, self.delta
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A printed function: its name, the names it unboxes, and its body."""
+
+    name: str
+    arguments: list[str]
+    body: list[str]
+
+
+def render(program: Program, *, regions: bool = False, units: bool = False) -> str:
+    """The text of `program`: its phases, and before them its units and regions when asked."""
+    functions = [_function(found.name, *_region_lines(found)) for found in program.regions.values() if regions]
+    for phase in program.phases:
+        if phase is Phase.FORWARD or program.has_backward:
+            functions.append(_function(str(phase), *_phase_lines(program, phase)))
+    text = functools.partial(_param_text, unused=program.unused)
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE)
+    return template.render(functions=functions, units=program.layout if units else None, param_text=text) + "\n"
+
+
+def _param_text(param: Param, unused: frozenset[str]) -> str:
+    flags = (
+        (" unused" if param.name in unused else "")
+        + ("" if param.trainable else " frozen")
+        + ("" if param.shards else " whole")
+    )
+    return f"{param.name} {TensorType.make(param.dtype, param.shape)}{flags}"
+
+
+def _function(name: str, arguments: list[Line], body: list[Line]) -> Function:
+    lines = [*arguments, *body]
+    # One long line (a return of many values) must not push the margin of all others off the screen.
+    usual = [len(line.code) for line in lines if len(line.code) <= 72]
+    widths = (
+        max(usual, default=0),
+        max((len(line.type) for line in lines if len(line.type) <= 40), default=0),
+        max((len(line.delta) for line in lines), default=0),
+    )
+    return Function(name, [line.padded(widths) for line in arguments], [line.padded(widths) for line in body])
+
+
+# -- a phase ----------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(program: Program, phase: Phase) -> list[fx.Node]:
+    """The values that the function of `phase` unboxes, in order: units first, then what the caller or forward gave."""
+    body = program.body(phase)
+    used = {source for node in body for source in node.all_input_nodes}
+    ends = set(_result_nodes(program, phase))
+    shards = [n for n in program.nodes(Parameter, Shards) if n in used or n in ends]
+    constants = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.CONSTANT and n in used]
+    if phase is Phase.FORWARD:
+        return [*shards, *constants, *(n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA)]
+    tangents = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.TANGENT]
+    return [*shards, *constants, *program.kept(), *program.saved(), *tangents]
+
+
+def _result_nodes(program: Program, phase: Phase) -> Iterator[fx.Node]:
+    if phase is Phase.BACKWARD:
+        yield from program.results.backward_nodes()
+        return
+    yield from (value for value in program.results.outputs if isinstance(value, fx.Node))
+    if program.has_backward:
+        yield from program.saved()
+        yield from program.kept()
+
+
+def _phase_lines(program: Program, phase: Phase) -> tuple[list[Line], list[Line]]:
+    arguments = [_argument(program, node) for node in inputs_of(program, phase)]
+    body = program.body(phase)
+    deaths = _deaths(program, phase, body)
+    lines: list[Line] = []
+    for node in body:
+        if not isinstance(data(node).op, Item):
+            lines.append(_statement(program, node))
+        if dead := deaths.get(node):
+            lines.append(_delete(program, dead))
+    return arguments, [*lines, Line(_return(program, phase))]
+
+
+def _argument(program: Program, node: fx.Node) -> Line:
+    held = data(node)
+    match held.op:
+        case Shards(unit):
+            count = len(program.layout.unit(unit).params)
+            return Line(f"{node.name},", delta=f"{count} parameters", source=f"unit {unit}")
+        case Parameter(name):
+            return Line(f"{node.name},", _type_text(held.type), source=f"parameter {name}")
+        case Input(kind) if kind is not Kind.DATA:
+            return Line(f"{node.name},", _type_text(held.type), source=str(kind))
+        case _:
+            return Line(f"{node.name},", _type_text(held.type), source=held.source)
+
+
+def _type_text(found: TensorType | None) -> str:
+    return str(found) if found else "int[]"
+
+
+def _statement(program: Program, node: fx.Node) -> Line:
+    held = data(node)
+    items = [user for user in node.users if isinstance(data(user).op, Item)]
+    types = [data(item).type for item in items] if items else [held.type] if held.type else []
+    target = ", ".join(_item_names(items)) if items else node.name
+    call = _call_text(node)
+    code = call if isinstance(held.op, Release) else f"{target} = {call}"
+    delta = program.memory(node) if not items else sum(data(item).nbytes for item in items)
+    return Line(code, ", ".join(map(_type_text, types)), _delta_text(delta), held.source)
+
+
+def _item_names(items: list[fx.Node]) -> list[str]:
+    """Names to unpack a tuple into; `_` for results that nobody uses."""
+    by_index = {op_of(item, Item).index: item.name for item in items}
+    names = [by_index.get(index, "_") for index in range(max(by_index) + 1)]
+    of_region = isinstance(data(items[0].all_input_nodes[0]).op, Call)
+    return [*names, *([] if of_region and len(names) > 1 else ["*_"])]
+
+
+def _delta_text(delta: int) -> str:
+    return f"{'+' if delta > 0 else '-'}{human_bytes(abs(delta))}" if delta else ""
+
+
+def _deaths(program: Program, phase: Phase, body: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """After which node of the body which values die."""
+    alive_at_end = set(_result_nodes(program, phase))
+    last: dict[fx.Node, fx.Node] = {}
+    for node in body:
+        if data(node).type:
+            last[node] = node
+        for source in node.all_input_nodes:
+            last[source] = node
+    deaths: dict[fx.Node, list[fx.Node]] = {}
+    for node in [*inputs_of(program, phase), *body]:
+        end = last.get(node)
+        if end is None or node in alive_at_end or data(node).type is None:
+            continue
+        if isinstance(data(node).op, Parameter) or (isinstance(data(node).op, Item) and end is node):
+            continue
+        deaths.setdefault(after_items(end), []).append(node)
+    return deaths
+
+
+def _delete(program: Program, dead: list[fx.Node]) -> Line:
+    freed = sum(data(node).nbytes for node in dead)
+    return Line(f"del {', '.join(node.name for node in dead)}", delta=_delta_text(-freed))
+
+
+def _return(program: Program, phase: Phase) -> str:
+    results = program.results
+    if phase is Phase.FORWARD:
+        saved = [*program.kept(), *program.saved()] if program.has_backward else []
+        return f"return {_list(results.outputs)}, {_list(saved)}"
+    gradients = ", ".join(f"{name!r}: {python_text(node)}" for name, node in results.gradients.items())
+    delivered = f"{{{gradients}}}" if results.gradients else _list(results.reduced)
+    return f"return {_list(results.input_gradients)}, {delivered}"
+
+
+def _list(values: Iterable[Any]) -> str:
+    return f"[{', '.join(map(python_text, values))}]"
+
+
+# -- a region ---------------------------------------------------------------------------------------------------------
+
+
+def _region_lines(found: Region) -> tuple[list[Line], list[Line]]:
+    arguments = []
+    for node, (argument, item) in zip(found.graph.find_nodes(op="placeholder"), found.takes, strict=True):
+        origin = f"argument {argument}" + (f" item {item}" if item is not None else "")
+        arguments.append(Line(f"{node.name},", _type_text(data(node).type), source=origin))
+    body = []
+    for node in found.graph.nodes:
+        if node.op == "call_function" and not isinstance(data(node).op, Item):
+            items = [user for user in node.users if isinstance(data(user).op, Item)]
+            types = [data(item).type for item in items] if items else [data(node).type]
+            target = ", ".join(_item_names(items)) if items else node.name
+            delta = sum(data(item).nbytes for item in items) if items else data(node).nbytes
+            text = ", ".join(map(_type_text, types))
+            body.append(Line(f"{target} = {_call_text(node)}", text, _delta_text(delta), data(node).source))
+    return arguments, [*body, Line(f"return {_list(found.outputs)}")]
+
+
+# -- expressions ------------------------------------------------------------------------------------------------------
+
+
+def _call_text(node: fx.Node) -> str:
+    args: tuple[Any, ...] = node.args
+    if isinstance(data(node).op, Call):
+        function, args = op_of(node, Call).region, args[1:]
+    else:
+        function = function_text(node.target)
+    parts = [python_text(arg) for arg in args] + [f"{key}={python_text(value)}" for key, value in node.kwargs.items()]
+    return f"{function}({', '.join(parts)})"
+
+
+def function_text(target: Any) -> str:
+    """How a printed program spells the function `target`."""
+    if isinstance(target, OpOverload):
+        return str(target) if target.namespace == "aten" else f"ops.{target}"
+    if isinstance(target, HigherOrderOperator):
+        return f"ops.higher_order.{target.name()}"
+    module = str(getattr(target, "__module__", ""))
+    if module in ("_operator", "operator", "math", "torch"):
+        return f"{module.removeprefix('_')}.{target.__name__}"
+    return str(target.__name__)
+
+
+def python_text(value: Any) -> str:
+    """A node's argument as Python source."""
+    match value:
+        case fx.Node():
+            return value.name
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+        case torch.device():
+            return f"torch.device({str(value)!r})"
+        case float() if not math.isfinite(value):
+            return f"float('{value}')"
+        case tuple():
+            return f"({', '.join(map(python_text, value))}{',' if len(value) == 1 else ''})"
+        case list():
+            return _list(value)
+        case dict():
+            return f"{{{', '.join(f'{key!r}: {python_text(item)}' for key, item in value.items())}}}"
+        case _:
+            return repr(value)

@@ -1,0 +1,364 @@
+"""The program: a step's forward and backward as one FX graph with typed data on every node.
+
+Both phases share one graph: first the placeholders, then every node of the forward, then every node of the backward.
+What the backward uses of the forward is what is saved; so a pass sees the whole step, and facts such as "released
+exactly once" or the volume of communication hold over all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from zcompile._torch import tree_map_only
+from zcompile.cost import DEFAULT_HARDWARE, Hardware, flops_of, seconds_of
+from zcompile.layout import Layout
+from zcompile.ops import (
+    AllGather,
+    Call,
+    Data,
+    Input,
+    Item,
+    Kind,
+    Op,
+    Parameter,
+    Phase,
+    Reduce,
+    Release,
+    Results,
+    Shards,
+    WaitGather,
+    data,
+    op_of,
+    set_data,
+)
+from zcompile.tensor_type import TensorType
+
+PLACEHOLDERS = (Input, Parameter, Shards)
+COMMUNICATIONS = (AllGather, Reduce)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of compute between communications: an ATen graph compiled as one.
+
+    `takes` says for each placeholder of `graph` where it comes from: (argument of the call, item of that argument), the
+    item None when the argument itself is taken. Arguments that are units' full parameters come first.
+    Equal regions of a program are one Region, called several times.
+    """
+
+    name: str
+    graph: fx.Graph
+    takes: tuple[tuple[int, int | None], ...]
+    modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    """Graphs that higher-order operations in `graph` call, by attribute name."""
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        (result,) = self.graph.output_node().args
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    def key(self) -> str:
+        """Equal for regions that compile to the same code: operations, arguments, types and strides, names left out."""
+        number = {node: index for index, node in enumerate(self.graph.nodes)}
+        lines = [str(self.takes)]
+        for node in self.graph.nodes:
+            args, kwargs = tree_map_only(fx.Node, lambda source: _Number(number[source]), (node.args, node.kwargs))
+            target = self.modules[str(node.target)].code if node.op == "get_attr" else node.target
+            lines.append(f"{node.op} {'' if node.op == 'placeholder' else target} {args} {kwargs} {_memory(node)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A value's number, where its name would stand."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+def _memory(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return f"{value.dtype} {tuple(value.shape)} {tuple(value.stride())} {value.storage_offset()} {value.device}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step, or (cut by `phase`) its forward or its backward: what runs, readable, checkable and printable.
+
+    Programs are values: a pass copies, edits the copy's graph and returns it.
+    """
+
+    graph: fx.Graph
+    layout: Layout
+    regions: Mapping[str, Region] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Tensors that were attributes of the traced graph, by the name of their placeholder."""
+    modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
+    """Trainable parameters that the traced code does not use, so that they have no gradient here."""
+    phases: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def nodes(self, *ops: type[Any], phase: Phase | None = None) -> list[fx.Node]:
+        """Nodes in program order, of the given operations (all when none is given) and phase."""
+        return [
+            node
+            for node in self.graph.nodes
+            if (not ops or isinstance(data(node).op, ops)) and (phase is None or data(node).phase is phase)
+        ]
+
+    def body(self, phase: Phase) -> list[fx.Node]:
+        """What `phase` executes, in order: no placeholders, no results."""
+        return [n for n in self.nodes(phase=phase) if not isinstance(data(n).op, (*PLACEHOLDERS, Results))]
+
+    def node(self, name: str) -> fx.Node:
+        """The node called `name`."""
+        found: dict[str, fx.Node] = {node.name: node for node in self.graph.nodes}
+        return found[name]
+
+    @property
+    def results(self) -> ResultsView:
+        (mapping,) = self.graph.output_node().args
+        assert isinstance(mapping, dict), "a program ends in its results"
+        return ResultsView(mapping)
+
+    @property
+    def has_backward(self) -> bool:
+        return any(data(node).phase is Phase.BACKWARD for node in self.graph.nodes)
+
+    def differentiated(self) -> set[str]:
+        """Parameters with a gradient in this program."""
+        return {*self.layout.trainable} - self.unused if self.has_backward else set()
+
+    def saved(self) -> list[fx.Node]:
+        """Values of the forward (inputs too) that the backward uses, in program order: full parameters left out."""
+        return [n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, WaitGather))]
+
+    def kept(self) -> list[fx.Node]:
+        """Full parameters gathered in the forward that the backward uses as they are."""
+        return [n for n in self._crossing() if isinstance(data(n).op, WaitGather)]
+
+    def _crossing(self) -> list[fx.Node]:
+        ends = set(self.results.backward_nodes())
+        return [
+            node
+            for node in self.graph.nodes
+            if data(node).phase is Phase.FORWARD
+            and not isinstance(data(node).op, Results)
+            and not (isinstance(data(node).op, Input) and op_of(node, Input).kind is Kind.CONSTANT)
+            and (
+                node in ends
+                or any(
+                    data(user).phase is Phase.BACKWARD and not isinstance(data(user).op, Results) for user in node.users
+                )
+            )
+        ]
+
+    def phase(self, phase: Phase) -> Program:
+        """The forward or the backward alone, for printing and lowering."""
+        return replace(self, phases=(phase,))
+
+    @property
+    def name(self) -> str:
+        """`forward`, `backward`, or `step` for both."""
+        return str(self.phases[0]) if len(self.phases) == 1 else "step"
+
+    # -- communication --------------------------------------------------------------------------------------------
+
+    def communications(self) -> list[str]:
+        """One line for each collective in issue order: what every rank must agree on, activation shapes left out."""
+        lines = []
+        for phase in self.phases:
+            for node in self.nodes(*COMMUNICATIONS, phase=phase):
+                lines.append(f"{phase}: {self._messages(data(node).op)}")
+        return lines
+
+    def _messages(self, op: Op) -> str:
+        """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
+        if isinstance(op, Reduce):
+            name, wanted = ("reduce_scatter" if op.scatter else "all_reduce"), set(op.params)
+        else:
+            assert isinstance(op, AllGather), "gathers and reductions communicate"
+            name = "all_gather keep" if op.keep else "all_gather"
+            wanted = {p.name for p in self.layout.unit(op.unit).params if p.shards}
+        unit = self.layout.unit(op.unit)
+        texts = []
+        for message in unit.messages:
+            params = [unit.params[i] for i in message if unit.params[i].name in wanted]
+            if params:
+                texts.append("+".join(f"{p.name} {TensorType.make(p.dtype, p.shape)}" for p in params))
+        return f"{name} {op.unit} ({', '.join(texts)})"
+
+    def digest(self) -> str:
+        """SHA-256 of the communications: equal on all ranks, or the program must not run."""
+        return hashlib.sha256("\n".join(self.communications()).encode()).hexdigest()
+
+    def payload(self, node: fx.Node) -> int:
+        """Bytes of the tensors that one communication moves, padding included; an all_reduce moves them twice."""
+        op = data(node).op
+        if isinstance(op, AllGather):
+            return self.layout.unit(op.unit).gathered_bytes
+        assert isinstance(op, Reduce), f"{node.name} is no communication"
+        params = [self.layout.param(name) for name in op.params]
+        return sum(p.padded_bytes * (1 if op.scatter and p.shards else 2) for p in params)
+
+    def wire_bytes(self, *nodes: fx.Node) -> int:
+        """Bytes that this rank sends for communications: (N-1)/N of their payload."""
+        world = self.layout.world
+        return sum(map(self.payload, nodes)) * (world - 1) // world
+
+    def volume(self) -> int:
+        """Bytes that this rank sends in one run of the program."""
+        return self.wire_bytes(*(n for n in self.nodes(*COMMUNICATIONS) if data(n).phase in self.phases))
+
+    # -- graph ----------------------------------------------------------------------------------------------------
+
+    def dag(self, hardware: Hardware = DEFAULT_HARDWARE) -> nx.DiGraph[str]:
+        """The outer program as a networkx graph.
+
+        Nodes are the names of the program's values with `op`, `phase`, `source`, `bytes` (new memory), `flops` and
+        `seconds` (by the roofline or the alpha-beta model of `hardware`). Edges are data dependencies, and
+        `order=True` where one collective is issued after another on the same group.
+        """
+        dag: nx.DiGraph[str] = nx.DiGraph()
+        order: list[str] = []
+        for node in self.graph.nodes:
+            held = data(node)
+            if held.phase not in self.phases and not isinstance(held.op, PLACEHOLDERS):
+                continue
+            wire = self.wire_bytes(node) if isinstance(held.op, COMMUNICATIONS) else 0
+            flops, touched = flops_of(node, self.regions)
+            dag.add_node(
+                node.name,
+                op=type(held.op).__name__,
+                phase=str(held.phase),
+                source=held.source,
+                bytes=self.memory(node),
+                flops=flops,
+                seconds=seconds_of(flops, touched, wire, hardware),
+            )
+            dag.add_edges_from((source.name, node.name) for source in node.all_input_nodes if source.name in dag)
+            if isinstance(held.op, COMMUNICATIONS):
+                order.append(node.name)
+        dag.add_edges_from(itertools.pairwise(order), order=True)
+        return dag
+
+    def memory(self, node: fx.Node) -> int:
+        """Bytes gained when `node` runs (negative for a release)."""
+        op = data(node).op
+        match op:
+            case AllGather():
+                return self.layout.unit(op.unit).gathered_bytes
+            case Call():
+                return (
+                    sum(data(item).nbytes for item in node.users if isinstance(data(item).op, Item)) + data(node).nbytes
+                )
+            case Reduce(scatter=True):
+                world = self.layout.world
+                return sum(self.layout.param(name).padded_bytes // world for name in op.params)
+            case Item() | Results():
+                return 0
+            case Release():
+                return -self.layout.unit(op.unit).gathered_bytes
+            case _:
+                return data(node).nbytes
+
+    # -- editing --------------------------------------------------------------------------------------------------
+
+    def copy(self) -> Program:
+        """A program with a graph of its own and the same names."""
+        graph = fx.Graph()
+        result = graph.graph_copy(self.graph, {}, return_output_node=True)
+        assert isinstance(result, tuple), "a program's graph ends in an output node"
+        end = graph.output(result[0])
+        end.meta = dict(result[1].meta)
+        return replace(self, graph=graph)
+
+    def add(self, target: Callable[..., Any], args: tuple[Any, ...], held: Data, name: str, **kwargs: Any) -> fx.Node:
+        """Insert a call of an outer operation at the graph's insertion point."""
+        return set_data(self.graph.create_node("call_function", target, args, kwargs, name=name), held)
+
+    def __str__(self) -> str:
+        from zcompile.printer import render  # the printer knows programs; a program only knows that it can be printed
+
+        return render(self)
+
+    def text(self, *, regions: bool = False) -> str:
+        """The printed program; with `regions`, after its units and the ATen text of its regions, so that it parses."""
+        from zcompile.printer import render
+
+        return render(self, regions=regions, units=regions)
+
+
+def after_items(call: fx.Node) -> fx.Node:
+    """The last of a call's results; `call` itself when it has one. Nothing may come between a call and its results."""
+    while isinstance(data(call.next).op, Item):
+        call = call.next
+    return call
+
+
+@dataclass(frozen=True)
+class ResultsView:
+    """What a program hands back, read from the argument of its output node.
+
+    `outputs`: what the forward returns. `input_gradients`: for each differentiable input that is no parameter, or None.
+    `gradients`: by parameter, until reductions are inserted. `reduced`: waits of reductions, by unit.
+    """
+
+    mapping: dict[str, Any]
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return tuple(self.mapping["outputs"])
+
+    @property
+    def input_gradients(self) -> tuple[Any, ...]:
+        return tuple(self.mapping["input_gradients"])
+
+    @property
+    def gradients(self) -> dict[str, fx.Node]:
+        return dict(self.mapping["gradients"])
+
+    @property
+    def reduced(self) -> tuple[fx.Node, ...]:
+        return tuple(self.mapping["reduced"])
+
+    def backward_nodes(self) -> Iterator[fx.Node]:
+        for value in (*self.input_gradients, *self.gradients.values(), *self.reduced):
+            if isinstance(value, fx.Node):
+                yield value
+
+
+def set_results(
+    graph: fx.Graph,
+    *,
+    outputs: Iterable[Any],
+    input_gradients: Iterable[Any] = (),
+    gradients: Mapping[str, Any] | None = None,
+    reduced: Iterable[Any] = (),
+) -> fx.Node:
+    """End `graph` with these results, in place of the ones it has."""
+    for old in graph.find_nodes(op="output"):
+        graph.erase_node(old)
+    node = graph.output(
+        {
+            "outputs": list(outputs),
+            "input_gradients": list(input_gradients),
+            "gradients": dict(gradients or {}),
+            "reduced": list(reduced),
+        }
+    )
+    return set_data(node, Data(Results(), Phase.BACKWARD))

@@ -1,0 +1,104 @@
+"""What people read about a compiled model: the page of `explain()` and the folder of `dump()`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from torch import fx
+
+from zcompile.layout import Layout
+from zcompile.ops import AllGather, Call, Phase, Reduce, WaitGather, WaitReduce, data, op_of
+from zcompile.pipeline import Journal
+from zcompile.program import Program
+from zcompile.tensor_type import human_bytes
+
+
+def explain(layout: Layout, programs: Sequence[Program], regions: int) -> str:
+    """Units, bytes, volume against the stage's, predicted peak memory, and what overlaps what."""
+    out = io.StringIO()
+    console = Console(file=out, width=110)
+    psi = sum(param.nbytes for param in layout.params)
+    count = sum(param.numel for param in layout.params)
+    console.print(f"stage {layout.stage.number}, world {layout.world}: {count:,} parameters, {human_bytes(psi)}")
+    console.print(_unit_table(layout))
+    if not programs:
+        console.print("No program yet: the model is traced at its first call.")
+    for number, program in enumerate(programs):
+        kind = "training step" if program.has_backward else "inference"
+        console.print(f"\nprogram {number} ({kind}, digest {program.digest()[:12]})")
+        console.print(f"  {_volume_line(program)}")
+        console.print(f"  predicted peak of full parameters: {human_bytes(peak_full_bytes(program))}")
+        console.print(_overlap_table(program))
+    if programs:
+        console.print(f"\n{regions} distinct regions compiled for {sum(len(p.nodes(Call)) for p in programs)} calls")
+    return out.getvalue()
+
+
+def _unit_table(layout: Layout) -> Table:
+    table = Table("unit", "parameters", "full", "shard per rank", "messages")
+    for unit in layout.units:
+        shard = sum(param.shard_numel * param.dtype.itemsize for param in unit.params)
+        row = (unit.name, str(len(unit.params)), human_bytes(unit.nbytes), human_bytes(shard), str(len(unit.messages)))
+        table.add_row(*row)
+    return table
+
+
+def _volume_line(program: Program) -> str:
+    world = program.layout.world
+    psi = sum(param.nbytes for param in program.layout.params)
+    sent = program.volume()
+    if world == 1:
+        return "volume: a world of one sends nothing"
+    share = sent / (psi * (world - 1) / world)
+    bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
+    return f"volume: each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
+
+
+def peak_full_bytes(program: Program) -> int:
+    """The most bytes of gathered parameters alive at once, in flight or full."""
+    alive = peak = 0
+    for node in program.nodes():
+        if isinstance(data(node).op, AllGather) or program.memory(node) < 0:
+            alive += program.memory(node)
+            peak = max(peak, alive)
+    return peak
+
+
+def _overlap_table(program: Program) -> Table:
+    table = Table("communication", "sends", "in flight during", title_justify="left")
+    for phase in Phase:
+        body = program.body(phase)
+        for start, node in enumerate(body):
+            if isinstance(data(node).op, (AllGather, Reduce)):
+                table.add_row(f"{phase}: {node.name}", human_bytes(program.wire_bytes(node)), _hidden_by(body[start:]))
+    return table
+
+
+def _hidden_by(rest: list[fx.Node]) -> str:
+    started, *following = rest
+    calls = []
+    for node in following:
+        if isinstance(data(node).op, (WaitGather, WaitReduce)) and started in node.all_input_nodes:
+            break
+        if isinstance(data(node).op, Call):
+            calls.append(f"{op_of(node, Call).region} of {data(node).source or 'the root'}")
+    return ", ".join(calls) or "nothing"
+
+
+def dump_programs(folder: Path, journals: Sequence[Journal], explained: str) -> None:
+    """Write `program_K/NN_pass.py` after every pass, the final `forward.py` and `backward.py`, and `explain.txt`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "explain.txt").write_text(explained)
+    for number, journal in enumerate(journals):
+        home = folder / f"program_{number}"
+        home.mkdir(exist_ok=True)
+        (home / "00_capture.py").write_text(journal.entries[0].before.text(regions=True))
+        for index, entry in enumerate(journal.entries, 1):
+            (home / f"{index:02}_{entry.name}.py").write_text(entry.after.text(regions=True))
+        final = journal.entries[-1].after
+        for phase in Phase if final.has_backward else (Phase.FORWARD,):
+            (home / f"{phase}.py").write_text(str(final.phase(phase)))

@@ -1,0 +1,88 @@
+"""Which parameters are gathered together: found from the module tree, or given by `units=`."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zcompile.errors import OptionError, nearest
+from zcompile.layout import Layout, Param, Stage, Unit, identifier
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Paths of the repeated blocks of `model`, outermost first found, in module order.
+
+    A repeated block is a child with parameters, of a class that at least two children of the same container have.
+    """
+    return list(_blocks(model, ""))
+
+
+def _blocks(module: nn.Module, path: str) -> Iterator[str]:
+    kinds = Counter(type(child) for child in module.children() if _has_parameters(child))
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        repeated = isinstance(module, CONTAINERS) and kinds[type(child)] > 1
+        if repeated and not isinstance(child, CONTAINERS) and _has_parameters(child):
+            yield child_path
+        else:
+            yield from _blocks(child, child_path)
+
+
+def match_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Module paths that match the patterns of `units=` (shell wildcards), in module order.
+
+    Raises:
+        OptionError: a pattern matches no module with parameters, or one match lies inside another.
+    """
+    paths = [name for name, module in model.named_modules() if name and _has_parameters(module)]
+    for pattern in patterns:
+        if not fnmatch.filter(paths, pattern):
+            raise OptionError("units", f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
+    found = [path for path in paths if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)]
+    for outer in found:
+        inner = next((path for path in found if path.startswith(outer + ".")), None)
+        if inner:
+            raise OptionError("units", f"{inner!r} lies inside {outer!r}", "let the patterns match only one of the two")
+    return found
+
+
+def make_layout(model: nn.Module, stage: Stage, world: int, units: Sequence[str] | None) -> Layout:
+    """The layout of `model`: one unit a block, and one for each run of parameters between blocks."""
+    blocks = find_blocks(model) if units is None else match_blocks(model, units)
+    groups: list[tuple[str, list[Param]]] = []
+    for name, param in model.named_parameters():
+        block = next((path for path in blocks if name.startswith(path + ".")), "")
+        index = next((i for i, (path, _) in enumerate(groups) if block and path == block), None)
+        if index is None and (block or not groups or groups[-1][0]):
+            groups.append((block, []))
+        groups[-1 if index is None else index][1].append(_param(name, param, stage, world))
+    return Layout(tuple(_named(groups)), stage, world)
+
+
+def _named(groups: list[tuple[str, list[Param]]]) -> Iterator[Unit]:
+    """Units with names of their own; a unit between blocks is named after its first module."""
+    taken: set[str] = set()
+    for block, params in groups:
+        modules = (block,) if block else tuple(dict.fromkeys(p.name.rpartition(".")[0] for p in params))
+        name = block or modules[0] or params[0].name
+        while identifier(name) in taken:
+            name += "_"
+        taken.add(identifier(name))
+        # Whole parameters last and small ones behind large ones: those packed lie side by side in a shard's buffer.
+        order = sorted(params, key=lambda p: (not p.shards, str(p.dtype), p.is_small))
+        yield Unit(name, tuple(order), modules)
+
+
+def _param(name: str, param: torch.Tensor, stage: Stage, world: int) -> Param:
+    sharded = stage.optimizer_sharded and param.dim() > 0 and param.numel() > 0
+    return Param(name, tuple(param.shape), param.dtype, param.requires_grad, world if sharded else 0)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
