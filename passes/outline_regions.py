@@ -112,7 +112,7 @@ class _Outline:
         for node in self.run:
             self._copy(node)
         results = tuple(self.inside[node] for node in self.gives)
-        self.graph.output(results if len(results) != 1 else results[0])
+        set_data(self.graph.output(results if len(results) != 1 else results[0]), Data(Results()))
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node not in self.inside:

@@ -51,6 +51,15 @@ class Names:
     parameters: Mapping[int, str]
     buffers: Mapping[int, str]
     modules: frozenset[str]
+    arguments: tuple[str, ...] = ()
+    """Names of the positional arguments of the model's forward."""
+
+    def of_input(self, target: str) -> str:
+        """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
+        plain = re.sub(r"^L_|_$", "", target).strip("_")
+        if (found := re.match(r"args_(\d+)", plain)) and int(found[1]) < len(self.arguments):
+            return self.arguments[int(found[1])] + plain[found.end() :]
+        return plain.removeprefix("kwargs_") or "x"
 
     def source(self, node: fx.Node) -> str:
         """Path of the module that a node (or the forward of a backward node) comes from; empty at the root."""
@@ -77,7 +86,7 @@ class Capture:
         placeholders = module.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, example_inputs, strict=True):
             name = self.names.parameters.get(id(value))
-            readable = name or self.names.buffers.get(id(value)) or _plain(str(node.target))
+            readable = name or self.names.buffers.get(id(value)) or self.names.of_input(str(node.target))
             self.inputs.append((readable, name))
         frontend = aot_autograd(
             fw_compiler=self._forward,
@@ -117,11 +126,6 @@ def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
 
     boxed._boxed_call = True  # type: ignore[attr-defined]
     return boxed
-
-
-def _plain(target: str) -> str:
-    """`L_tokens_` as `tokens`."""
-    return re.sub(r"^L_|_$", "", target).strip("_") or "x"
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import types
 import weakref
@@ -198,6 +199,7 @@ class CompiledModule(nn.Module):
             {id(site.husk): site.name for site in self._sites},
             {id(buffer): name for name, buffer in self.named_buffers()},
             frozenset(name for name, _ in self.named_modules()),
+            tuple(inspect.signature(self._model.forward).parameters),
         )
         layout = self.layout.with_trainable({site.name: site.husk.requires_grad for site in self._sites})
         return Capture(names, layout, self._lower)(module, inputs)

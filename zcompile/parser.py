@@ -27,7 +27,7 @@ from zcompile.program import Program, Region, set_results
 from zcompile.tensor_type import TensorType
 
 _MARGIN = re.compile(
-    r"#\s*(?P<types>(?:\w+\[[^\]]*\](?:,\s*)?)*)\s*(?P<delta>[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
+    r"#\s*(?P<types>(?:&?\w+\[[^\]]*\](?:,\s*)?)*)\s*(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
 )
 _NAMESPACE: dict[str, Any] = {
     "aten": torch.ops.aten,
@@ -53,23 +53,33 @@ def parse(text: str) -> Program:
 
 
 @dataclass(frozen=True, slots=True)
+class _Type:
+    """The type of one value in a margin, None for a size; and whether it shares another value's memory."""
+
+    type: TensorType | None = None
+    view: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> _Type:
+        return cls() if "int[]" in text else cls(TensorType.parse(text), text.startswith("&"))
+
+
+@dataclass(frozen=True, slots=True)
 class _Margin:
-    types: tuple[TensorType | None, ...] = ()
-    delta: bool = False
+    types: tuple[_Type, ...] = ()
     source: str = ""
 
     @property
-    def type(self) -> TensorType | None:
-        return self.types[0] if self.types else None
+    def first(self) -> _Type:
+        return self.types[0] if self.types else _Type()
 
 
 def _margins(text: str) -> dict[int, _Margin]:
     margins = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and (found := _MARGIN.match(token.string)):
-            types = tuple(None if "int[]" in part else part for part in re.findall(r"\w+\[[^\]]*\]", found["types"]))
-            parsed = tuple(TensorType.parse(part) if part else None for part in types)
-            margins[token.start[0]] = _Margin(parsed, bool(found["delta"]), found["source"].strip())
+            types = tuple(map(_Type.parse, re.findall(r"&?\w+\[[^\]]*\]", found["types"])))
+            margins[token.start[0]] = _Margin(types, found["source"].strip())
     return margins
 
 
@@ -137,13 +147,13 @@ class _Parser:
             margin = self._margin(line)
             takes.append(_take(margin.source, line))
             node = scope.graph.create_node("placeholder", name, name=name)
-            scope.names[name] = self._typed(node, Data(Input(Kind.DATA, len(takes) - 1), type=margin.type))
+            scope.names[name] = self._typed(node, Data(Input(Kind.DATA, len(takes) - 1), type=margin.first.type))
         *body, end = function.body[1:]
         for statement in body:
             self._statement(statement, scope)
         assert isinstance(end, ast.Return), "a region ends in a return"
         values = self._value(end.value, scope)
-        scope.graph.output(tuple(values) if len(values) > 1 else values[0])
+        set_data(scope.graph.output(tuple(values) if len(values) > 1 else values[0]), Data(ops.Results()))
         return Region(function.name, scope.graph, tuple(takes))
 
     def _phase(self, function: ast.FunctionDef, scope: _Scope, results: dict[str, Any]) -> None:
@@ -177,7 +187,7 @@ class _Parser:
         prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
         node = scope.graph.create_node("placeholder", f"{prefix}_{index}", name=name)
         node.meta["partitioner_tag"] = "is_backward" if kind == "tangent" else "is_forward"
-        return self._typed(node, Data(op, phase, margin.type, source))
+        return self._typed(node, Data(op, phase, margin.first.type, source))
 
     # -- statements -----------------------------------------------------------------------------------------------
 
@@ -191,8 +201,11 @@ class _Parser:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
                 scope.names[name] = self._call(call, name, margin, scope)
             case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call() as call):
+                margin = self._margin(call.lineno)
                 source = self._call(call, "", replace(margin, types=()), scope)
-                self._items(source, elements, margin, scope)
+                lines = sorted({element.lineno for element in elements})
+                types = tuple(found for line in lines for found in self._margin(line).types)
+                self._items(source, elements, replace(margin, types=types), scope)
             case _:
                 raise ParseError(
                     f"line {statement.lineno}", f"{ast.unparse(statement)!r} is no statement of a program",
@@ -204,7 +217,8 @@ class _Parser:
         for index, element in enumerate(elements):
             if isinstance(element, ast.Name) and element.id != "_":
                 node = scope.graph.create_node("call_function", operator.getitem, (source, index), name=element.id)
-                held = Data(Item(index), scope.phase, next(types, None), margin.source, view=not margin.delta)
+                found = next(types, _Type())
+                held = Data(Item(index), scope.phase, found.type, margin.source, view=found.view)
                 scope.names[element.id] = self._typed(node, held)
 
     def _call(self, call: ast.Call, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
@@ -218,11 +232,17 @@ class _Parser:
             target = getattr(ops, text)
         else:
             target = self._value(call.func, scope)
-        node = scope.graph.create_node("call_function", target, tuple(args), kwargs, name=name or text.split(".")[-2])
+        node = scope.graph.create_node("call_function", target, tuple(args), kwargs, name=name or _default_name(text))
         node.meta["partitioner_tag"] = f"is_{scope.phase}"
-        view = margin.type is not None and not margin.delta and margin.type.nbytes > 0
         return self._typed(
-            node, Data(_op(node, self.layout, margin.source), scope.phase, margin.type, margin.source, view=view)
+            node,
+            Data(
+                _op(node, self.layout, margin.source),
+                scope.phase,
+                margin.first.type,
+                margin.source,
+                view=margin.first.view,
+            ),
         )
 
     def _value(self, expression: ast.expr | None, scope: _Scope) -> Any:
@@ -281,6 +301,11 @@ def _op(node: fx.Node, layout: Layout, source_text: str) -> Op:
     if node.target is ops.copy:
         return ops.Copy()
     return ops.Release(unit) if node.target is ops.release else Compute()
+
+
+def _default_name(function: str) -> str:
+    """What a call with several results is called: they have names in the text, it has none."""
+    return function.split(".")[-2] if "." in function else f"{function}_results"
 
 
 def _take(source: str, line: int) -> tuple[int, int | None]:

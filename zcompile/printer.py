@@ -10,7 +10,8 @@
         h = region_0(blocks_0_full, x)                  # f32[8, 64]       +2 KiB            blocks.0
         release(blocks_0_full)                          #                  -195 KiB          blocks.0
 
-At the right margin stand the type of each value, the bytes gained or freed by the line, and the module it comes from.
+At the right margin stand the type of each value (`&`: it shares the memory of another one), the bytes gained or freed
+by the line, and the module it comes from.
 `unbox(box)` empties the caller's list of arguments, so that `del` really frees them.
 """
 
@@ -28,8 +29,8 @@ from torch import fx
 
 from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.layout import Param
-from zcompile.ops import Call, Input, Item, Kind, Parameter, Phase, Release, Shards, data, op_of
-from zcompile.program import Program, Region, after_items
+from zcompile.ops import Call, Data, Input, Item, Kind, Parameter, Phase, Release, Shards, data, op_of
+from zcompile.program import Program, Region, after_items, items_of
 from zcompile.tensor_type import TensorType, human_bytes
 
 _TEMPLATE = """\
@@ -67,6 +68,10 @@ def {{ function.name }}(box):
 {%- endfor %}
 {%- endfor %}
 """
+
+
+WIDTH = 84
+"""Columns of code; what is longer is broken at its commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +125,7 @@ def _param_text(param: Param, unused: frozenset[str]) -> str:
 
 def _function(name: str, arguments: list[Line], body: list[Line]) -> Function:
     lines = [*arguments, *body]
-    # One long line (a return of many values) must not push the margin of all others off the screen.
-    usual = [len(line.code) for line in lines if len(line.code) <= 72]
+    usual = [len(line.code) for line in lines if len(line.code) <= WIDTH and (line.type or line.delta or line.source)]
     widths = (
         max(usual, default=0),
         max((len(line.type) for line in lines if len(line.type) <= 40), default=0),
@@ -163,10 +167,10 @@ def _phase_lines(program: Program, phase: Phase) -> tuple[list[Line], list[Line]
     lines: list[Line] = []
     for node in body:
         if not isinstance(data(node).op, Item):
-            lines.append(_statement(program, node))
+            lines += _statement(node, program.memory(node))
         if dead := deaths.get(node):
-            lines.append(_delete(program, dead))
-    return arguments, [*lines, Line(_return(program, phase))]
+            lines += _delete(dead)
+    return arguments, [*lines, *_wrapped(Line(_return(program, phase)))]
 
 
 def _argument(program: Program, node: fx.Node) -> Line:
@@ -176,26 +180,79 @@ def _argument(program: Program, node: fx.Node) -> Line:
             count = len(program.layout.unit(unit).params)
             return Line(f"{node.name},", delta=f"{count} parameters", source=f"unit {unit}")
         case Parameter(name):
-            return Line(f"{node.name},", _type_text(held.type), source=f"parameter {name}")
+            return Line(f"{node.name},", _type_text(held), source=f"parameter {name}")
         case Input(kind) if kind is not Kind.DATA:
-            return Line(f"{node.name},", _type_text(held.type), source=str(kind))
+            return Line(f"{node.name},", _type_text(held), source=str(kind))
         case _:
-            return Line(f"{node.name},", _type_text(held.type), source=held.source)
+            return Line(f"{node.name},", _type_text(held), source=held.source)
 
 
-def _type_text(found: TensorType | None) -> str:
-    return str(found) if found else "int[]"
+def _type_text(held: Data) -> str:
+    """The type; with `&` before it where the value shares the memory of another one."""
+    return f"{'&' if held.view else ''}{held.type}" if held.type else "int[]"
 
 
-def _statement(program: Program, node: fx.Node) -> Line:
+def _statement(node: fx.Node, delta: int) -> list[Line]:
+    """The line of a call; where it gives many values, their names and types over several lines."""
     held = data(node)
-    items = [user for user in node.users if isinstance(data(user).op, Item)]
-    types = [data(item).type for item in items] if items else [held.type] if held.type else []
-    target = ", ".join(_item_names(items)) if items else node.name
-    call = _call_text(node)
-    code = call if isinstance(held.op, Release) else f"{target} = {call}"
-    delta = program.memory(node) if not items else sum(data(item).nbytes for item in items)
-    return Line(code, ", ".join(map(_type_text, types)), _delta_text(delta), held.source)
+    items = items_of(node)
+    margin = (_delta_text(delta), held.source)
+    if isinstance(held.op, Release):
+        return _wrapped(Line(_call_text(node), "", *margin))
+    if not items:
+        type_ = _type_text(held) if held.type else ""
+        return _wrapped(Line(f"{node.name} = {_call_text(node)}", type_, *margin))
+    names = _item_names(items)
+    types = [_type_text(data(item)) for item in sorted(items, key=lambda item: op_of(item, Item).index)]
+    if len(", ".join(names)) <= 40:
+        return _wrapped(Line(f"{', '.join(names)} = {_call_text(node)}", ", ".join(types), *margin))
+    end = Line(f") = {_call_text(node)}", "", *margin)
+    return [Line("("), *_targets(names, types), *_wrapped(end)]
+
+
+def _targets(names: list[str], types: list[str]) -> Iterator[Line]:
+    """Names to unpack into, a few on a line, with the types of those that are used."""
+    left = iter(types)
+    for few in _filled(names, 48):
+        yield Line(f"    {', '.join(few)},", ", ".join(next(left) for name in few if name not in ("_", "*_")))
+
+
+def _filled(parts: list[str], width: int) -> Iterator[list[str]]:
+    """`parts` in groups that fit a line of `width` when joined."""
+    group: list[str] = []
+    for part in parts:
+        if group and len(", ".join([*group, part])) > width:
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
+
+
+def _wrapped(line: Line) -> list[Line]:
+    """`line` broken at its commas where it is long; the margin stays on its first part."""
+    if len(line.code) <= WIDTH or "'" in line.code or '"' in line.code:
+        return [line]
+    first, *rest = [", ".join(group) for group in _filled(_bracketed_parts(line.code), WIDTH)]
+    ends = [",", *(["," for _ in rest[1:]]), ""] if rest else [""]
+    return [
+        Line(first + ends[0], line.type, line.delta, line.source),
+        *(Line(f"        {part}{end}") for part, end in zip(rest, ends[1:], strict=True)),
+    ]
+
+
+def _bracketed_parts(code: str) -> list[str]:
+    """`code` split at the commas inside brackets, where Python lets a line end."""
+    first, *rest = code.split(", ")
+    parts = [first]
+    depth = int(code.startswith(")"))  # the end of a target over several lines closes what an earlier line opened
+    for previous, piece in zip([first, *rest], rest, strict=False):
+        depth += sum(previous.count(opening) for opening in "([") - sum(previous.count(closing) for closing in ")]")
+        if depth > 0:
+            parts.append(piece)
+        else:
+            parts[-1] += f", {piece}"
+    return parts
 
 
 def _item_names(items: list[fx.Node]) -> list[str]:
@@ -230,9 +287,13 @@ def _deaths(program: Program, phase: Phase, body: list[fx.Node]) -> dict[fx.Node
     return deaths
 
 
-def _delete(program: Program, dead: list[fx.Node]) -> Line:
-    freed = sum(data(node).nbytes for node in dead)
-    return Line(f"del {', '.join(node.name for node in dead)}", delta=_delta_text(-freed))
+def _delete(dead: list[fx.Node]) -> list[Line]:
+    """`del` of values that die, a few on a line."""
+    by_name = {node.name: node for node in dead}
+    return [
+        Line(f"del {', '.join(names)}", delta=_delta_text(-sum(data(by_name[name]).nbytes for name in names)))
+        for names in _filled(list(by_name), WIDTH)
+    ]
 
 
 def _return(program: Program, phase: Phase) -> str:
@@ -256,17 +317,12 @@ def _region_lines(found: Region) -> tuple[list[Line], list[Line]]:
     arguments = []
     for node, (argument, item) in zip(found.graph.find_nodes(op="placeholder"), found.takes, strict=True):
         origin = f"argument {argument}" + (f" item {item}" if item is not None else "")
-        arguments.append(Line(f"{node.name},", _type_text(data(node).type), source=origin))
+        arguments.append(Line(f"{node.name},", _type_text(data(node)), source=origin))
     body = []
     for node in found.graph.nodes:
         if node.op == "call_function" and not isinstance(data(node).op, Item):
-            items = [user for user in node.users if isinstance(data(user).op, Item)]
-            types = [data(item).type for item in items] if items else [data(node).type]
-            target = ", ".join(_item_names(items)) if items else node.name
-            delta = sum(data(item).nbytes for item in items) if items else data(node).nbytes
-            text = ", ".join(map(_type_text, types))
-            body.append(Line(f"{target} = {_call_text(node)}", text, _delta_text(delta), data(node).source))
-    return arguments, [*body, Line(f"return {_list(found.outputs)}")]
+            body += _statement(node, data(node).nbytes + sum(data(item).nbytes for item in items_of(node)))
+    return arguments, [*body, *_wrapped(Line(f"return {_list(found.outputs)}"))]
 
 
 # -- expressions ------------------------------------------------------------------------------------------------------

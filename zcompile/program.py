@@ -23,6 +23,7 @@ from zcompile.layout import Layout
 from zcompile.ops import (
     AllGather,
     Call,
+    Compute,
     Data,
     Input,
     Item,
@@ -262,10 +263,8 @@ class Program:
         match op:
             case AllGather():
                 return self.layout.unit(op.unit).gathered_bytes
-            case Call():
-                return (
-                    sum(data(item).nbytes for item in node.users if isinstance(data(item).op, Item)) + data(node).nbytes
-                )
+            case Call() | Compute():
+                return data(node).nbytes + sum(data(item).nbytes for item in items_of(node))
             case Reduce(scatter=True):
                 world = self.layout.world
                 return sum(self.layout.param(name).padded_bytes // world for name in op.params)
@@ -301,6 +300,11 @@ class Program:
         from zcompile.printer import render
 
         return render(self, regions=regions, units=regions)
+
+
+def items_of(node: fx.Node) -> list[fx.Node]:
+    """The results of a call that has several, in the order in which they are used first."""
+    return [user for user in node.users if isinstance(data(user).op, Item)]
 
 
 def after_items(call: fx.Node) -> fx.Node:
