@@ -12,11 +12,12 @@ Where regions begin and end does not depend on the stage, so every stage runs th
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
 
 from zcompile.derived import derived_values
 from zcompile.layout import Layout
@@ -42,10 +43,11 @@ from zcompile.program import Program, Region, set_results
 def outline_regions(program: Program) -> Program:
     """A program whose body is calls of regions only."""
     derived = derived_values(program)
+    symbols = find_symbol_binding_fx_nodes(program.graph)
     outer = _Outer(program)
     for phase in Phase:
         for run in _runs([node for node in program.body(phase) if node not in derived]):
-            outer.call(_Outline(program, derived, run), phase)
+            outer.call(_Outline(program, derived, run, symbols), phase)
     return outer.finished()
 
 
@@ -74,6 +76,8 @@ class _Outline:
     program: Program
     derived: set[fx.Node]
     run: list[fx.Node]
+    symbols: Mapping[Any, fx.Node]
+    """Where each symbol of a varying size is an input of the program."""
     graph: fx.Graph = field(default_factory=fx.Graph)
     inside: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -84,7 +88,8 @@ class _Outline:
         self.reads = [n for n in sources if isinstance(data(n).op, Parameter)]
         self.units = list(dict.fromkeys(layout.unit_of(op_of(n, Parameter).name).name for n in self.reads))
         self.reads.sort(key=lambda n: self._place(n, layout))
-        self.values = [n for n in sources if not isinstance(data(n).op, Parameter) and n.op != "get_attr"]
+        values = [n for n in sources if not isinstance(data(n).op, Parameter) and n.op != "get_attr"]
+        self.values = list(dict.fromkeys([*self._sizes(values, members), *values]))
         self.gives = [node for node in self.run if self._leaves_the_run(node, members)]
         self._fill()
 
@@ -95,6 +100,13 @@ class _Outline:
                 yield from self._leaves(source, members)
             elif source not in members:
                 yield source
+
+    def _sizes(self, values: list[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
+        """Inputs that bind the symbols in the shapes of this run: a compiler cannot take them out of `s0*s1`."""
+        shapes = [node.meta["val"] for node in (*values, *self.run) if "val" in node.meta]
+        symbols = sorted({symbol for value in shapes for symbol in free_symbols(value)}, key=str)
+        bound = (self.symbols.get(symbol) for symbol in symbols)
+        return [node for node in bound if node is not None and node not in members]
 
     def _place(self, node: fx.Node, layout: Layout) -> tuple[int, int]:
         unit = layout.unit_of(op_of(node, Parameter).name)

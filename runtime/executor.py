@@ -57,7 +57,7 @@ class Gather:
         self.arrivals = []
         full = Full(unit, tensors)
         if self.keep:
-            shards.keep(full)
+            shards.kept = full
         return full
 
 
@@ -102,10 +102,10 @@ def unbox(box: list[Any]) -> list[Any]:
 
 
 def all_gather(bound: BoundUnit, *, keep: bool = False) -> Gather:
-    """Start gathering the full parameters of a unit; nothing is sent where a kept copy is current."""
+    """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.freshness`)."""
     shards, unit = bound.shards, bound.unit
-    if keep and (current := shards.current()) is not None:
-        return Gather(bound, [], keep, current)
+    if keep and shards.kept is not None:
+        return Gather(bound, [], keep, shards.kept)
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
     for message in bound.messages(lambda index: bool(unit.params[index].shards)):
         shard = shards.wire([unit.params[index] for index in message])

@@ -81,8 +81,9 @@ class Flight:
 class Communicator:
     """Collectives over one mesh, asynchronous, averaged where they reduce, metered."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh = mesh
+        self.device = device
         self.group = mesh.get_group()
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
@@ -118,6 +119,11 @@ class Communicator:
         """Give every rank the values of the mesh's first rank."""
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return flags
 
     def averaged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Turn a received sum into the average, in place."""

@@ -46,7 +46,7 @@ class UnitShards:
         self.buffers, self.offsets = _allocate(unit, device)
         self.parameters: dict[str, nn.Parameter] = {}
         self.kept: Full | None = None
-        self._kept_version = -1
+        """The full copy that stages 1 and 2 keep between programs."""
 
     def adopt(self, param: Param, source: nn.Parameter) -> nn.Parameter:
         """Make the parameter that stands for `source` from now on, with the values of the mesh's first rank.
@@ -106,22 +106,21 @@ class UnitShards:
         return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
 
     def version(self) -> int:
-        """A number that grows whenever an optimizer (or anyone) writes to a parameter of this unit in place."""
+        """A number that grows with every write in place that autograd sees."""
         return sum(_version(parameter) for parameter in self.parameters.values())
 
-    def keep(self, full: Full) -> None:
-        """Remember the full copy made of the parameters as they are now."""
-        self.kept, self._kept_version = full, self.version()
-
-    def current(self) -> Full | None:
-        """The kept full copy, unless a parameter changed since; a stale one is dropped before its successor is made."""
-        if self._kept_version != self.version():
-            self.kept = None
-        return self.kept
+    def kept_is_current(self) -> bool:
+        """True if this rank's part of the kept full copy still equals its shard."""
+        assert self.kept is not None, "only a kept copy can be current"
+        rank = self.communicator.rank
+        for index, param in enumerate(self.unit.params):
+            start, stop = param.shard_rows(rank)
+            if param.shards and not torch.equal(self.kept[index][start:stop], self.local(param)):
+                return False
+        return True
 
 
 def _version(parameter: nn.Parameter) -> int:
-    # Optimizers write through the DTensor, a checkpoint loader through the local tensor: each counts its own writes.
     if isinstance(parameter, DTensor):
         return parameter._version + local_tensor(parameter)._version
     return parameter._version

@@ -6,7 +6,9 @@ module imports from a module of torch whose path has a part beginning with an un
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import fx
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported  # what a capture can raise
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode  # the fake mode that a joint graph was traced with
 from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
@@ -39,10 +42,20 @@ __all__ = [
     "keeps_graph",
     "local_tensor",
     "min_cut_rematerialization_partition",
+    "no_donated_buffers",
     "store_timeout",
     "tree_leaves",
     "tree_map_only",
 ]
+
+
+def no_donated_buffers() -> contextlib.AbstractContextManager[None]:
+    """While a graph is traced: do not promise compilers the memory of saved tensors.
+
+    We give none away, and the promise would forbid `backward(retain_graph=True)`.
+    """
+    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
+    return patched
 
 
 def keeps_graph() -> bool:
@@ -57,8 +70,27 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     """
     from torch._inductor import standalone_compile  # importing Inductor takes a second; eager users do not pay for it
 
-    compiled: Callable[..., Any] = standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph")
+    # "from_graph" looks for the fake mode, whose symbols name the varying sizes, where Dynamo leaves it.
+    for node in graph_module.graph.output_node().all_input_nodes:
+        node.meta["example_value"] = node.meta["val"]
+    with _quiet("torch._inductor.standalone_compile"):
+        compiled: Callable[..., Any] = standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph")
     return compiled
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """No warnings of one logger: we do not save artifacts, so that saving one fails is nobody's concern."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_refuse)
+
+
+def _refuse(_: logging.LogRecord) -> bool:
+    return False
 
 
 def default_store() -> dist.Store:

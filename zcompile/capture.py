@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from zcompile._torch import aot_autograd, is_symbolic
+from zcompile._torch import aot_autograd, is_symbolic, no_donated_buffers
 from zcompile.derived import derived_values, is_view, parameters_read
 from zcompile.errors import CaptureError
 from zcompile.layout import Layout, identifier
@@ -94,7 +94,8 @@ class Capture:
             inference_compiler=self._inference,
             partition_fn=self._partition,
         )
-        compiled: Callable[..., Any] = frontend(module, example_inputs)
+        with no_donated_buffers():
+            compiled: Callable[..., Any] = frontend(module, example_inputs)
         return compiled
 
     def _partition(

@@ -17,7 +17,11 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zcompile._torch import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, keeps_graph, tree_leaves
 from zcompile.capture import Capture, Names, Runner
@@ -31,6 +35,7 @@ from zcompile.pipelines import pipeline
 from zcompile.program import Program
 from zcompile.report import dump_programs, explain
 from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import deliver
 from zcompile.runtime.groups import Communicator, Traffic, resolve_mesh
 from zcompile.runtime.shards import UnitShards
@@ -74,7 +79,7 @@ def compile(
     check_backend(backend)
     steps = _pipeline(stage, prefetch, passes, backend)
     device = _device(model)
-    communicator = Communicator(resolve_mesh(mesh, device))
+    communicator = Communicator(resolve_mesh(mesh, device), device)
     layout = make_layout(model, STAGES[stage], communicator.size, units)
     agreement = Agreement(communicator)
     agreement.reach("the model", [f"stage {stage} prefetch {prefetch} backend {backend}", *_model_lines(model, layout)])
@@ -114,6 +119,10 @@ def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
     return [*lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
+Retired = dict[int, tuple[nn.Parameter, str]]
+"""Parameters from before `compile`, with their names, by identity."""
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A place in the module tree that holds a parameter; a tied parameter has several."""
@@ -151,14 +160,15 @@ class CompiledModule(nn.Module):
         self._communicator, self._agreement = communicator, agreement
         self._agreed: set[str] = set()
         self._regions = RegionCache(backend)
-        self._shards, self._sites = _shard(model, layout, communicator, self)
-        session = Session(self._shards, deliver, self._agree)
-        self._session = session
+        self._shards, self._sites, retired = _shard(model, layout, communicator)
+        self._freshness = Freshness(list(self._shards.values()), communicator)
+        self._session = Session(self._shards, deliver, self._agree, self._freshness.refresh)
         # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
         object.__setattr__(self, "_model", model)
         for tree in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, tree, getattr(model, tree))
         self.training = model.training
+        _watch_optimizers(self, retired)
         self._traced = torch.compile(_fresh(_traced_call(model)), backend=self._capture, fullgraph=True)
 
     # -- calling --------------------------------------------------------------------------------------------------
@@ -230,7 +240,7 @@ class CompiledModule(nn.Module):
                 node.register_prehook(call.check)
 
     def _total_version(self) -> int:
-        return sum(shards.version() for shards in self._shards.values())
+        return self._freshness.steps + sum(shards.version() for shards in self._shards.values())
 
     # -- the module -----------------------------------------------------------------------------------------------
 
@@ -350,9 +360,12 @@ def _typed_errors() -> Iterator[None]:
 
 
 def _shard(
-    model: nn.Module, layout: Layout, communicator: Communicator, compiled: CompiledModule
-) -> tuple[dict[str, UnitShards], list[Site]]:
-    """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective."""
+    model: nn.Module, layout: Layout, communicator: Communicator
+) -> tuple[dict[str, UnitShards], list[Site], Retired]:
+    """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective.
+
+    Returns the shards by unit, the places in the module tree, and the parameters that were replaced.
+    """
     originals = dict(model.named_parameters())
     device = next(iter(originals.values())).device
     places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -362,7 +375,7 @@ def _shard(
                 places.setdefault(id(registered), []).append((module, key))
     shards: dict[str, UnitShards] = {}
     sites: list[Site] = []
-    retired: dict[int, tuple[nn.Parameter, str]] = {}
+    retired: Retired = {}
     with torch.no_grad():
         for unit in layout.units:
             shards[unit.name] = held = UnitShards(unit, communicator, device)
@@ -381,9 +394,7 @@ def _shard(
             communicator.broadcast(buffer if buffer.is_contiguous() else (sent := buffer.contiguous()))
             if not buffer.is_contiguous():
                 buffer.copy_(sent)
-    if retired:
-        _refuse_old_optimizers(compiled, retired)
-    return shards, sites
+    return shards, sites, retired
 
 
 def _husk(param: nn.Parameter) -> nn.Parameter:
@@ -393,17 +404,29 @@ def _husk(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(empty, requires_grad=param.requires_grad)
 
 
-def _refuse_old_optimizers(compiled: CompiledModule, retired: Mapping[int, tuple[nn.Parameter, str]]) -> None:
-    """Raise when an optimizer steps parameters from before `compile`: it would silently train nothing."""
+def _watch_optimizers(compiled: CompiledModule, retired: Retired) -> None:
+    """Refuse optimizers over parameters from before `compile`, and take note of steps of the ones there are now.
+
+    torch's hooks on optimizers are for all of the process; these go with the compiled module.
+    """
+    current = {id(parameter) for parameter in compiled.parameters()}
+    freshness = compiled._freshness
 
     def refuse(optimizer: Optimizer, *_: object) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) in retired:
-                    name = retired[id(param)][1]
-                    kind = type(optimizer).__name__
-                    found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
-                    raise OptimizerError(name, found, f"build it afterwards: {kind}(compiled.parameters(), ...)")
+        for param in _parameters_of(optimizer):
+            if id(param) in retired:
+                name, kind = retired[id(param)][1], type(optimizer).__name__
+                found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
+                raise OptimizerError(name, found, f"build it afterwards: {kind}(compiled.parameters(), ...)")
 
-    handle = register_optimizer_step_pre_hook(refuse)
-    weakref.finalize(compiled, handle.remove)
+    def note(optimizer: Optimizer, *_: object) -> None:
+        if any(id(param) in current for param in _parameters_of(optimizer)):
+            freshness.step()
+
+    for handle in (register_optimizer_step_pre_hook(refuse), register_optimizer_step_post_hook(note)):
+        weakref.finalize(compiled, handle.remove)
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -65,7 +65,8 @@ class ParseError(ZcompileError, ValueError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """The advice for a misspelt name: the nearest choice first, then all of them."""
+    """The advice for a misspelt name: the nearest choice first, then all of them (the first dozen of many)."""
     known = sorted(choices)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"choose from {', '.join(map(repr, known))}"
+    more = f" and {len(known) - 12} more" if len(known) > 12 else ""
+    return (f"did you mean {close[0]!r}? " if close else "") + f"choose from {', '.join(map(repr, known[:12]))}{more}"

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zcompile._torch import compile_with_inductor, is_symbolic
-from zcompile.ops import Call, Input, Kind, Parameter, Phase, Shards, WaitGather, data, op_of
+from zcompile.ops import AllGather, Call, Input, Kind, Parameter, Phase, Shards, WaitGather, data, op_of
 from zcompile.printer import inputs_of
 from zcompile.program import Program, Region
 from zcompile.runtime.executor import BoundUnit, Gradients, load
@@ -67,6 +67,8 @@ class Session:
     deliver: Callable[[Sequence[Gradients]], None]
     before_first_run: Callable[[Program], None]
     """Called with the program before it communicates for the first time: the ranks agree on it."""
+    refresh: Callable[[], None]
+    """Called before every forward that uses kept full copies: those out of date are dropped."""
 
 
 class Step:
@@ -91,6 +93,7 @@ class Step:
         self._kept = [op_of(node, WaitGather).unit for node in program.kept()]
         self._units = {unit.name: BoundUnit(session.shards[unit.name], unit) for unit in program.layout.units}
         self._agreed = False
+        self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
         compiled = {name: regions.get(found) for name, found in program.regions.items()}
         self._forward = self._load(Phase.FORWARD, compiled)
         self._backward = self._load(Phase.BACKWARD, compiled) if program.has_backward else None
@@ -114,6 +117,8 @@ class Step:
         if not self._agreed:
             self.session.before_first_run(self.program)
             self._agreed = True
+        if self._keeps:
+            self.session.refresh()
         husks = [box[index] for index in self.reread]
         values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
         box.clear()

@@ -16,7 +16,9 @@ def check_stage(stage: object) -> None:
 def check_prefetch(prefetch: object) -> None:
     """Raise OptionError for what is no number of units."""
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise OptionError("prefetch", f"{prefetch!r} is no number of units", "choose 0 (none), 1, 2, ...")
+        raise OptionError(
+            "prefetch", f"{prefetch!r} is no number of units", "choose 0 for none, or how many to gather ahead"
+        )
 
 
 def check_backend(backend: object) -> None:
