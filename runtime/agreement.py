@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from zcompile._torch import default_store, store_timeout
+from zcompile._torch import default_store, group_timeout
 from zcompile.errors import AgreementError
 from zcompile.runtime.groups import Communicator
 
@@ -41,10 +41,10 @@ class Agreement:
             raise AgreementError(what, difference, "run the same code, options and environment on every rank")
 
     def _text(self, store: dist.Store, rank: int, what: str) -> list[str]:
-        timeout = store_timeout(store)
+        timeout = group_timeout(self.communicator.group, self.communicator.device)
         try:
             store.wait([str(rank)], timeout)
-        except dist.DistStoreError as error:
+        except RuntimeError as error:  # a DistStoreError from a TCPStore, a plain one from a FileStore
             limit = f"{timeout.total_seconds():.0f} s"
             found = f"rank {rank} did not get here within {limit}, rank {self.communicator.rank} did"
             fix = "look for an error on that rank; every rank must make the same calls in the same order"

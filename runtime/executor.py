@@ -55,7 +55,7 @@ class Gather:
             for index, tensor in zip(message, _unpacked(arrived, [unit.params[i] for i in message]), strict=True):
                 tensors[index] = tensor
         self.arrivals = []
-        full = Full(unit, tensors)
+        full = Full(unit, tensors, shards.communicator)
         if self.keep:
             shards.kept = full
         return full
@@ -138,6 +138,7 @@ def release(full: Full) -> None:
     On CUDA the allocator hands it only to later work of the current stream, which runs after the kernels that read it;
     a later gather into it starts only once the current stream has come to its launch.
     """
+    full.communicator.look()
     full.release()
 
 

@@ -19,8 +19,8 @@ class Traffic:
     """What this rank's collectives sent, and how long it stood waiting for them; all cumulative.
 
     `bytes` counts one direction: (N-1)/N of the payload of a gather or a scatter, twice that for an all_reduce.
-    `seconds` sums launch to completion and `exposed` the part of it in which the program waited; both are measured on
-    the host and mean something for groups whose wait blocks the host, as gloo's does.
+    `seconds` sums launch to completion and `exposed` the part of it in which the program waited, measured on the host
+    for groups whose wait blocks it, as gloo's does. What ends while a region computes is taken to end in its middle.
     """
 
     world: int = 1
@@ -51,12 +51,25 @@ class Flight:
     finish: Callable[[], None] | None = None
     """Runs on the waiting side once the bytes are there."""
     started: float = field(default_factory=time.perf_counter)
-    ended: list[float] = field(default_factory=list)
+    seen: float = field(init=False)
+    """When it was last seen in flight."""
+    ended: float | None = None
 
     def __post_init__(self) -> None:
-        if self.work is not None and self.tensors[0].device.type == "cpu":
-            # Runs on the group's thread when the last byte is there; only a list append, so it needs no lock.
-            self.work.get_future().then(lambda _: self.ended.append(time.perf_counter()))
+        self.seen = self.started
+
+    def look(self) -> None:
+        """Note whether it is done by now; called between the lines of a program.
+
+        A callback of the group's thread would know the moment, but it needs Python's lock, and a thread that waits for
+        it while a region computes moves no bytes.
+        """
+        now = time.perf_counter()
+        if self.ended is None and self.work is not None:
+            if self.work.is_completed():
+                self.ended = (self.seen + now) / 2
+            else:
+                self.seen = now
 
     def wait(self) -> None:
         """Block the host (gloo) or make the current stream wait (NCCL) until the collective is done.
@@ -66,13 +79,15 @@ class Flight:
         the collective. So dropping the references here is safe: their memory can only be reused by later work of the
         current stream.
         """
-        if self.work is not None:
-            before = time.perf_counter()
-            self.work.wait()
-            after = time.perf_counter()
-            if self.tensors[0].device.type == "cpu":
-                self.traffic.seconds += max(0.0, min([after, *self.ended]) - self.started)
-                self.traffic.exposed += after - before
+        assert self.work is not None, "a collective is waited for once"
+        self.look()
+        before = time.perf_counter()
+        self.work.wait()
+        after = time.perf_counter()
+        if self.tensors[0].device.type == "cpu":
+            exposed = 0.0 if self.ended is not None else after - before
+            self.traffic.exposed += exposed
+            self.traffic.seconds += (self.ended or after) - self.started
         if self.finish is not None:
             self.finish()
         self.work, self.tensors, self.finish = None, (), None
@@ -90,30 +105,31 @@ class Communicator:
         self.traffic = Traffic(self.size)
         # gloo has no average: it sums, and the shard is divided afterwards. NCCL averages on the wire.
         self.averages = dist.get_backend(self.group) == "nccl"
+        self._flights: list[Flight] = []
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Flight:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]."""
         self._count(full.nbytes)
         work = _all_gather(full, shard, group=self.group, async_op=True)
-        return Flight(work, (full, shard), self.traffic)
+        return self._fly(Flight(work, (full, shard), self.traffic))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Flight:
         """Sum (or average) `full`, [size * shard.numel()], over the ranks; each gets its `shard`."""
         self._count(full.nbytes)
         if self.averages:
             work = _reduce_scatter(shard, full, op=self._op, group=self.group, async_op=True)
-            return Flight(work, (shard, full), self.traffic)
+            return self._fly(Flight(work, (shard, full), self.traffic))
         # gloo's reduce_scatter sends as many bytes as its all_reduce. An exchange sends half of them, and summing in
         # the order of ranks makes the result independent of how gradients are packed into messages.
         received = torch.empty_like(full).view(self.size, -1)
         work = dist.all_to_all_single(received, full.view(self.size, -1), group=self.group, async_op=True)
-        return Flight(work, (received, full), self.traffic, finish=lambda: _sum_rows(shard, received))
+        return self._fly(Flight(work, (received, full), self.traffic, lambda: _sum_rows(shard, received)))
 
     def all_reduce(self, tensor: torch.Tensor) -> Flight:
         """Sum (or average) `tensor` over the ranks in place."""
         self._count(2 * tensor.nbytes)
         work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
-        return Flight(work, (tensor,), self.traffic)
+        return self._fly(Flight(work, (tensor,), self.traffic))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank the values of the mesh's first rank."""
@@ -128,6 +144,17 @@ class Communicator:
     def averaged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Turn a received sum into the average, in place."""
         return tensor if self.averages or self.size == 1 else tensor.div_(self.size)
+
+    def look(self) -> None:
+        """Note which collectives are done by now."""
+        self._flights = [flight for flight in self._flights if flight.work is not None and flight.ended is None]
+        for flight in self._flights:
+            flight.look()
+
+    def _fly(self, flight: Flight) -> Flight:
+        self.look()
+        self._flights.append(flight)
+        return flight
 
     @property
     def _op(self) -> dist.ReduceOp.RedOpType:

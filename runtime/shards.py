@@ -22,10 +22,11 @@ from zcompile.runtime.groups import Communicator
 class Full:
     """The full parameters of a unit, in the unit's order; emptied by `release`."""
 
-    __slots__ = ("tensors", "unit")
+    __slots__ = ("communicator", "tensors", "unit")
 
-    def __init__(self, unit: Unit, tensors: list[torch.Tensor | None]) -> None:
+    def __init__(self, unit: Unit, tensors: list[torch.Tensor | None], communicator: Communicator) -> None:
         self.unit = unit
+        self.communicator = communicator
         self.tensors = tensors
 
     def __getitem__(self, index: int) -> torch.Tensor:

@@ -41,6 +41,8 @@ class Ranks:
         return [value for _, value in answers]
 
     def _receive(self, rank: int, timeout: float) -> tuple[bool, Any]:
+        if rank >= len(self.workers):
+            return False, "ended with the others"
         connection = self.workers[rank][1]
         try:
             if connection.poll(timeout):

@@ -38,12 +38,12 @@ __all__ = [
     "default_partition",
     "default_store",
     "detect_fake_mode",
+    "group_timeout",
     "is_symbolic",
     "keeps_graph",
     "local_tensor",
     "min_cut_rematerialization_partition",
     "no_donated_buffers",
-    "store_timeout",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -99,9 +99,9 @@ def default_store() -> dist.Store:
     return store
 
 
-def store_timeout(store: dist.Store) -> timedelta:
-    """How long a store lets ranks wait for each other: the timeout given to `init_process_group`."""
-    timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # public, missing in the stubs
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the ranks of a group may wait for each other: the timeout given to `init_process_group`."""
+    timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 

@@ -159,7 +159,10 @@ class Step:
     def _kept_full(self, carried: Sequence[torch.Tensor]) -> list[Full]:
         by_name = dict(zip(self._read, carried, strict=True))
         units = [self.program.layout.unit(name) for name in self._kept]
-        return [Full(unit, [by_name.get(param.name) for param in unit.params]) for unit in units]
+        return [
+            Full(unit, [by_name.get(param.name) for param in unit.params], self._units[unit.name].shards.communicator)
+            for unit in units
+        ]
 
 
 def _drained(values: list[Any]) -> list[Any]:

@@ -1,0 +1,175 @@
+"""Ranks that disagree get a typed error, each of them, and nobody hangs; ranks that may differ do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zcompile
+from tests.models import GPT, batch, make
+from tests.ranks import Ranks
+from zcompile.facts import verify
+from zcompile.pipeline import Pass
+from zcompile.program import Program
+
+
+def refusal(call: Any) -> tuple[str, str, float]:
+    """Type and message of the error that `call` ends in, and its seconds."""
+    started = time.perf_counter()
+    try:
+        call()
+    except zcompile.ZcompileError as error:
+        return type(error).__name__, str(error), time.perf_counter() - started
+    return "", "no error", time.perf_counter() - started
+
+
+def different_models(rank: int) -> tuple[str, str, float]:
+    return refusal(lambda: zcompile.compile(GPT(layers=2, width=32 + 8 * rank, heads=4), backend="eager"))
+
+
+def test_ranks_with_different_models(ranks: Ranks) -> None:
+    for kind, message, seconds in ranks.run(2, different_models):
+        assert kind == "AgreementError"
+        assert "rank 0: 'tokens.weight [64, 32]" in message
+        assert "rank 1: 'tokens.weight [64, 40]" in message
+        assert seconds < 10
+
+
+def different_options(rank: int) -> tuple[str, str, float]:
+    return refusal(lambda: zcompile.compile(make("mlp"), stage=2 + rank, backend="eager"))
+
+
+def test_ranks_with_different_options(ranks: Ranks) -> None:
+    assert all("stage 2" in message and "stage 3" in message for _, message, _ in ranks.run(2, different_options))
+
+
+def one_rank_missing(rank: int) -> tuple[str, str, float]:
+    if rank == 1:
+        time.sleep(3)
+        return "", "", 0.0
+    return refusal(lambda: zcompile.compile(make("mlp"), backend="eager"))
+
+
+def test_a_rank_that_never_comes(ranks: Ranks) -> None:
+    (kind, message, seconds), _ = ranks.run(2, one_rank_missing, group=2)
+    assert kind == "AgreementError"
+    assert "rank 1 did not get here within 2 s" in message
+    assert seconds < 10
+
+
+def swapped_gathers(program: Program) -> Program:
+    """The first two gathers in the other order: right on one rank, a deadlock or garbage on two."""
+    program = program.copy()
+    first, second = [n for n in program.graph.nodes if n.name.endswith("_gather")][:2]
+    first.prepend(second)
+    return program
+
+
+def swap_on_one_rank(rank: int) -> tuple[str, str, float]:
+    from zcompile.facts import GATHERED_BEFORE_USE, WAITS_SUNK
+
+    step = Pass("swap", swapped_gathers, (GATHERED_BEFORE_USE, WAITS_SUNK)) if rank == 1 else None
+    compiled = zcompile.compile(make("gpt"), backend="eager", passes={"swap": step} if step else None)
+    return refusal(lambda: compiled(*batch("gpt", rank, 0)))
+
+
+def test_two_collectives_swapped_on_one_rank(ranks: Ranks) -> None:
+    for kind, message, seconds in ranks.run(2, swap_on_one_rank):
+        assert kind == "AgreementError"
+        assert "rank 0: 'forward: all_gather tokens" in message
+        assert "rank 1: 'forward: all_gather blocks.0" in message
+        assert seconds < 30
+
+
+def one_rank_evaluates(rank: int) -> tuple[str, str, float]:
+    compiled = zcompile.compile(make("mlp"), backend="eager")
+    with torch.set_grad_enabled(rank == 0):
+        return refusal(lambda: compiled(*batch("mlp", rank, 0)))
+
+
+def test_one_rank_trains_while_the_other_evaluates(ranks: Ranks) -> None:
+    assert {kind for kind, _, _ in ranks.run(2, one_rank_evaluates)} == {"AgreementError"}
+
+
+def batches_of_different_sizes(rank: int, stage: int) -> float:
+    compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager")
+    reference = DistributedDataParallel(make("gpt"))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (compiled, reference)]
+    for step in range(5):
+        # Sizes change at different times on the two ranks: one meets a new program when the other does not.
+        data = batch("gpt", rank, step, size=3 + rank + (step >= 2 + rank))
+        for model, optimizer in zip((compiled, reference), optimizers, strict=True):
+            model(*data).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(compiled.parameters(), reference.parameters(), strict=True)
+    return max(float((full(ours) - theirs).abs().max()) for ours, theirs in pairs)
+
+
+def full(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor() if hasattr(param, "full_tensor") else param
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_batches_of_different_sizes_on_the_ranks(ranks: Ranks, stage: int) -> None:
+    assert max(ranks.run(2, batches_of_different_sizes, stage)) < 1e-6
+
+
+def clipped(rank: int) -> tuple[float, float]:
+    compiled = zcompile.compile(make("mlp"), backend="eager")
+    reference = DistributedDataParallel(make("mlp"))
+    for model in (compiled, reference):
+        model(*batch("mlp", rank, 0)).backward()
+    ours = torch.nn.utils.clip_grad_norm_(compiled.parameters(), 0.01)
+    theirs = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    return float(ours.full_tensor()), float(theirs)
+
+
+def test_clipping_takes_the_global_norm(ranks: Ranks) -> None:
+    for ours, theirs in ranks.run(3, clipped):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+class Buffered(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.full((3,), float(rank)))
+        self.register_buffer("flags", torch.tensor([rank == 0, True]))
+
+
+def buffers_of(rank: int) -> tuple[list[float], list[bool]]:
+    compiled = zcompile.compile(Buffered(rank), backend="eager")
+    return compiled.table.tolist(), compiled.flags.tolist()
+
+
+def test_buffers_are_those_of_rank_0(ranks: Ranks) -> None:
+    assert ranks.run(2, buffers_of) == [([0.0] * 3, [True, True])] * 2
+
+
+def sub_mesh(rank: int) -> float:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
+    kind, message, _ = refusal(lambda: zcompile.compile(make("mlp"), mesh=mesh, backend="eager"))
+    assert kind == "GroupError", message
+    compiled = zcompile.compile(make("mlp"), mesh=mesh["dp"], backend="eager")
+    loss = compiled(*batch("mlp", rank % 2, 0))
+    loss.backward()
+    return float(compiled.layers[0].weight.grad.full_tensor().abs().sum())
+
+
+def test_a_mesh_of_half_the_ranks(ranks: Ranks) -> None:
+    a, b, c, d = ranks.run(4, sub_mesh)
+    assert a == b == c == d
+
+
+def test_facts_are_checked_without_ranks() -> None:
+    compiled = zcompile.compile(make("mlp"), backend="eager")
+    compiled(*batch("mlp", 0, 0))
+    facts = [fact for step in compiled.pipeline.passes for fact in step.ensures]
+    verify(compiled._steps[0].program, facts, "the finished program")
