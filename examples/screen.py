@@ -1,8 +1,8 @@
 """What the person sees while training runs: a live panel on a terminal, plain lines elsewhere."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -28,7 +28,8 @@ class Reading:
     formula: str
     sent_step: int  # bytes one rank sent in this step's collectives
     sent: int  # bytes one rank sent in all steps so far
-    hidden: float | None  # share of communication time behind compute, 0..1
+    hidden: float | None  # share of communication that compute covered, 0..1; None before a step was timed
+    waited: float  # seconds the program stood waiting for communication since the first step, which compiles
 
 
 class Screen(Protocol):
@@ -128,7 +129,9 @@ def panel(reading: Reading, losses: Sequence[float]) -> Table:
     table.add_row("speed", f"{rate(reading)} over all ranks")
     table.add_row("held per rank", f"{size(reading.held)} (formula {reading.formula} = {size(reading.expected)})")
     table.add_row("sent per rank", f"{size(reading.sent_step)} a step, {size(reading.sent)} so far")
-    table.add_row("communication", f"{share(reading.hidden)} hidden behind compute")
+    table.add_row(
+        "communication", f"{share(reading.hidden)} hidden behind compute, {reading.waited:.1f} s waited for so far"
+    )
     return table
 
 
@@ -137,7 +140,8 @@ def line(reading: Reading, steps: int) -> str:
     return (
         f"step {reading.step:>{len(str(steps))}}/{steps}  loss {reading.loss:.3f}  {rate(reading)}  "
         f"held {size(reading.held)} ({reading.formula} = {size(reading.expected)})  "
-        f"sent {size(reading.sent_step)}/step, {size(reading.sent)} so far  hidden {share(reading.hidden)}"
+        f"sent {size(reading.sent_step)}/step, {size(reading.sent)} so far  "
+        f"hidden {share(reading.hidden)}, waited {reading.waited:.1f} s"
     )
 
 
@@ -145,7 +149,7 @@ def curve(values: Sequence[float], width: int) -> str:
     """A line of at most `width` bars, each the mean of a stretch of the values, the highest value full."""
     stretches = min(width, len(values))
     edges = [index * len(values) // stretches for index in range(stretches + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     return "".join(BARS[round((mean - low) / ((high - low) or 1) * (len(BARS) - 1))] for mean in means)
 

@@ -174,32 +174,54 @@ def rate_at(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP, LEAST_RATE + (1 - LEAST_RATE) * cosine)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """The clock and the counters of communication, all cumulative, at one moment."""
+
+    time: float  # seconds
+    sent: int  # bytes
+    in_flight: float  # seconds, added up over collectives
+    waited: float  # seconds
+
+
+def mark(run: Run) -> Mark:
+    """The counters of this rank now."""
+    traffic = run.model.traffic
+    return Mark(time.perf_counter(), traffic.bytes, traffic.seconds, traffic.exposed)
+
+
 def readings(run: Run) -> Iterator[Reading]:
-    """Train step by step, and say after each how things stand."""
+    """Train step by step, and say after each how things stand.
+
+    Speed, hidden share and waiting count from the end of the first step: that one compiles, which would pass for
+    slow compute that hides all communication.
+    """
     tokens = run.options.batch * run.config.context * run.ranks.count
     kept = formula(run.options.stage)
     generator = torch.Generator().manual_seed(run.options.seed + 1 + run.ranks.rank)  # other batches on each rank
-    compiled_at = sent_before = held = 0
+    before, first, held = mark(run), None, 0
     for step in range(1, run.options.steps + 1):
         loss = forward_backward(run, generator)
         run.optimizer.step()
         held = held or held_bytes(run.model.parameters(), run.optimizer)
         run.optimizer.zero_grad()
         run.schedule.step()
-        now, sent = time.perf_counter(), run.model.traffic.bytes
-        compiled_at = compiled_at or now
+        now = mark(run)
+        first = first or now
+        in_flight, waited = now.in_flight - first.in_flight, now.waited - first.waited
         yield Reading(
             step=step,
             loss=loss,
-            tokens_per_second=tokens * (step - 1) / (now - compiled_at) if step > 1 else None,
+            tokens_per_second=tokens * (step - 1) / (now.time - first.time) if step > 1 else None,
             held=held,
             expected=kept.bytes(run.parameters, run.ranks.count),
             formula=str(kept),
-            sent_step=sent - sent_before,
-            sent=sent,
-            hidden=run.model.traffic.hidden,
+            sent_step=now.sent - before.sent,
+            sent=now.sent,
+            hidden=max(0.0, 1 - waited / in_flight) if in_flight else None,
+            waited=waited,
         )
-        sent_before = sent
+        before = now
 
 
 def forward_backward(run: Run, generator: torch.Generator) -> float:
@@ -263,7 +285,6 @@ def summary(run: Run, history: list[Reading], validation: float, elapsed: float)
     """All that was measured, a row for each figure."""
     last, recent = history[-1], [reading.loss for reading in history[-25:]]
     copy = formula(run.options.stage).copy
-    traffic = run.model.traffic
     table = Table(show_header=False)
     table.add_row("training loss", f"{history[0].loss:.3f} at first, {sum(recent) / len(recent):.3f} at last")
     table.add_row("validation loss", f"{validation:.3f} nats, {validation / math.log(2):.3f} bits per byte")
@@ -272,8 +293,8 @@ def summary(run: Run, history: list[Reading], validation: float, elapsed: float)
     if copy:
         table.add_row("", f"and a whole copy of the parameters, {copy}Ψ = {size(copy * run.parameters)}, not measured")
     table.add_row("sent per rank", f"{size(last.sent_step)} a step, {size(last.sent)} in {last.step} steps")
-    table.add_row("communication", f"{share(last.hidden)} hidden behind compute")
-    table.add_row("waited for it", f"{traffic.exposed:.1f} s of {traffic.seconds:.1f} s it took, sample included")
+    table.add_row("communication", f"{share(last.hidden)} of its time in flight hidden behind compute")
+    table.add_row("", f"{last.waited:.1f} s waited for it, the first step left out")
     table.add_row("elapsed", f"{elapsed:.0f} s")
     return table
 

@@ -31,9 +31,7 @@ _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
 
 def split_phases(program: Program, *, partition: Literal["min_cut", "default"] = "min_cut") -> Program:
     """Divide the step at the turn by one of torch's partitioners, then read parameters again in the backward."""
-    if program.has_backward:
-        program = _partitioned(program, partition)
-    program = program.copy()
+    program = _partitioned(program, partition) if program.has_backward else program.copy()
     _reread_parameters(program)
     program.graph.eliminate_dead_code()
     return program

@@ -19,8 +19,9 @@ class Traffic:
     """What this rank's collectives sent, and how long it stood waiting for them; all cumulative.
 
     `bytes` counts one direction: (N-1)/N of the payload of a gather or a scatter, twice that for an all_reduce.
-    `seconds` sums launch to completion and `exposed` the part of it in which the program waited, measured on the host
-    for groups whose wait blocks it, as gloo's does. What ends while a region computes is taken to end in its middle.
+    `seconds` is the time in which at least one collective was in flight and `exposed` the part of it in which the
+    program waited, measured on the host for groups whose wait blocks it, as gloo's does. What ends while a region
+    computes is taken to end in its middle.
     """
 
     world: int = 1
@@ -29,6 +30,13 @@ class Traffic:
     messages: int = 0
     seconds: float = 0.0
     exposed: float = 0.0
+    counted_until: float = 0.0
+    """The moment up to which `seconds` has counted."""
+
+    def count(self, started: float, ended: float) -> None:
+        """Count the time of one collective, what it shares with one counted before left out."""
+        self.seconds += max(0.0, ended - max(started, self.counted_until))
+        self.counted_until = max(self.counted_until, ended)
 
     @property
     def bytes(self) -> int:
@@ -87,7 +95,7 @@ class Flight:
         if self.tensors[0].device.type == "cpu":
             exposed = 0.0 if self.ended is not None else after - before
             self.traffic.exposed += exposed
-            self.traffic.seconds += (self.ended or after) - self.started
+            self.traffic.count(self.started, after if self.ended is None else self.ended)
         if self.finish is not None:
             self.finish()
         self.work, self.tensors, self.finish = None, (), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import types
@@ -216,7 +217,8 @@ class CompiledModule(nn.Module):
 
     def _lower(self, traced: Program) -> Runner:
         journal = Journal()
-        program = self.pipeline.run(traced, journal)
+        with _collector_paused():
+            program = self.pipeline.run(traced, journal)
         step = Step(traced, program, self._regions, self._session)
         self._steps.append(step)
         self.journals.append(journal)
@@ -338,6 +340,21 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(function, types.FunctionType), "a plain function"
     code = function.__code__.replace(co_name=f"zcompile_{function.__name__}")
     return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection: a deep model's graphs are millions of objects, all in use, scanned in vain at each one.
+
+    Measured at 48 blocks: the passes take 2.4 s in place of 4.0 s.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

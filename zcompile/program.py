@@ -138,7 +138,8 @@ class Program:
 
     @property
     def has_backward(self) -> bool:
-        return any(data(node).phase is Phase.BACKWARD for node in self.graph.nodes)
+        results = self.results
+        return bool(results.gradients or results.reduced or any(g is not None for g in results.input_gradients))
 
     def differentiated(self) -> set[str]:
         """Parameters with a gradient in this program."""
