@@ -16,6 +16,7 @@ from zcompile.layout import Unit
 from zcompile.ops import (
     Copy,
     Data,
+    Item,
     Phase,
     Reduce,
     Results,
@@ -28,7 +29,7 @@ from zcompile.ops import (
     reduce_scatter,
     wait,
 )
-from zcompile.program import Program, after_items, set_results
+from zcompile.program import Program, after_items, items_of, set_results
 
 
 def insert_reductions(program: Program) -> Program:
@@ -67,11 +68,19 @@ def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None
     if grad is None:
         return None
     others = [user for user in grad.users if not isinstance(data(user).op, Results)]
-    alone = list(program.results.gradients.values()).count(grad) == 1
-    if alone and not others and not data(grad).view and grad.op != "placeholder":
+    once = list(program.results.gradients.values()).count(grad) == 1
+    shared = grad.op == "placeholder" or data(grad).view or _has_view_beside_it(grad)
+    if once and not others and not shared:
         return grad
     held = Data(Copy(), Phase.BACKWARD, data(grad).type, source=unit.name)
     return program.add(copy, (grad,), held, f"{grad.name}_copy")
+
+
+def _has_view_beside_it(grad: fx.Node) -> bool:
+    """True if another result of the same call is a view: it may be one of `grad`."""
+    if not isinstance(data(grad).op, Item):
+        return False
+    return any(data(item).view for item in items_of(grad.all_input_nodes[0]))
 
 
 def _next_line(program: Program, last: fx.Node) -> fx.Node:

@@ -185,7 +185,7 @@ class _Outer:
 
     def _give(self, node: fx.Node, result: fx.Node, found: Region, index: int) -> None:
         result.meta = dict(node.meta)
-        set_data(result, replace(data(node), view=_shares_memory(found.outputs[index], found.outputs)))
+        set_data(result, replace(data(node), view=_shares_memory(found.outputs, index)))
         self.values[node] = result
 
     def _region(self, outline: _Outline) -> Region:
@@ -210,10 +210,10 @@ class _Outer:
         return replace(self.program, graph=self.graph, regions=self.regions, modules={})
 
 
-def _shares_memory(node: fx.Node, others: tuple[fx.Node, ...]) -> bool:
-    """True if a region's result is a view of one of its arguments, or shares its memory with another result."""
-    root = _root(node)
-    return isinstance(data(root).op, Input) or any(_root(other) is root for other in others if other is not node)
+def _shares_memory(outputs: tuple[fx.Node, ...], index: int) -> bool:
+    """True if a region's result is a view of one of its arguments or of a result before it."""
+    root = _root(outputs[index])
+    return isinstance(data(root).op, Input) or any(_root(earlier) is root for earlier in outputs[:index])
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -19,7 +19,9 @@ class Agreement:
         self.communicator = communicator
         self.count = 0
         self.prefix = ""
-        if communicator.size > 1:
+        # A fake group has one real rank, which has nobody to agree with.
+        self.alone = communicator.size == 1 or dist.get_backend(communicator.group) == "fake"
+        if not self.alone:
             # The store counts this rank's models, so that the n-th of every rank meet.
             name = f"zcompile/{communicator.group.group_name}"
             self.prefix = f"{name}/{default_store().add(f'{name}/models of {communicator.rank}', 1)}"
@@ -32,7 +34,7 @@ class Agreement:
         """
         size, rank = self.communicator.size, self.communicator.rank
         self.count += 1
-        if size == 1:
+        if self.alone:
             return
         store = dist.PrefixStore(f"{self.prefix}/{self.count}", default_store())
         store.set(str(rank), "\n".join([what, *lines]))

@@ -219,7 +219,7 @@ class CompiledModule(nn.Module):
         journal = Journal()
         with _collector_paused():
             program = self.pipeline.run(traced, journal)
-        step = Step(traced, program, self._regions, self._session)
+            step = Step(traced, program, self._regions, self._session)
         self._steps.append(step)
         self.journals.append(journal)
         if self._dump:
@@ -346,7 +346,7 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 def _collector_paused() -> Iterator[None]:
     """No garbage collection: a deep model's graphs are millions of objects, all in use, scanned in vain at each one.
 
-    Measured at 48 blocks: the passes take 2.4 s in place of 4.0 s.
+    Measured at 48 blocks: the passes take 2.2 s in place of 4.0 s.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -29,7 +29,7 @@ from torch import fx
 
 from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.layout import Param
-from zcompile.ops import Call, Data, Input, Item, Kind, Parameter, Phase, Release, Shards, data, op_of
+from zcompile.ops import Call, Data, Input, Item, Kind, Parameter, Phase, Release, Shards, WaitGather, data, op_of
 from zcompile.program import Program, Region, after_items, items_of
 from zcompile.tensor_type import TensorType, human_bytes
 
@@ -125,13 +125,15 @@ def _param_text(param: Param, unused: frozenset[str]) -> str:
 
 def _function(name: str, arguments: list[Line], body: list[Line]) -> Function:
     lines = [*arguments, *body]
-    usual = [len(line.code) for line in lines if len(line.code) <= WIDTH and (line.type or line.delta or line.source)]
+    codes = [*(Line(f"    {line.code}", line.type, line.delta, line.source) for line in arguments), *body]
+    usual = [len(line.code) for line in codes if len(line.code) <= WIDTH and (line.type or line.delta or line.source)]
     widths = (
         max(usual, default=0),
         max((len(line.type) for line in lines if len(line.type) <= 40), default=0),
         max((len(line.delta) for line in lines), default=0),
     )
-    return Function(name, [line.padded(widths) for line in arguments], [line.padded(widths) for line in body])
+    indented = (max(widths[0] - 4, 0), *widths[1:])  # arguments stand four columns further in than the body
+    return Function(name, [line.padded(indented) for line in arguments], [line.padded(widths) for line in body])
 
 
 # -- a phase ----------------------------------------------------------------------------------------------------------
@@ -181,6 +183,8 @@ def _argument(program: Program, node: fx.Node) -> Line:
             return Line(f"{node.name},", delta=f"{count} parameters", source=f"unit {unit}")
         case Parameter(name):
             return Line(f"{node.name},", _type_text(held), source=f"parameter {name}")
+        case WaitGather(unit):
+            return Line(f"{node.name},", source=f"full unit {unit}")
         case Input(kind) if kind is not Kind.DATA:
             return Line(f"{node.name},", _type_text(held), source=str(kind))
         case _:

@@ -24,7 +24,7 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int) -> str:
     psi = sum(param.nbytes for param in layout.params)
     count = sum(param.numel for param in layout.params)
     console.print(f"stage {layout.stage.number}, world {layout.world}: {count:,} parameters, {human_bytes(psi)}")
-    console.print(_unit_table(layout))
+    console.print(_unit_table(programs[0].layout if programs else layout))
     if not programs:
         console.print("No program yet: the model is traced at its first call.")
     for number, program in enumerate(programs):
