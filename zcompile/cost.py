@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from zcompile.ops import Call, Compute, data
+from zcompile.ops import Call, Compute, Item, data, op_of
 
 if TYPE_CHECKING:
     from zcompile.program import Region
@@ -56,7 +56,16 @@ def _aten_cost(node: fx.Node) -> tuple[int, int]:
     if formula is None:
         return 0, touched
     shapes, keywords = fx.map_arg((node.args, node.kwargs), _shape)  # torch's formulas take shapes for tensors
-    return int(formula(*shapes, **keywords, out_val=held.type.shape if held.type else ())), touched
+    return int(formula(*shapes, **keywords, out_val=_shapes_given(node))), touched
+
+
+def _shapes_given(node: fx.Node) -> tuple[Any, ...]:
+    """Shape of the result, or of each of several; empty for one that nobody uses."""
+    held = data(node)
+    if held.type:
+        return held.type.shape
+    given = {op_of(user, Item).index: data(user).type for user in node.users if isinstance(data(user).op, Item)}
+    return tuple(found.shape if (found := given.get(index)) else () for index in range(max(given, default=-1) + 1))
 
 
 def _shape(node: fx.Node) -> Any:

@@ -18,7 +18,6 @@ from zcompile.ops import (
     AllGather,
     Call,
     Compute,
-    Item,
     Parameter,
     Phase,
     Reduce,
@@ -30,6 +29,7 @@ from zcompile.ops import (
     data,
     op_of,
 )
+from zcompile.printer import MARK, render
 from zcompile.program import PLACEHOLDERS, Program
 
 
@@ -69,21 +69,18 @@ def verify(program: Program, facts: Iterable[Fact], where: str) -> None:
 
 def _marked(program: Program, node: fx.Node | None) -> str:
     """The printed lines around `node`, its own with an arrow; nothing for no node."""
-    lines = str(program).splitlines()
-    at = next((i for i, line in enumerate(lines) if node is not None and _prints(line, node)), None)
-    if at is None:
+    lines = render(program, mark=node).splitlines() if node is not None else []
+    at = [index for index, line in enumerate(lines) if line.endswith(MARK)]
+    if not at:
         return ""
-    shown = range(max(0, at - 3), min(len(lines), at + 4))
-    return "\n".join(f"{'-->' if i == at else '   '} {i + 1:4} {lines[i]}" for i in shown)
+    shown = range(max(0, at[0] - 3), min(len(lines), at[-1] + 4))
+    return "\n".join(f"{'-->' if i in at else '   '} {i + 1:4} {lines[i].removesuffix(MARK)}" for i in shown)
 
 
-def _prints(line: str, node: fx.Node) -> bool:
-    code = line.strip()
-    names = {node.name, *(user.name for user in node.users if isinstance(data(user).op, Item))}
-    if isinstance(data(node).op, Release):
-        return any(code.startswith(f"release({source.name})") for source in node.all_input_nodes)
-    target = code.partition(" = ")[0]
-    return " = " in code and bool(names & {part.strip() for part in target.split(",")})
+def _label(node: fx.Node) -> str:
+    """What a message calls a node: a call by its region and units, anything else by its name."""
+    op = data(node).op
+    return f"{op.region} of {data(node).source}" if isinstance(op, Call) else node.name
 
 
 # -- phases, units, regions -------------------------------------------------------------------------------------------
@@ -134,11 +131,11 @@ def _gathered_before_use(program: Program) -> Iterator[Violation]:
             if not sharded and found == Shards(unit):
                 continue
             if isinstance(found, Shards):
-                yield Violation(node, f"{node.name} reads {unit} before it is gathered")
+                yield Violation(node, f"{_label(node)} reads {unit} before it is gathered")
             elif isinstance(found, AllGather):
-                yield Violation(node, f"{node.name} reads {unit} without waiting for {argument.name}")
+                yield Violation(node, f"{_label(node)} reads {unit} without waiting for {argument.name}")
             elif not isinstance(found, WaitGather) or _gathered_unit(argument) != unit:
-                yield Violation(node, f"{node.name} reads {unit}, but is given {argument.name}")
+                yield Violation(node, f"{_label(node)} reads {unit}, but is given {argument.name}")
     for node in program.nodes(WaitGather):
         gathered, wanted = _gathered_unit(node), op_of(node, WaitGather).unit
         if gathered != wanted:
@@ -175,8 +172,8 @@ def _unused_after_release(program: Program) -> Iterator[Violation]:
     for release in program.nodes(Release):
         full = release.all_input_nodes[0]
         for user in full.users:
-            if position[user] > position[release] and not isinstance(data(user).op, Results):
-                yield Violation(user, f"{user.name} uses {full.name} after its release")
+            if position[user] > position[release] and not isinstance(data(user).op, (Release, Results)):
+                yield Violation(user, f"{_label(user)} uses {full.name} after its release")
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------

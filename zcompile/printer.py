@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
@@ -72,6 +72,8 @@ def {{ function.name }}(box):
 
 WIDTH = 84
 """Columns of code; what is longer is broken at its commas."""
+MARK = "\0"
+"""Ends the lines of the node that `render` is asked to mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,14 @@ class Line:
     type: str = ""
     delta: str = ""
     source: str = ""
+    marked: bool = False
 
     def padded(self, widths: tuple[int, int, int]) -> str:
+        end = MARK if self.marked else ""
         if not (self.type or self.delta or self.source):
-            return self.code
+            return self.code + end
         code, type_, delta = (text.ljust(width) for text, width in zip(self.columns, widths, strict=True))
-        return f"{code}  # {type_}  {delta}  {self.source}".rstrip()
+        return f"{code}  # {type_}  {delta}  {self.source}".rstrip() + end
 
     @property
     def columns(self) -> tuple[str, str, str]:
@@ -103,12 +107,15 @@ class Function:
     body: list[str]
 
 
-def render(program: Program, *, regions: bool = False, units: bool = False) -> str:
-    """The text of `program`: its phases, and before them its units and regions when asked."""
+def render(program: Program, *, regions: bool = False, units: bool = False, mark: fx.Node | None = None) -> str:
+    """The text of `program`: its phases, and before them its units and regions when asked.
+
+    The lines of the node `mark` end in MARK.
+    """
     functions = [_function(found.name, *_region_lines(found)) for found in program.regions.values() if regions]
     for phase in program.phases:
         if phase is Phase.FORWARD or program.has_backward:
-            functions.append(_function(str(phase), *_phase_lines(program, phase)))
+            functions.append(_function(str(phase), *_phase_lines(program, phase, mark)))
     text = functools.partial(_param_text, unused=program.unused)
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE)
     return template.render(functions=functions, units=program.layout if units else None, param_text=text) + "\n"
@@ -162,14 +169,15 @@ def _result_nodes(program: Program, phase: Phase) -> Iterator[fx.Node]:
         yield from program.kept()
 
 
-def _phase_lines(program: Program, phase: Phase) -> tuple[list[Line], list[Line]]:
+def _phase_lines(program: Program, phase: Phase, mark: fx.Node | None) -> tuple[list[Line], list[Line]]:
     arguments = [_argument(program, node) for node in inputs_of(program, phase)]
     body = program.body(phase)
     deaths = _deaths(program, phase, body)
     lines: list[Line] = []
     for node in body:
         if not isinstance(data(node).op, Item):
-            lines += _statement(node, program.memory(node))
+            statement = _statement(node, program.memory(node))
+            lines += [replace(line, marked=True) for line in statement] if node is mark else statement
         if dead := deaths.get(node):
             lines += _delete(dead)
     return arguments, [*lines, *_wrapped(Line(_return(program, phase)))]
@@ -208,7 +216,8 @@ def _statement(node: fx.Node, delta: int) -> list[Line]:
         return _wrapped(Line(f"{node.name} = {_call_text(node)}", type_, *margin))
     names = _item_names(items)
     types = [_type_text(data(item)) for item in sorted(items, key=lambda item: op_of(item, Item).index)]
-    if len(", ".join(names)) <= 40:
+    beginning = f"{', '.join(names)} = {_call_text(node).partition(', ')[0]},"
+    if len(", ".join(names)) <= 40 and len(beginning) <= WIDTH:
         return _wrapped(Line(f"{', '.join(names)} = {_call_text(node)}", ", ".join(types), *margin))
     end = Line(f") = {_call_text(node)}", "", *margin)
     return [Line("("), *_targets(names, types), *_wrapped(end)]

@@ -1,0 +1,230 @@
+"""Printed programs that several tests of passes begin with, and the comparison of what a pass makes of one.
+
+A program is given as two strings: its head (world, stage, units, regions) and its phases. After a change of the printed
+form, `ZCOMPILE_UPDATE=1 pytest tests/passes` rewrites the expectations in the test files: read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import zcompile
+from zcompile import Program
+
+UPDATE = bool(os.environ.get("ZCOMPILE_UPDATE"))
+
+
+def parsed(head: str, phases: str) -> Program:
+    """The program of two strings, which must be as it is printed."""
+    program = zcompile.parse(joined(head, phases))
+    expect(program, head, phases)
+    return program
+
+
+def check(step: Callable[[Program], Program], head: str, before: str, after: str, head_after: str = "") -> Program:
+    """`step` turns `before` into `after`, and leaves its argument alone."""
+    program = parsed(head, before)
+    result = step(program)
+    expect(result, head_after or head, after)
+    assert program.text(regions=True).strip("\n") == joined(head, before), "a pass works on a copy"
+    return result
+
+
+def expect(program: Program, head: str, phases: str) -> None:
+    """`program` is printed as these two strings."""
+    text, shown = program.text(regions=True).strip("\n"), str(program).strip("\n")
+    if UPDATE:
+        _rewrite(head.strip("\n"), text.removesuffix(shown).strip("\n"))
+        _rewrite(phases.strip("\n"), shown)
+    else:
+        assert text == joined(head, phases)
+
+
+def joined(head: str, phases: str) -> str:
+    head, phases = head.strip("\n"), phases.strip("\n")
+    return f"{head}\n\n\n{phases}"
+
+
+def _rewrite(old: str, new: str) -> None:
+    for file in Path(__file__).parent.glob("*.py"):
+        text = file.read_text()
+        file.write_text(text.replace(f'"""\n{old}\n"""', f'"""\n{new}\n"""'))
+
+
+def at_stage(head: str, stage: int) -> str:
+    return head.replace("stage = 3", f"stage = {stage}")
+
+
+CHAIN = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+    "b": [
+        "b.weight f32[4, 4]",
+    ],
+    "c": [
+        "c.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+
+
+def region_0(box):
+    (
+        w,                     # f32[4, 4]          argument 0 item 0
+        x,                     # f32[8, 4]          argument 1
+    ) = unbox(box)
+    y = aten.mm.default(x, w)  # f32[8, 4]  +128 B  a
+    return [y]
+
+
+def region_1(box):
+    (
+        w,                        # f32[4, 4]           argument 0 item 0
+        dy,                       # f32[8, 4]           argument 1
+        x,                        # f32[8, 4]           argument 2
+    ) = unbox(box)
+    wt = aten.t.default(w)        # &f32[4, 4]          c
+    dx = aten.mm.default(dy, wt)  # f32[8, 4]   +128 B  c
+    xt = aten.t.default(x)        # &f32[4, 8]          c
+    dw = aten.mm.default(xt, dy)  # f32[4, 4]   +64 B   c
+    return [dx, dw]
+
+
+def region_2(box):
+    (
+        dy,                       # f32[8, 4]          argument 0
+        x,                        # f32[8, 4]          argument 1
+    ) = unbox(box)
+    xt = aten.t.default(x)        # &f32[4, 8]         a
+    dw = aten.mm.default(xt, dy)  # f32[4, 4]   +64 B  a
+    return [dw]
+"""
+"""Three units of one weight each: `region_0` multiplies by it, `region_1` and `region_2` are the backward."""
+
+OUTLINED = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        c,                #            1 parameters  unit c
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    return [yc], [x, ya, yb]
+
+
+def backward(box):
+    (
+        b,                        #                       1 parameters  unit b
+        c,                        #                       1 parameters  unit c
+        x,                        # f32[8, 4]
+        ya,                       # f32[8, 4]                           a
+        yb,                       # f32[8, 4]                           b
+        dy,                       # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                    #                       -256 B
+    da, gb = region_1(b, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                    #                       -256 B
+    ga = region_2(da, x)          # f32[4, 4]             +64 B         a.lin
+    del x, da                     #                       -256 B
+    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
+"""
+"""The chain as `outline_regions` leaves it: no communication yet."""
+
+GATHERED = """
+def forward(box):
+    (
+        a,                     #            1 parameters  unit a
+        b,                     #            1 parameters  unit b
+        c,                     #            1 parameters  unit c
+        x,                     # f32[8, 4]
+    ) = unbox(box)
+    a_gather = all_gather(a)   #            +64 B         a
+    a_full = wait(a_gather)    #                          a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B        a
+    release(a_full)            #            -64 B         a
+    b_gather = all_gather(b)   #            +64 B         b
+    b_full = wait(b_gather)    #                          b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B        b
+    release(b_full)            #            -64 B         b
+    c_gather = all_gather(c)   #            +64 B         c
+    c_full = wait(c_gather)    #                          c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B        c
+    return [yc], [c_full, x, ya, yb]
+
+
+def backward(box):
+    (
+        b,                               #                       1 parameters  unit b
+        c_full,                          #                                     full unit c
+        x,                               # f32[8, 4]
+        ya,                              # f32[8, 4]                           a
+        yb,                              # f32[8, 4]                           b
+        dy,                              # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                           #                       -256 B
+    release(c_full)                      #                       -64 B         c
+    b_gather_1 = all_gather(b)           #                       +64 B         b
+    b_full_1 = wait(b_gather_1)          #                                     b
+    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                           #                       -256 B
+    release(b_full_1)                    #                       -64 B         b
+    ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
+    del x, da                            #                       -256 B
+    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
+"""
+"""`OUTLINED` with gathers: c, which the forward reads last and the backward first, is kept over the turn."""
+
+REDUCED = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        c,                #            1 parameters  unit c
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    return [yc], [x, ya, yb]
+
+
+def backward(box):
+    (
+        a,                              #                       1 parameters  unit a
+        b,                              #                       1 parameters  unit b
+        c,                              #                       1 parameters  unit c
+        x,                              # f32[8, 4]
+        ya,                             # f32[8, 4]                           a
+        yb,                             # f32[8, 4]                           b
+        dy,                             # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                          #                       -256 B
+    c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
+    del gc                              #                       -64 B
+    c_grads = wait(c_reduce)            #                                     c
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                          #                       -256 B
+    b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
+    del gb                              #                       -64 B
+    b_grads = wait(b_reduce)            #                                     b
+    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    del x, da                           #                       -256 B
+    a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
+    del ga                              #                       -64 B
+    a_grads = wait(a_reduce)            #                                     a
+    return [None], [c_grads, b_grads, a_grads]
+"""
+"""`OUTLINED` with reductions, and no gathers."""

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from tests.passes.programs import parsed
+from zcompile.ops import Item, data
+from zcompile.passes.assign_units import assign_units
+
+HEAD = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+    "b": [
+        "b.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+"""
+
+PHASES = """
+def forward(box):
+    (
+        a_weight,                                               # f32[4, 4]                     parameter a.weight
+        b_weight,                                               # f32[4, 4]                     parameter b.weight
+        x,                                                      # f32[8, 4]
+    ) = unbox(box)
+    before = aten.sin.default(x)                                # f32[8, 4]             +128 B
+    del x                                                       #                       -128 B
+    ta = aten.t.default(a_weight)                               # &f32[4, 4]                    b
+    ya = aten.mm.default(before, ta)                            # f32[8, 4]             +128 B  a
+    del before, ta                                              #                       -128 B
+    inner = aten.sin.default(ya)                                # f32[8, 4]             +128 B  a.inner.deep
+    del ya                                                      #                       -128 B
+    beside = aten.sin.default(inner)                            # f32[8, 4]             +128 B  ab
+    del inner                                                   #                       -128 B
+    tied = aten.mm.default(beside, a_weight)                    # f32[8, 4]             +128 B  b.head
+    del beside                                                  #                       -128 B
+    yb = aten.mm.default(tied, b_weight)                        # f32[8, 4]             +128 B  b
+    del tied                                                    #                       -128 B
+    both = aten.addmm.default(yb, yb, a_weight, beta=b_weight)  # f32[8, 4]             +128 B  b
+    del yb                                                      #                       -128 B
+    low, high, *_ = aten.split.Tensor(both, 4)                  # f32[4, 4], f32[4, 4]  +128 B  b
+    del both                                                    #                       -128 B
+    return [high], [low]
+
+
+def backward(box):
+    (
+        low,                      # f32[4, 4]          b
+        dy,                       # f32[4, 4]          tangent
+    ) = unbox(box)
+    g = aten.mul.Tensor(dy, low)  # f32[4, 4]  +64 B   a.inner
+    del low, dy                   #            -128 B
+    return [g], []
+"""
+
+
+def units() -> dict[str, str]:
+    program = parsed(HEAD, PHASES)
+    result = assign_units(program)
+    assert not any(data(node).unit for node in program.nodes()), "a pass works on a copy"
+    assert result.text(regions=True) == program.text(regions=True), "units are not printed"
+    return {node.name: data(node).unit for node in result.nodes()}
+
+
+def test_an_operation_belongs_to_the_unit_whose_parameters_it_reads() -> None:
+    found = units()
+    assert found["ya"] == "a", "through a view"
+    assert found["tied"] == "a", "wherever it stands"
+    assert found["yb"] == "b"
+
+
+def test_of_several_units_read_the_one_of_its_module_wins() -> None:
+    assert units()["both"] == "b"
+
+
+def test_an_operation_that_reads_no_parameters_belongs_to_the_unit_around_its_module() -> None:
+    found = units()
+    assert found["inner"] == "a"
+    assert found["g"] == "a", "in the backward too"
+
+
+def test_what_stands_between_units_belongs_to_none() -> None:
+    found = units()
+    assert found["before"] == ""
+    assert found["beside"] == "", "a name that merely begins like a unit's is another module"
+
+
+def test_results_stay_with_the_operation_that_gave_them() -> None:
+    program = assign_units(parsed(HEAD, PHASES))
+    assert {data(node).unit for node in program.nodes(Item)} == {"b"}

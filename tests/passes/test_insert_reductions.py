@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check
+from zcompile.passes.insert_reductions import insert_reductions
+
+GRADIENTS_HEAD = """
+world = 2
+stage = 3
+units = {
+    "u": [
+        "p f32[8]",
+        "q f32[8]",
+        "r f32[8]",
+    ],
+    "v": [
+        "s f32[8] frozen",
+    ],
+}
+packed = {
+}
+
+
+def region_0(box):
+    (
+        w,                     # f32[8]         argument 0 item 0
+        x,                     # f32[8]         argument 1
+    ) = unbox(box)
+    y = aten.add.Tensor(x, w)  # f32[8]  +32 B
+    return [y]
+
+
+def region_1(box):
+    (
+        x,                   # f32[8]         argument 0
+    ) = unbox(box)
+    y = aten.sin.default(x)  # f32[8]  +32 B
+    return [y]
+
+
+def region_2(box):
+    (
+        x,                     # f32[8]          argument 0
+    ) = unbox(box)
+    y = aten.sin.default(x)    # f32[8]   +32 B
+    z = aten.alias.default(x)  # &f32[8]
+    return [y, z]
+"""
+
+MISSING = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        dy,           # f32[8]         tangent
+    ) = unbox(box)
+    g = region_1(dy)  # f32[8]  +32 B
+    del dy            #         -32 B
+    return [None], {'q': g}
+"""
+
+MISSING_REDUCED = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        u,                                         #         3 parameters  unit u
+        dy,                                        # f32[8]                tangent
+    ) = unbox(box)
+    g = region_1(dy)                               # f32[8]  +32 B
+    del dy                                         #         -32 B
+    u_reduce = reduce_scatter(u, [None, g, None])  #         +16 B         u
+    del g                                          #         -32 B
+    u_grads = wait(u_reduce)                       #                       u
+    return [None], [u_grads]
+"""
+
+USED_AGAIN = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        dy,           # f32[8]         tangent
+    ) = unbox(box)
+    g = region_1(dy)  # f32[8]  +32 B
+    del dy            #         -32 B
+    dx = region_1(g)  # f32[8]  +32 B
+    return [dx], {'p': g}
+"""
+
+USED_AGAIN_REDUCED = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        u,                                              #         3 parameters  unit u
+        dy,                                             # f32[8]                tangent
+    ) = unbox(box)
+    g = region_1(dy)                                    # f32[8]  +32 B
+    del dy                                              #         -32 B
+    g_copy = copy(g)                                    # f32[8]  +32 B         u
+    u_reduce = reduce_scatter(u, [g_copy, None, None])  #         +16 B         u
+    del g_copy                                          #         -32 B
+    u_grads = wait(u_reduce)                            #                       u
+    dx = region_1(g)                                    # f32[8]  +32 B
+    del g                                               #         -32 B
+    return [dx], [u_grads]
+"""
+
+TWINS = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        dy,           # f32[8]         tangent
+    ) = unbox(box)
+    g = region_1(dy)  # f32[8]  +32 B
+    del dy            #         -32 B
+    return [None], {'p': g, 'r': g}
+"""
+
+TWINS_REDUCED = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        u,                                                  #         3 parameters  unit u
+        dy,                                                 # f32[8]                tangent
+    ) = unbox(box)
+    g = region_1(dy)                                        # f32[8]  +32 B
+    del dy                                                  #         -32 B
+    g_copy = copy(g)                                        # f32[8]  +32 B         u
+    g_copy_1 = copy(g)                                      # f32[8]  +32 B         u
+    del g                                                   #         -32 B
+    u_reduce = reduce_scatter(u, [g_copy, None, g_copy_1])  #         +32 B         u
+    del g_copy, g_copy_1                                    #         -64 B
+    u_grads = wait(u_reduce)                                #                       u
+    return [None], [u_grads]
+"""
+
+NOT_ITS_OWN = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        dy,              # f32[8]                  tangent
+    ) = unbox(box)
+    g, h = region_2(dy)  # f32[8], &f32[8]  +32 B
+    return [None], {'p': g, 'q': h, 'r': dy}
+"""
+
+NOT_ITS_OWN_REDUCED = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        u,                                                   #                  3 parameters  unit u
+        dy,                                                  # f32[8]                         tangent
+    ) = unbox(box)
+    g, h = region_2(dy)                                      # f32[8], &f32[8]  +32 B
+    g_copy = copy(g)                                         # f32[8]           +32 B         u
+    del g                                                    #                  -32 B
+    h_copy = copy(h)                                         # f32[8]           +32 B         u
+    del h
+    dy_copy = copy(dy)                                       # f32[8]           +32 B         u
+    del dy                                                   #                  -32 B
+    u_reduce = reduce_scatter(u, [g_copy, h_copy, dy_copy])  #                  +48 B         u
+    del g_copy, h_copy, dy_copy                              #                  -96 B
+    u_grads = wait(u_reduce)                                 #                                u
+    return [None], [u_grads]
+"""
+
+ALL_REDUCED = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        c,                #            1 parameters  unit c
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    return [yc], [x, ya, yb]
+
+
+def backward(box):
+    (
+        a,                          #                       1 parameters  unit a
+        b,                          #                       1 parameters  unit b
+        c,                          #                       1 parameters  unit c
+        x,                          # f32[8, 4]
+        ya,                         # f32[8, 4]                           a
+        yb,                         # f32[8, 4]                           b
+        dy,                         # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                      #                       -256 B
+    c_reduce = all_reduce(c, [gc])  #                                     c
+    del gc                          #                       -64 B
+    c_grads = wait(c_reduce)        #                                     c
+    da, gb = region_1(b, db, ya)    # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                      #                       -256 B
+    b_reduce = all_reduce(b, [gb])  #                                     b
+    del gb                          #                       -64 B
+    b_grads = wait(b_reduce)        #                                     b
+    ga = region_2(da, x)            # f32[4, 4]             +64 B         a.lin
+    del x, da                       #                       -256 B
+    a_reduce = all_reduce(a, [ga])  #                                     a
+    del ga                          #                       -64 B
+    a_grads = wait(a_reduce)        #                                     a
+    return [None], [c_grads, b_grads, a_grads]
+"""
+
+NO_GRADIENTS = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x               #         -32 B
+    return [y], []
+
+
+def backward(box):
+    (
+        dy,            # f32[8]         tangent
+    ) = unbox(box)
+    dx = region_1(dy)  # f32[8]  +32 B
+    del dy             #         -32 B
+    return [dx], []
+"""
+
+
+def test_a_unit_is_reduced_as_soon_as_its_last_gradient_is_there() -> None:
+    check(insert_reductions, CHAIN, OUTLINED, REDUCED)
+
+
+def test_stage_0_reduces_to_all() -> None:
+    check(insert_reductions, at_stage(CHAIN, 0), OUTLINED, ALL_REDUCED)
+
+
+def test_parameters_without_a_gradient_are_none_and_units_without_one_are_left_out() -> None:
+    check(insert_reductions, GRADIENTS_HEAD, MISSING, MISSING_REDUCED)
+
+
+def test_a_gradient_that_is_used_otherwise_is_copied() -> None:
+    check(insert_reductions, GRADIENTS_HEAD, USED_AGAIN, USED_AGAIN_REDUCED)
+
+
+def test_a_gradient_of_two_parameters_is_copied_for_each() -> None:
+    check(insert_reductions, GRADIENTS_HEAD, TWINS, TWINS_REDUCED)
+
+
+def test_a_gradient_that_is_a_view_or_came_from_the_caller_is_copied() -> None:
+    check(insert_reductions, GRADIENTS_HEAD, NOT_ITS_OWN, NOT_ITS_OWN_REDUCED)
+
+
+def test_without_gradients_there_is_nothing_to_reduce() -> None:
+    check(insert_reductions, GRADIENTS_HEAD, NO_GRADIENTS, NO_GRADIENTS)

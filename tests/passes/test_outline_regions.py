@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+from tests.passes.programs import check, parsed
+from zcompile import Program
+from zcompile.passes.assign_units import assign_units
+from zcompile.passes.outline_regions import outline_regions
+
+HEAD = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+    "b": [
+        "b.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+"""
+
+SPLIT = """
+def forward(box):
+    (
+        a_weight,                  # f32[4, 4]           parameter a.weight
+        b_weight,                  # f32[4, 4]           parameter b.weight
+        x,                         # f32[8, 4]
+    ) = unbox(box)
+    ta = aten.t.default(a_weight)  # &f32[4, 4]          a
+    ya = aten.mm.default(x, ta)    # f32[8, 4]   +128 B  a
+    del x, ta                      #             -128 B
+    tb = aten.t.default(b_weight)  # &f32[4, 4]          b
+    yb = aten.mm.default(ya, tb)   # f32[8, 4]   +128 B  b
+    del tb
+    return [yb], [ya]
+
+
+def backward(box):
+    (
+        b_weight,                    # f32[4, 4]           parameter b.weight
+        ya,                          # f32[8, 4]           a
+        dy,                          # f32[8, 4]           tangent
+    ) = unbox(box)
+    tb_1 = aten.t.default(b_weight)  # &f32[4, 4]          b
+    t = aten.t.default(tb_1)         # &f32[4, 4]          b
+    del tb_1
+    db = aten.mm.default(dy, t)      # f32[8, 4]   +128 B  b
+    del t
+    td = aten.t.default(dy)          # &f32[4, 8]          b
+    del dy                           #             -128 B
+    gb = aten.mm.default(td, ya)     # f32[4, 4]   +64 B   b
+    del ya, td                       #             -128 B
+    return [db], {'b.weight': gb}
+"""
+
+REGIONS = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+    "b": [
+        "b.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+
+
+def region_0(box):
+    (
+        a_weight,                  # f32[4, 4]           argument 0 item 0
+        x,                         # f32[8, 4]           argument 1
+    ) = unbox(box)
+    ta = aten.t.default(a_weight)  # &f32[4, 4]          a
+    ya = aten.mm.default(x, ta)    # f32[8, 4]   +128 B  a
+    return [ya]
+
+
+def region_1(box):
+    (
+        b_weight,                    # f32[4, 4]           argument 0 item 0
+        dy,                          # f32[8, 4]           argument 1
+        ya,                          # f32[8, 4]           argument 2
+    ) = unbox(box)
+    tb_1 = aten.t.default(b_weight)  # &f32[4, 4]          b
+    t = aten.t.default(tb_1)         # &f32[4, 4]          b
+    db = aten.mm.default(dy, t)      # f32[8, 4]   +128 B  b
+    td = aten.t.default(dy)          # &f32[4, 8]          b
+    gb = aten.mm.default(td, ya)     # f32[4, 4]   +64 B   b
+    return [db, gb]
+"""
+
+OUTLINED = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    del x                 #            -128 B
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
+    return [yb], [ya]
+
+
+def backward(box):
+    (
+        b,                        #                       1 parameters  unit b
+        ya,                       # f32[8, 4]                           a
+        dy,                       # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gb = region_1(b, dy, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, dy                    #                       -256 B
+    return [db], {'b.weight': gb}
+"""
+
+DERIVED = """
+def forward(box):
+    (
+        a_weight,                       # f32[4, 4]           parameter a.weight
+        b_weight,                       # f32[4, 4]           parameter b.weight
+        x,                              # f32[8, 4]
+    ) = unbox(box)
+    t = aten.t.default(a_weight)        # &f32[4, 4]          a
+    y1 = aten.mm.default(x, t)          # f32[8, 4]   +128 B  a
+    del x                               #             -128 B
+    y2 = aten.mm.default(y1, b_weight)  # f32[8, 4]   +128 B  b
+    del y1                              #             -128 B
+    y3 = aten.mm.default(y2, t)         # f32[8, 4]   +128 B  a
+    del t, y2                           #             -128 B
+    return [y3], []
+
+
+def backward(box):
+    (
+        dy,                    # f32[8, 4]          tangent
+    ) = unbox(box)
+    dx = aten.neg.default(dy)  # f32[8, 4]  +128 B
+    del dy                     #            -128 B
+    return [dx], []
+"""
+
+DERIVED_REGIONS = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+    "b": [
+        "b.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+
+
+def region_0(box):
+    (
+        a_weight,                 # f32[4, 4]           argument 0 item 0
+        x,                        # f32[8, 4]           argument 1
+    ) = unbox(box)
+    t = aten.t.default(a_weight)  # &f32[4, 4]          a
+    y1 = aten.mm.default(x, t)    # f32[8, 4]   +128 B  a
+    return [y1]
+
+
+def region_1(box):
+    (
+        b_weight,                       # f32[4, 4]          argument 0 item 0
+        y1,                             # f32[8, 4]          argument 1
+    ) = unbox(box)
+    y2 = aten.mm.default(y1, b_weight)  # f32[8, 4]  +128 B  b
+    return [y2]
+
+
+def region_2(box):
+    (
+        dy,                    # f32[8, 4]          argument 0
+    ) = unbox(box)
+    dx = aten.neg.default(dy)  # f32[8, 4]  +128 B
+    return [dx]
+"""
+
+DERIVED_OUTLINED = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    y1 = region_0(a, x)   # f32[8, 4]  +128 B        a
+    del x                 #            -128 B
+    y2 = region_1(b, y1)  # f32[8, 4]  +128 B        b
+    del y1                #            -128 B
+    y3 = region_0(a, y2)  # f32[8, 4]  +128 B        a
+    del y2                #            -128 B
+    return [y3], []
+
+
+def backward(box):
+    (
+        dy,            # f32[8, 4]          tangent
+    ) = unbox(box)
+    dx = region_2(dy)  # f32[8, 4]  +128 B
+    del dy             #            -128 B
+    return [dx], []
+"""
+
+GLUE = """
+def forward(box):
+    (
+        a_weight,                            # f32[4, 4]           parameter a.weight
+        b_weight,                            # f32[4, 4]           parameter b.weight
+        x,                                   # f32[8, 4]
+    ) = unbox(box)
+    first = aten.sin.default(x)              # f32[8, 4]   +128 B
+    del x                                    #             -128 B
+    y1 = aten.mm.default(first, a_weight)    # f32[8, 4]   +128 B  a
+    del first                                #             -128 B
+    between = aten.sin.default(y1)           # f32[8, 4]   +128 B
+    del y1                                   #             -128 B
+    y2 = aten.mm.default(between, b_weight)  # f32[8, 4]   +128 B  b
+    del between                              #             -128 B
+    turned = aten.t.default(y2)              # &f32[4, 8]          b
+    low = aten.slice.Tensor(y2, 0, 0, 4)     # &f32[4, 4]
+    high = aten.slice.Tensor(y2, 0, 4, 8)    # &f32[4, 4]
+    del y2                                   #             -128 B
+    last = aten.sin.default(high)            # f32[4, 4]   +64 B
+    del high
+    return [last, turned], [low]
+
+
+def backward(box):
+    (
+        low,                       # &f32[4, 4]
+        dy,                        # f32[4, 4]          tangent
+        dt,                        # f32[4, 8]          tangent
+    ) = unbox(box)
+    dx = aten.mul.Tensor(dy, low)  # f32[4, 4]   +64 B
+    del low, dy                    #             -64 B
+    return [dx], []
+"""
+
+GLUE_REGIONS = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+    "b": [
+        "b.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+
+
+def region_0(box):
+    (
+        a_weight,                          # f32[4, 4]          argument 0 item 0
+        x,                                 # f32[8, 4]          argument 1
+    ) = unbox(box)
+    first = aten.sin.default(x)            # f32[8, 4]  +128 B
+    y1 = aten.mm.default(first, a_weight)  # f32[8, 4]  +128 B  a
+    between = aten.sin.default(y1)         # f32[8, 4]  +128 B
+    return [between]
+
+
+def region_1(box):
+    (
+        b_weight,                            # f32[4, 4]           argument 0 item 0
+        between,                             # f32[8, 4]           argument 1
+    ) = unbox(box)
+    y2 = aten.mm.default(between, b_weight)  # f32[8, 4]   +128 B  b
+    turned = aten.t.default(y2)              # &f32[4, 8]          b
+    low = aten.slice.Tensor(y2, 0, 0, 4)     # &f32[4, 4]
+    high = aten.slice.Tensor(y2, 0, 4, 8)    # &f32[4, 4]
+    last = aten.sin.default(high)            # f32[4, 4]   +64 B
+    return [turned, low, last]
+
+
+def region_2(box):
+    (
+        dy,                        # f32[4, 4]         argument 0
+        low,                       # f32[4, 4]         argument 1
+    ) = unbox(box)
+    dx = aten.mul.Tensor(dy, low)  # f32[4, 4]  +64 B
+    return [dx]
+"""
+
+GLUE_OUTLINED = """
+def forward(box):
+    (
+        a,                                    #                                   1 parameters  unit a
+        b,                                    #                                   1 parameters  unit b
+        x,                                    # f32[8, 4]
+    ) = unbox(box)
+    between = region_0(a, x)                  # f32[8, 4]                         +128 B        a
+    del x                                     #                                   -128 B
+    turned, low, last = region_1(b, between)  # f32[4, 8], &f32[4, 4], f32[4, 4]  +192 B        b
+    del between                               #                                   -128 B
+    return [last, turned], [low]
+
+
+def backward(box):
+    (
+        low,                # &f32[4, 4]         b
+        dy,                 # f32[4, 4]          tangent
+        dt,                 # f32[4, 8]          tangent
+    ) = unbox(box)
+    dx = region_2(dy, low)  # f32[4, 4]   +64 B
+    del low, dy             #             -64 B
+    return [dx], []
+"""
+
+
+def outlined(program: Program) -> Program:
+    """Units are not printed: a parsed program has none yet."""
+    return outline_regions(assign_units(program))
+
+
+def test_runs_of_one_unit_become_regions_and_equal_ones_are_shared() -> None:
+    check(outlined, HEAD, SPLIT, OUTLINED, REGIONS)
+
+
+def test_a_view_of_a_parameter_is_taken_inside_each_region_that_reads_it() -> None:
+    check(outlined, HEAD, DERIVED, DERIVED_OUTLINED, DERIVED_REGIONS)
+
+
+def test_glue_joins_the_region_beside_it_and_shared_memory_is_marked() -> None:
+    check(outlined, HEAD, GLUE, GLUE_OUTLINED, GLUE_REGIONS)
+
+
+def test_regions_do_not_depend_on_the_stage() -> None:
+    regions = [
+        outlined(parsed(HEAD.replace("stage = 3", f"stage = {stage}"), SPLIT)).regions["region_0"].key()
+        for stage in range(4)
+    ]
+    assert len(set(regions)) == 1

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from functools import partial
+
+from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check, parsed
+from zcompile.passes.insert_reductions import insert_reductions
+from zcompile.passes.sink_waits import sink_waits
+
+DEPTH_1 = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        c,                #            1 parameters  unit c
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    return [yc], [x, ya, yb]
+
+
+def backward(box):
+    (
+        a,                              #                       1 parameters  unit a
+        b,                              #                       1 parameters  unit b
+        c,                              #                       1 parameters  unit c
+        x,                              # f32[8, 4]
+        ya,                             # f32[8, 4]                           a
+        yb,                             # f32[8, 4]                           b
+        dy,                             # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                          #                       -256 B
+    c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
+    del gc                              #                       -64 B
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                          #                       -256 B
+    c_grads = wait(c_reduce)            #                                     c
+    b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
+    del gb                              #                       -64 B
+    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    del x, da                           #                       -256 B
+    b_grads = wait(b_reduce)            #                                     b
+    a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
+    del ga                              #                       -64 B
+    a_grads = wait(a_reduce)            #                                     a
+    return [None], [c_grads, b_grads, a_grads]
+"""
+
+DEPTH_2 = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        c,                #            1 parameters  unit c
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    return [yc], [x, ya, yb]
+
+
+def backward(box):
+    (
+        a,                              #                       1 parameters  unit a
+        b,                              #                       1 parameters  unit b
+        c,                              #                       1 parameters  unit c
+        x,                              # f32[8, 4]
+        ya,                             # f32[8, 4]                           a
+        yb,                             # f32[8, 4]                           b
+        dy,                             # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                          #                       -256 B
+    c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
+    del gc                              #                       -64 B
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                          #                       -256 B
+    b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
+    del gb                              #                       -64 B
+    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    del x, da                           #                       -256 B
+    c_grads = wait(c_reduce)            #                                     c
+    a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
+    del ga                              #                       -64 B
+    b_grads = wait(b_reduce)            #                                     b
+    a_grads = wait(a_reduce)            #                                     a
+    return [None], [c_grads, b_grads, a_grads]
+"""
+
+
+def test_a_wait_stands_before_the_next_reduction() -> None:
+    check(partial(sink_waits, depth=1), CHAIN, REDUCED, DEPTH_1)
+
+
+def test_a_wait_stands_before_the_reduction_depth_later() -> None:
+    check(partial(sink_waits, depth=2), CHAIN, REDUCED, DEPTH_2)
+
+
+def test_sinking_twice_changes_nothing() -> None:
+    check(partial(sink_waits, depth=1), CHAIN, DEPTH_1, DEPTH_1)
+
+
+def test_stage_0_waits_at_the_end_in_the_order_of_the_reductions() -> None:
+    program = sink_waits(insert_reductions(parsed(at_stage(CHAIN, 0), OUTLINED)), depth=1)
+    lines = [line.split("#")[0].strip() for line in str(program).splitlines()]
+    waits = ["c_grads = wait(c_reduce)", "b_grads = wait(b_reduce)", "a_grads = wait(a_reduce)"]
+    assert lines[-5:] == ["del ga", *waits, "return [None], [c_grads, b_grads, a_grads]"]
+
+
+def test_a_program_without_reductions_is_left_alone() -> None:
+    check(sink_waits, CHAIN, OUTLINED, OUTLINED)

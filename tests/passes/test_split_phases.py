@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from functools import partial
+
+from tests.passes.programs import check, parsed
+from zcompile.facts import PHASES_SPLIT
+from zcompile.passes.split_phases import split_phases
+
+HEAD = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+"""
+
+JOINT = """
+def forward(box):
+    (
+        a_weight,                 # f32[4, 4]           parameter a.weight
+        x,                        # f32[8, 4]
+    ) = unbox(box)
+    t = aten.t.default(a_weight)  # &f32[4, 4]          a
+    y = aten.mm.default(x, t)     # f32[8, 4]   +128 B  a
+    return [y], [x, t]
+
+
+def backward(box):
+    (
+        x,                         # f32[8, 4]
+        t,                         # &f32[4, 4]          a
+        dy,                        # f32[8, 4]           tangent
+    ) = unbox(box)
+    t_1 = aten.t.default(t)        # &f32[4, 4]          a
+    del t
+    dx = aten.mm.default(dy, t_1)  # f32[8, 4]   +128 B  a
+    del t_1
+    t_2 = aten.t.default(dy)       # &f32[4, 8]          a
+    del dy                         #             -128 B
+    dw = aten.mm.default(t_2, x)   # f32[4, 4]   +64 B   a
+    del x, t_2                     #             -128 B
+    return [dx], {'a.weight': dw}
+"""
+
+SPLIT = """
+def forward(box):
+    (
+        a_weight,                 # f32[4, 4]           parameter a.weight
+        x,                        # f32[8, 4]
+    ) = unbox(box)
+    t = aten.t.default(a_weight)  # &f32[4, 4]          a
+    y = aten.mm.default(x, t)     # f32[8, 4]   +128 B  a
+    del t
+    return [y], [x]
+
+
+def backward(box):
+    (
+        a_weight,                   # f32[4, 4]           parameter a.weight
+        x,                          # f32[8, 4]
+        dy,                         # f32[8, 4]           tangent
+    ) = unbox(box)
+    t_3 = aten.t.default(a_weight)  # &f32[4, 4]          a
+    t_1 = aten.t.default(t_3)       # &f32[4, 4]          a
+    del t_3
+    dx = aten.mm.default(dy, t_1)   # f32[8, 4]   +128 B  a
+    del t_1
+    t_2 = aten.t.default(dy)        # &f32[4, 8]          a
+    del dy                          #             -128 B
+    dw = aten.mm.default(t_2, x)    # f32[4, 4]   +64 B   a
+    del x, t_2                      #             -128 B
+    return [dx], {'a.weight': dw}
+"""
+
+CAST = """
+def forward(box):
+    (
+        a_weight,                                              # f32[4, 4]           parameter a.weight
+        x,                                                     # bf16[8, 4]
+    ) = unbox(box)
+    w = aten._to_copy.default(a_weight, dtype=torch.bfloat16)  # bf16[4, 4]   +32 B  a
+    t = aten.t.default(w)                                      # &bf16[4, 4]         a
+    del w                                                      #              -32 B
+    y = aten.mm.default(x, t)                                  # bf16[8, 4]   +64 B  a
+    del x                                                      #              -64 B
+    return [y], [t]
+
+
+def backward(box):
+    (
+        t,                         # &bf16[4, 4]         a
+        dy,                        # bf16[8, 4]          tangent
+    ) = unbox(box)
+    t_1 = aten.t.default(t)        # &bf16[4, 4]         a
+    del t
+    dx = aten.mm.default(dy, t_1)  # bf16[8, 4]   +64 B  a
+    del dy, t_1                    #              -64 B
+    return [dx], []
+"""
+
+CAST_SPLIT = """
+def forward(box):
+    (
+        a_weight,                                              # f32[4, 4]           parameter a.weight
+        x,                                                     # bf16[8, 4]
+    ) = unbox(box)
+    w = aten._to_copy.default(a_weight, dtype=torch.bfloat16)  # bf16[4, 4]   +32 B  a
+    t = aten.t.default(w)                                      # &bf16[4, 4]         a
+    del w                                                      #              -32 B
+    y = aten.mm.default(x, t)                                  # bf16[8, 4]   +64 B  a
+    del x, t                                                   #              -64 B
+    return [y], []
+
+
+def backward(box):
+    (
+        a_weight,                                                # f32[4, 4]           parameter a.weight
+        dy,                                                      # bf16[8, 4]          tangent
+    ) = unbox(box)
+    w_1 = aten._to_copy.default(a_weight, dtype=torch.bfloat16)  # bf16[4, 4]   +32 B  a
+    t_2 = aten.t.default(w_1)                                    # &bf16[4, 4]         a
+    del w_1                                                      #              -32 B
+    t_1 = aten.t.default(t_2)                                    # &bf16[4, 4]         a
+    del t_2
+    dx = aten.mm.default(dy, t_1)                                # bf16[8, 4]   +64 B  a
+    del dy, t_1                                                  #              -64 B
+    return [dx], []
+"""
+
+PLAIN = """
+def forward(box):
+    (
+        a_weight,                     # f32[4, 4]          parameter a.weight
+        x,                            # f32[8, 4]
+    ) = unbox(box)
+    y = aten.mm.default(x, a_weight)  # f32[8, 4]  +128 B  a
+    del x                             #            -128 B
+    s = aten.sin.default(y)           # f32[8, 4]  +128 B  a
+    return [s], [y]
+
+
+def backward(box):
+    (
+        a_weight,                 # f32[4, 4]           parameter a.weight
+        y,                        # f32[8, 4]           a
+        dy,                       # f32[8, 4]           tangent
+    ) = unbox(box)
+    c = aten.cos.default(y)       # f32[8, 4]   +128 B  a
+    del y                         #             -128 B
+    ds = aten.mul.Tensor(dy, c)   # f32[8, 4]   +128 B  a
+    del dy, c                     #             -256 B
+    t = aten.t.default(a_weight)  # &f32[4, 4]          a
+    dx = aten.mm.default(ds, t)   # f32[8, 4]   +128 B  a
+    del ds, t                     #             -128 B
+    return [dx], []
+"""
+
+default = partial(split_phases, partition="default")
+
+
+def test_a_view_of_a_parameter_is_taken_again_in_the_backward() -> None:
+    program = check(default, HEAD, JOINT, SPLIT)
+    assert not list(PHASES_SPLIT.violations(program))
+
+
+def test_a_cast_of_a_parameter_is_made_again_in_the_backward() -> None:
+    check(default, HEAD, CAST, CAST_SPLIT)
+
+
+def test_a_split_step_is_left_alone() -> None:
+    check(default, HEAD, SPLIT, SPLIT)
+
+
+def test_what_is_saved_from_activations_stays_saved() -> None:
+    check(default, HEAD, PLAIN, PLAIN)
+
+
+def test_the_fact_refuses_a_saved_view_of_a_parameter() -> None:
+    (violation,) = PHASES_SPLIT.violations(parsed(HEAD, JOINT))
+    assert violation.message == "t is derived from a parameter, yet saved for t_1"
+
+
+def test_min_cut_saves_no_more_than_default_and_reads_parameters_again_too() -> None:
+    for text in (JOINT, PLAIN):
+        program = parsed(HEAD, text)
+        small, usual = split_phases(program, partition="min_cut"), default(program)
+        saved = [sum(node.meta["val"].nbytes for node in found.saved()) for found in (small, usual)]
+        assert saved[0] <= saved[1]
+        assert not list(PHASES_SPLIT.violations(small))

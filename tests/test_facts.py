@@ -1,0 +1,414 @@
+"""A program with one thing wrong is refused, with the fact that fails and a mark at the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from torch import fx
+
+import zcompile
+from tests.passes.programs import CHAIN, OUTLINED, at_stage, joined
+from zcompile import Pass, Pipeline, Program, ProgramError, facts, ops
+from zcompile.layout import STAGES
+from zcompile.ops import AllGather, Call, Reduce, Release, WaitGather, WaitReduce, data, op_of, set_data
+from zcompile.passes.insert_gathers import insert_gathers
+from zcompile.passes.insert_reductions import insert_reductions
+from zcompile.passes.pack_small import pack_small
+from zcompile.passes.schedule_prefetch import schedule_prefetch
+from zcompile.passes.sink_waits import sink_waits
+from zcompile.program import set_results
+from zcompile.runtime.agreement import first_difference
+
+PREFETCH = 1
+ALL = (
+    facts.PHASES_SPLIT,
+    facts.UNITS_ASSIGNED,
+    facts.REGIONS_OUTLINED,
+    facts.GATHERED_BEFORE_USE,
+    facts.RELEASED_ONCE,
+    facts.UNUSED_AFTER_RELEASE,
+    facts.REDUCED_ONCE,
+    facts.WAITS_SUNK,
+    facts.MESSAGES_PACKED,
+    facts.VOLUME_RIGHT,
+    facts.units_bounded(PREFETCH),
+)
+
+
+def right(head: str = CHAIN, phases: str = OUTLINED) -> Program:
+    """A correct program; its lines are those of `tests/passes/programs.py`."""
+    program = insert_gathers(pack_small(zcompile.parse(joined(head, phases))))
+    return sink_waits(schedule_prefetch(insert_reductions(program), prefetch=PREFETCH), depth=1)
+
+
+def refusal(program: Program) -> tuple[str, str]:
+    """What `verify` says of `program`: the fact with its message, and the code of the marked line."""
+    with pytest.raises(ProgramError) as caught:
+        zcompile.verify(program, ALL, "after it")
+    marked = [line for line in str(caught.value).splitlines() if line.startswith("-->")]
+    line = marked[0].removeprefix("-->").split("#")[0].strip().partition(" ")[2].strip() if marked else ""
+    return f"{caught.value.subject}: {caught.value.found}", line
+
+
+def release_of(program: Program, full: str) -> fx.Node:
+    (release,) = [user for user in program.node(full).users if isinstance(data(user).op, Release)]
+    return release
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_right_program_is_accepted(stage: int) -> None:
+    zcompile.verify(right(at_stage(CHAIN, stage)), ALL, "after all")
+
+
+# -- gathers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_removed_release() -> None:
+    program = right().copy()
+    program.graph.erase_node(release_of(program, "a_full"))
+    assert refusal(program) == (
+        "after it: gathers released exactly once: 0 releases of a_full; want one, after its last use",
+        "a_gather = all_gather(a)",
+    )
+
+
+def test_a_doubled_release() -> None:
+    program = right().copy()
+    release = release_of(program, "b_full")
+    with program.graph.inserting_after(release):
+        program.add(release.target, release.args, data(release), "again")
+    assert refusal(program) == (
+        "after it: gathers released exactly once: 2 releases of b_full; want one, after its last use",
+        "b_gather = all_gather(b)",
+    )
+
+
+def test_a_release_before_the_last_use() -> None:
+    program = right().copy()
+    call = next(user for user in program.node("c_full").users if user.name != "yc")
+    call.prepend(release_of(program, "c_full"))
+    assert refusal(program) == (
+        "after it: nothing used after release: region_1 of c uses c_full after its release",
+        "db, gc = region_1(c_full, dy, yb)",
+    )
+
+
+def test_a_release_of_a_kept_copy() -> None:
+    program = right(at_stage(CHAIN, 2)).copy()
+    call = program.node("yc")
+    with program.graph.inserting_after(call):
+        program.add(ops.release, (program.node("a_full"),), data(call), "early")
+    set_data(program.node("early"), replace(data(call), op=Release("a"), type=None))
+    assert refusal(program) == (
+        "after it: gathers released exactly once: 1 releases of a_full; want none, it is kept",
+        "a_gather = all_gather(a, keep=True)",
+    )
+
+
+def test_a_release_of_what_is_no_full_parameter() -> None:
+    program = right().copy()
+    release = release_of(program, "a_full")
+    with program.graph.inserting_after(release):
+        program.add(release.target, (program.node("ya"),), data(release), "wrong")
+    assert refusal(program) == (
+        "after it: gathers released exactly once: ya is released, but is not a full parameter",
+        "release(ya)",
+    )
+
+
+def test_a_region_that_reads_a_gather_without_waiting() -> None:
+    program = right().copy()
+    program.node("ya").replace_input_with(program.node("a_full"), program.node("a_gather"))
+    assert refusal(program) == (
+        "after it: full parameters gathered and waited for before use: region_0 of a reads a without waiting for a_gather",
+        "ya = region_0(a_gather, x)",
+    )
+
+
+def test_a_region_that_reads_shards() -> None:
+    program = right().copy()
+    program.node("ya").replace_input_with(program.node("a_full"), program.node("a"))
+    assert refusal(program) == (
+        "after it: full parameters gathered and waited for before use: region_0 of a reads a before it is gathered",
+        "ya = region_0(a, x)",
+    )
+
+
+def test_a_gather_of_another_units_shards() -> None:
+    program = right().copy()
+    program.node("a_gather").replace_input_with(program.node("a"), program.node("b"))
+    assert refusal(program) == (
+        "after it: full parameters gathered and waited for before use: region_0 of a reads a, but is given a_full",
+        "ya = region_0(a_full, x)",
+    )
+
+
+def test_a_gather_of_another_unit_altogether() -> None:
+    program = right().copy()
+    gather = program.node("a_gather")
+    gather.replace_input_with(program.node("a"), program.node("b"))
+    set_data(gather, replace(data(gather), op=AllGather("b")))
+    set_data(program.node("a_full"), replace(data(program.node("a_full")), op=WaitGather("b")))
+    assert refusal(program)[1] == "ya = region_0(a_full, x)"
+
+
+def test_a_region_given_another_units_full_parameters() -> None:
+    program = right().copy()
+    program.node("yb").replace_input_with(program.node("b_full"), program.node("c_full"))
+    assert refusal(program) == (
+        "after it: full parameters gathered and waited for before use: region_0 of b reads b, but is given c_full",
+        "yb = region_0(c_full, ya)",
+    )
+
+
+def test_more_units_full_than_the_prefetch_allows() -> None:
+    program = schedule_prefetch(insert_gathers(zcompile.parse(joined(CHAIN, OUTLINED))), prefetch=2)
+    with pytest.raises(ProgramError) as caught:
+        zcompile.verify(program, [facts.units_bounded(1)], "after it")
+    assert caught.value.found == (
+        "while ya computes, 2 units beside its own are full: b_gather, c_gather; prefetch=1 allows 1"
+    )
+    assert any(line.startswith("-->") and "ya = region_0(a_full, x)" in line for line in str(caught.value).splitlines())
+
+
+def test_a_unit_gathered_again_for_every_call() -> None:
+    """Right numbers, too many bytes: only the volume tells."""
+    program = right().copy()
+    call = program.node("yb")
+    with program.graph.inserting_before(call):
+        again = program.add(ops.all_gather, (program.node("b"),), data(program.node("b_gather")), "b_gather_again")
+        full = program.add(ops.wait, (again,), data(program.node("b_full")), "b_full_again")
+    with program.graph.inserting_after(call):
+        program.add(ops.release, (full,), data(release_of(program, "b_full")), "b_release_again")
+    with pytest.raises(ProgramError, match="b is gathered 2 times; want 1"):
+        zcompile.verify(program, [facts.VOLUME_RIGHT], "after it")
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
+def without(program: Program, reduction: str) -> None:
+    """Remove a reduction and its wait, and the wait from the results."""
+    results = program.results
+    (wait,) = [user for user in program.node(reduction).users if isinstance(data(user).op, WaitReduce)]
+    left = [node for node in results.reduced if node is not wait]
+    set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients, reduced=left)
+    program.graph.erase_node(wait)
+    program.graph.erase_node(program.node(reduction))
+
+
+def test_a_removed_reduction() -> None:
+    program = right().copy()
+    without(program, "b_reduce")
+    found, _ = refusal(program)
+    assert found == (
+        "after it: trainable gradients reduced exactly once: the gradient of b.weight is reduced 0 times; want once"
+    )
+
+
+def test_a_doubled_reduction() -> None:
+    program = right().copy()
+    reduce, wait = program.node("b_reduce"), program.node("b_grads")
+    with program.graph.inserting_after(reduce):
+        again = program.add(reduce.target, reduce.args, data(reduce), "b_reduce_again")
+    with program.graph.inserting_after(again):
+        program.add(wait.target, (again,), data(wait), "b_grads_again")
+    assert refusal(program) == (
+        "after it: trainable gradients reduced exactly once: the gradient of b.weight is reduced 2 times; want once",
+        "b_reduce_again = reduce_scatter(b, [gb])",
+    )
+
+
+def test_a_reduced_gradient_that_is_not_returned() -> None:
+    program = right().copy()
+    results = program.results
+    set_results(
+        program.graph,
+        outputs=results.outputs,
+        input_gradients=results.input_gradients,
+        reduced=[node for node in results.reduced if node.name != "b_grads"],
+    )
+    found, line = refusal(program)
+    assert found.endswith("the reduced gradient of b.weight is returned 0 times")
+    assert line == "b_reduce = reduce_scatter(b, [gb])"
+
+
+def test_a_gradient_returned_unreduced() -> None:
+    program = zcompile.parse(joined(CHAIN, OUTLINED))
+    with pytest.raises(ProgramError, match=r"the gradient of a\.weight is returned unreduced"):
+        zcompile.verify(program, [facts.REDUCED_ONCE], "after it")
+
+
+def test_a_frozen_parameter_that_is_reduced() -> None:
+    program = right()
+    frozen = {"a.weight": True, "b.weight": False, "c.weight": True}
+    found, line = refusal(replace(program, layout=program.layout.with_trainable(frozen)))
+    assert found.endswith("b.weight is frozen; its gradient is not reduced")
+    assert line == "b_reduce = reduce_scatter(b, [gb])"
+
+
+def test_an_unused_parameter_that_is_reduced() -> None:
+    found, line = refusal(replace(right(), unused=frozenset({"b.weight"})))
+    assert found.endswith("the gradient of b.weight is reduced 1 times; want none")
+    assert line == "b_reduce = reduce_scatter(b, [gb])"
+
+
+def test_a_reduction_given_another_units_shards() -> None:
+    program = right().copy()
+    program.node("b_reduce").replace_input_with(program.node("b"), program.node("a"))
+    found, line = refusal(program)
+    assert found.endswith("b_reduce reduces b, but is given a")
+    assert line == "b_reduce = reduce_scatter(a, [gb])"
+
+
+def test_a_reduction_without_the_gradient_it_names() -> None:
+    program = right().copy()
+    reduce = program.node("b_reduce")
+    reduce.args = (reduce.args[0], [None])
+    found, line = refusal(program)
+    assert "b_reduce is given the gradients of ()" in found
+    assert line == "b_reduce = reduce_scatter(b, [None])"
+
+
+def test_a_reduction_to_all_where_shards_are_wanted() -> None:
+    program = right().copy()
+    reduce = program.node("b_reduce")
+    set_data(reduce, replace(data(reduce), op=replace(op_of(reduce, Reduce), scatter=False)))
+    assert refusal(program)[0].endswith("stage 3 wants reduce_scatter")
+
+
+def test_a_reduction_waited_for_twice() -> None:
+    program = right().copy()
+    wait = program.node("b_grads")
+    with program.graph.inserting_after(wait):
+        program.add(wait.target, wait.args, data(wait), "b_grads_again")
+    found, line = refusal(program)
+    assert found.endswith("b_reduce is waited for 2 times; want once")
+    assert line == "b_reduce = reduce_scatter(b, [gb])"
+
+
+def test_a_wait_that_compute_could_hide() -> None:
+    program = right().copy()
+    program.node("c_reduce").append(program.node("c_grads"))
+    call = next(user for user in program.node("b_full_1").users if isinstance(data(user).op, Call))
+    call.prepend(program.node("c_reduce"))
+    call.prepend(program.node("c_grads"))
+    assert refusal(program)[0].endswith("c_grads waits at once, though compute follows that could hide it")
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+PAIR = CHAIN.replace(
+    '"a.weight f32[4, 4]",', '"a.weight f32[4, 4]",\n        "a.bias bf16[4]",\n        "a.norm f32[4]",'
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        (((0,), (2,)), "the messages of a are ((0,), (2,)); want every parameter once"),
+        (((0,), (1,), (2,), (0,)), "the messages of a are ((0,), (1,), (2,), (0,)); want every parameter once"),
+        (((0, 1), (2,)), "a message of a mixes dtypes or whole and sharded: ['a.weight', 'a.bias']"),
+        (((0, 2), (1,)), "a message of a is not one run of its shards' memory: (0, 2)"),
+    ],
+)
+def test_messages_that_miss_repeat_mix_or_jump(messages: tuple[tuple[int, ...], ...], found: str) -> None:
+    program = zcompile.parse(joined(PAIR, OUTLINED))
+    units = tuple(replace(unit, messages=messages) if unit.name == "a" else unit for unit in program.layout.units)
+    with pytest.raises(ProgramError) as caught:
+        zcompile.verify(replace(program, layout=program.layout.with_units(units)), [facts.MESSAGES_PACKED], "after it")
+    assert caught.value.found == found
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_of_a_region_that_is_not_there() -> None:
+    program = right()
+    regions = {name: region for name, region in program.regions.items() if name != "region_2"}
+    with pytest.raises(ProgramError, match="ga calls region_2, which is not there"):
+        zcompile.verify(replace(program, regions=regions), [facts.REGIONS_OUTLINED], "after it")
+
+
+LOOSE = """
+def forward(box):
+    (
+        x,  # f32[8, 4]
+    ) = unbox(box)
+    y = aten.sin.default(x)  # f32[8, 4]
+    return [y], []
+"""
+
+
+def test_compute_outside_a_region() -> None:
+    program = zcompile.parse(joined(CHAIN, LOOSE))
+    found, line = refusal(program)
+    assert found.endswith("compute outlined into regions: y stands outside a region")
+    assert line == "y = aten.sin.default(x)"
+
+
+# -- the runner -------------------------------------------------------------------------------------------------------
+
+
+def test_the_runner_names_the_pass_that_broke_an_earlier_fact() -> None:
+    def forgetful(program: Program) -> Program:
+        program = program.copy()
+        program.graph.erase_node(program.nodes(Release)[0])
+        return program
+
+    gathered = (facts.GATHERED_BEFORE_USE, facts.RELEASED_ONCE)
+    steps = Pipeline(
+        STAGES[3],
+        (Pass("insert_gathers", insert_gathers, ensures=gathered), Pass("forgetful", forgetful, requires=gathered)),
+    )
+    with pytest.raises(ProgramError, match=r"after forgetful: gathers released exactly once: 0 releases of a_full"):
+        steps.run(zcompile.parse(joined(CHAIN, OUTLINED)))
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
+def swapped(program: Program) -> Program:
+    program = program.copy()
+    program.node("b_gather").append(program.node("a_gather"))
+    return program
+
+
+def test_two_swapped_collectives_change_the_digest_and_the_line_is_named() -> None:
+    program, other = right(), swapped(right())
+    assert program.digest() != other.digest()
+    texts = {0: program.communications(), 1: other.communications(), 2: program.communications()}
+    assert first_difference(texts) == (
+        "line 1 differs: rank 0, 2: 'forward: all_gather a (a.weight f32[4, 4])'; "
+        "rank 1: 'forward: all_gather b (b.weight f32[4, 4])'"
+    )
+
+
+def test_a_missing_collective_is_named_too() -> None:
+    program = right()
+    texts = {0: program.communications(), 1: program.communications()[:-1]}
+    assert "line 7 differs" in first_difference(texts)
+    assert "rank 1: '(nothing)'" in first_difference(texts)
+
+
+def test_equal_communications_differ_nowhere() -> None:
+    assert first_difference({0: right().communications(), 1: right().communications()}) == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head.replace("a.weight f32[4, 4]", "a.weight f32[5, 4]"),
+        lambda head: head.replace("a.weight f32[4, 4]", "a.weight bf16[4, 4]"),
+        lambda head: at_stage(head, 2),
+    ],
+    ids=["shape", "dtype", "stage"],
+)
+def test_the_digest_depends_on_what_is_sent(change: Callable[[str], str]) -> None:
+    assert right(change(CHAIN)).digest() != right().digest()
+
+
+def test_the_digest_does_not_depend_on_activation_shapes() -> None:
+    assert right(CHAIN.replace("[8, 4]", "[9, 4]"), OUTLINED.replace("[8, 4]", "[9, 4]")).digest() == right().digest()

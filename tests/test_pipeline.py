@@ -1,0 +1,253 @@
+"""The pipeline: its order comes from facts, it is a value that users change, and it says what is missing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import zcompile
+from tests.models import batch, make
+from tests.passes.programs import CHAIN, OUTLINED, joined
+from zcompile import Fact, OptionError, Pass, Pipeline, PipelineError, Program, ProgramError, Violation, facts
+from zcompile.layout import STAGES
+from zcompile.pipeline import Journal
+
+ORDER = [
+    "split_phases",
+    "assign_units",
+    "outline_regions",
+    "pack_small",
+    "insert_gathers",
+    "insert_reductions",
+    "schedule_prefetch",
+    "sink_waits",
+]
+
+
+def holds(program: Program) -> Iterator[Violation]:
+    yield from ()
+
+
+FIRST, SECOND, THIRD = (Fact(name, holds) for name in ("the first", "the second", "the third"))
+
+
+def step(name: str, requires: tuple[Fact, ...] = (), ensures: tuple[Fact, ...] = ()) -> Pass:
+    return Pass(name, lambda program: program, requires, ensures)
+
+
+def built(*steps: Pass) -> Pipeline:
+    return Pipeline(STAGES[3], steps, goals=())
+
+
+def program() -> Program:
+    return zcompile.parse(joined(CHAIN, OUTLINED))
+
+
+# -- the order --------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_order() -> None:
+    assert zcompile.pipeline(stage=3, prefetch=2).names == ORDER
+    assert zcompile.pipeline(stage=1).names == ORDER
+    assert zcompile.pipeline(stage=0).names == [
+        name for name in ORDER if name not in ("insert_gathers", "schedule_prefetch")
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_order_passes_are_given_in_each_follows_what_it_requires(seed: int) -> None:
+    passes = list(zcompile.pipeline(stage=3, prefetch=2).passes)
+    random.Random(seed).shuffle(passes)
+    ordered = Pipeline(STAGES[3], tuple(passes)).passes
+    assert sorted(one.name for one in ordered) == sorted(ORDER)
+    ensured: set[Fact] = set()
+    for one in ordered:
+        assert set(one.requires) <= ensured
+        ensured |= set(one.ensures)
+
+
+def test_passes_that_do_not_depend_on_each_other_keep_the_given_order() -> None:
+    assert built(step("b"), step("a"), step("c", ensures=(FIRST,)), step("d", (FIRST,))).names == ["b", "a", "c", "d"]
+
+
+def test_a_pass_follows_all_that_ensure_what_it_requires() -> None:
+    assert built(step("last", (FIRST,)), step("one", (), (FIRST,)), step("two", (), (FIRST,))).names == [
+        "one",
+        "two",
+        "last",
+    ]
+
+
+# -- what cannot be built ---------------------------------------------------------------------------------------------
+
+
+def test_a_missing_ensurer_is_refused_when_the_pipeline_is_built() -> None:
+    with pytest.raises(PipelineError) as caught:
+        built(step("needy", (FIRST,)))
+    assert caught.value.subject == "pass 'needy'"
+    assert "the first" in caught.value.found
+
+
+def test_leaving_out_a_pass_that_another_needs_names_both() -> None:
+    with pytest.raises(PipelineError, match=r"'assign_units'.*phases split"):
+        zcompile.pipeline(stage=3).without("split_phases")
+
+
+def test_a_pass_does_not_ensure_its_own_requirement() -> None:
+    with pytest.raises(PipelineError, match="requires the first, which no earlier pass ensures"):
+        built(step("a", (FIRST,), (FIRST,)))
+
+
+def test_two_passes_of_one_name_are_refused() -> None:
+    with pytest.raises(PipelineError, match="'a': stands twice"):
+        built(step("a"), step("a"))
+
+
+def test_a_circle_is_refused_and_shown() -> None:
+    with pytest.raises(PipelineError) as caught:
+        built(step("a", (SECOND,), (FIRST,)), step("b", (FIRST,), (SECOND,)), step("c", (), (THIRD,)))
+    assert "passes wait for each other" in caught.value.found
+    assert {"a", "b"} <= set(caught.value.found.replace("->", " ").split())
+    assert "c" not in caught.value.found.partition(":")[2].split()
+
+
+# -- changing it ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [lambda p, name: p.without(name), lambda p, name: p.changed({name: None})])
+def test_an_unknown_name_is_refused_with_the_nearest(change: Callable[[Pipeline, str], Any]) -> None:
+    with pytest.raises(PipelineError) as caught:
+        change(zcompile.pipeline(stage=3), "sink_wait")
+    assert caught.value.subject == "pass 'sink_wait'"
+    assert caught.value.fix.startswith("did you mean 'sink_waits'?")
+
+
+def test_a_pass_that_nobody_needs_is_left_out() -> None:
+    assert zcompile.pipeline(stage=3).without("sink_waits").names == ORDER[:-1]
+    assert "pack_small" not in zcompile.pipeline(stage=3).changed({"pack_small": None}).names
+
+
+def test_a_change_makes_another_pipeline() -> None:
+    pipeline = zcompile.pipeline(stage=3)
+    pipeline.without("sink_waits")
+    assert pipeline.names == ORDER
+
+
+def test_a_pass_of_a_known_name_replaces_that_pass() -> None:
+    mine = step("sink_waits", (facts.REDUCED_ONCE,))
+    for changed in (zcompile.pipeline().with_pass(mine), zcompile.pipeline().changed({"sink_waits": mine})):
+        assert changed.names == ORDER
+        assert changed.passes[-1] is mine
+
+
+def test_a_pass_of_a_new_name_is_added_where_its_facts_put_it() -> None:
+    mine = step("mine", (facts.PHASES_SPLIT,), (FIRST,))
+    user = step("user", (FIRST,))
+    for changed in (
+        zcompile.pipeline().with_pass(mine).with_pass(user),
+        zcompile.pipeline().changed({"user": user, "mine": mine}),
+    ):
+        assert changed.names.index("split_phases") < changed.names.index("mine") < changed.names.index("user")
+
+
+def test_a_pass_under_another_name_is_refused() -> None:
+    with pytest.raises(PipelineError, match=r"passes\['mine'\]: the pass is called 'other'"):
+        zcompile.pipeline().changed({"mine": step("other")})
+
+
+def test_a_users_pass_runs_in_compile() -> None:
+    seen: list[str] = []
+
+    def look(found: Program) -> Program:
+        seen.append(found.name)
+        return found
+
+    compiled = zcompile.compile(
+        make("mlp"), backend="eager", passes={"look": Pass("look", look, (facts.REGIONS_OUTLINED,)), "pack_small": None}
+    )
+    compiled(*batch("mlp", 0, 0)).backward()
+    assert seen == ["step"]
+    assert [entry.name for entry in compiled.journals[0].entries if entry.name in ("look", "pack_small")] == ["look"]
+
+
+# -- running it -------------------------------------------------------------------------------------------------------
+
+
+def test_the_journal_has_the_program_before_and_after_every_pass() -> None:
+    journal, given = Journal(), program()
+    result = built(step("a"), step("b")).run(given, journal)
+    assert [entry.name for entry in journal.entries] == ["a", "b"]
+    assert journal.entries[0].before is given
+    assert journal.entries[0].after is journal.entries[1].before
+    assert journal.entries[1].after is result
+
+
+def broken(found: Program) -> Iterator[Violation]:
+    yield Violation(found.node("yb"), "it is so")
+
+
+def test_a_pass_that_does_not_ensure_its_fact_is_named_with_the_line() -> None:
+    with pytest.raises(ProgramError) as caught:
+        built(step("good"), step("bad", (), (Fact("a fact", broken),))).run(program())
+    assert caught.value.subject == "after bad: a fact"
+    assert caught.value.found == "it is so"
+    (marked,) = [line for line in str(caught.value).splitlines() if line.startswith("-->")]
+    assert "yb = region_0(b, ya)" in marked
+
+
+def test_a_later_pass_that_breaks_an_earlier_fact_is_named() -> None:
+    def no_b(found: Program) -> Iterator[Violation]:
+        if "yb" not in {node.name for node in found.nodes()}:
+            yield Violation(None, "yb is gone")
+
+    def remove_b(found: Program) -> Program:
+        found = found.copy()
+        found.node("yb").replace_all_uses_with(found.node("ya"))
+        found.graph.erase_node(found.node("yb"))
+        return found
+
+    fact = Fact("yb is there", no_b)
+    steps = built(step("before", (), (fact,)), Pass("remove_b", remove_b, (fact,)), step("after"))
+    with pytest.raises(ProgramError, match="after remove_b: yb is there: yb is gone"):
+        steps.run(program())
+
+
+def test_goals_are_checked_at_the_end() -> None:
+    steps = Pipeline(STAGES[3], (step("a"),), goals=(Fact("a goal", broken),))
+    with pytest.raises(ProgramError, match="at the end of the pipeline: a goal: it is so"):
+        steps.run(program())
+
+
+# -- printing and options ---------------------------------------------------------------------------------------------
+
+
+def test_the_table_names_every_pass_and_fact() -> None:
+    pipeline = zcompile.pipeline(stage=3, prefetch=2)
+    table = str(pipeline)
+    assert table.startswith("stage 3")
+    words = " ".join(table.replace("│", " ").split())
+    for one in pipeline.passes:
+        assert one.name in words
+    rows = [[cell.strip() for cell in line.split("│")] for line in table.splitlines() if line.startswith("│")]
+    ensured = " ".join(row[3] for row in rows)
+    for one in pipeline.passes:
+        for fact in one.ensures:
+            assert str(fact) in ensured
+    assert "at most 2 + 1 units full at once" in ensured
+
+
+@pytest.mark.parametrize("stage", [4, -1, True, "3", 3.0, None])
+def test_what_is_no_stage_is_refused(stage: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        zcompile.pipeline(stage=stage)
+    assert (caught.value.subject, caught.value.found) == ("stage", f"{stage!r} is no ZeRO stage")
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, True, "1", None])
+def test_what_is_no_prefetch_is_refused(prefetch: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        zcompile.pipeline(prefetch=prefetch)
+    assert (caught.value.subject, caught.value.found) == ("prefetch", f"{prefetch!r} is no number of units")

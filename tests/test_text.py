@@ -1,0 +1,244 @@
+"""The printed program: it parses back to itself, it is what runs, and its graph can be asked what a step costs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import traceback
+
+import networkx as nx
+import pytest
+import torch
+
+import zcompile
+from tests.models import batch, make
+from tests.passes.programs import CHAIN, GATHERED, OUTLINED, joined
+from zcompile import ParseError, Program
+from zcompile.cost import Hardware
+from zcompile.ops import Call, Phase, data
+from zcompile.pipeline import Journal
+from zcompile.runtime.executor import load
+from zcompile.tensor_type import Dim, TensorType
+
+KINDS = ("gpt", "mlp", "conv")
+
+
+@functools.cache
+def captured(kind: str, stage: int) -> Program:
+    """The program of a model before any pass, in a world of one."""
+    compiled = zcompile.compile(make(kind), stage=stage, backend="eager")
+    compiled(*batch(kind, 0, 0)).backward()
+    return compiled.journals[0].entries[0].before
+
+
+def after_each_pass(kind: str, stage: int, prefetch: int) -> list[Program]:
+    journal, program = Journal(), captured(kind, stage)
+    zcompile.pipeline(stage=stage, prefetch=prefetch).run(program, journal)
+    return [program, *(entry.after for entry in journal.entries)]
+
+
+# -- print and parse --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", range(4))
+def test_the_program_after_every_pass_parses_back_to_its_own_text(kind: str, stage: int) -> None:
+    seen = set()
+    for program in itertools.chain(*(after_each_pass(kind, stage, prefetch) for prefetch in (0, 1, 2))):
+        text = program.text(regions=True)
+        if text not in seen:
+            assert zcompile.parse(text).text(regions=True) == text
+        seen.add(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parsed_program_communicates_like_the_original(kind: str) -> None:
+    program = after_each_pass(kind, 3, 1)[-1]
+    assert zcompile.parse(program.text(regions=True)).communications() == program.communications()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_line_of_code_is_longer_than_the_page(kind: str) -> None:
+    for line in after_each_pass(kind, 3, 2)[-1].text(regions=True).splitlines():
+        code = line.partition("  #")[0].strip()
+        assert len(code) <= 120 or "'" in code or '"' in code, line
+
+
+def test_varying_dimensions_keep_their_symbols() -> None:
+    head, phases = (text.replace("[8, 4]", "[s0=8, 4]") for text in (CHAIN, OUTLINED))
+    program = zcompile.parse(joined(head, phases))
+    assert data(program.node("ya")).type == TensorType(torch.float32, (Dim(8, "s0"), Dim(4)))
+    assert "# f32[s0=8, 4]" in str(program)
+
+
+def test_what_shares_memory_is_marked_and_takes_none() -> None:
+    (region,) = [
+        region for region in zcompile.parse(joined(CHAIN, OUTLINED)).regions.values() if region.name == "region_2"
+    ]
+    view = next(node for node in region.graph.nodes if node.name == "xt")
+    assert data(view).view
+    assert data(view).nbytes == 0
+    assert data(view).type == TensorType.make(torch.float32, (4, 8))
+
+
+LONG_VALUES = [f"value_of_a_rather_long_name_{index}" for index in range(12)]
+
+
+def test_long_lines_are_broken_and_read_again() -> None:
+    body = "".join(f"    {name} = region_3(x)  # f32[8, 4]  +128 B\n" for name in LONG_VALUES)
+    region = """
+
+def region_3(box):
+    (
+        x,  # f32[8, 4]  argument 0
+    ) = unbox(box)
+    y = aten.sin.default(x)  # f32[8, 4]  +128 B
+    return [y]
+"""
+    phases = (
+        f"def forward(box):\n    (\n        x,  # f32[8, 4]\n    ) = unbox(box)\n{body}    return {LONG_VALUES}, []\n"
+    )
+    program = zcompile.parse(joined(CHAIN + region, phases.replace("'", "")))
+    text = program.text(regions=True)
+    assert max(map(len, text.splitlines())) <= 100
+    assert [node.name for node in program.results.outputs] == LONG_VALUES
+    assert zcompile.parse(text).text(regions=True) == text
+
+
+# -- the text is what runs --------------------------------------------------------------------------------------------
+
+
+def test_a_change_of_the_text_changes_what_runs() -> None:
+    text = str(zcompile.parse(joined(CHAIN, OUTLINED)).phase(Phase.FORWARD))
+    regions = {"region_0": lambda unit, x: unit(x)}
+    add, double = (lambda x: x + 1), (lambda x: x * 2)
+
+    def outcome(text: str) -> float:
+        outputs, _ = load(text, "forward", regions, "<a test>")([add, double, add, torch.tensor(3.0)])
+        return float(outputs[0])
+
+    assert outcome(text) == (3 + 1) * 2 + 1
+    assert outcome(text.replace("region_0(b, ya)", "region_0(a, ya)")) == 3 + 1 + 1 + 1
+
+
+def test_an_error_while_it_runs_shows_the_line_of_the_program() -> None:
+    text = str(zcompile.parse(joined(CHAIN, OUTLINED)).phase(Phase.FORWARD))
+    run = load(text, "forward", {"region_0": lambda unit, x: 1 / 0}, "<zcompile a test>")
+    with pytest.raises(ZeroDivisionError) as caught:
+        run([None] * 4)
+    assert "ya = region_0(a, x)" in "".join(traceback.format_exception(caught.value))
+
+
+# -- what is no program -----------------------------------------------------------------------------------------------
+
+
+def broken(old: str, new: str) -> ParseError:
+    text = joined(CHAIN, OUTLINED)
+    assert old in text
+    with pytest.raises(ParseError) as caught:
+        zcompile.parse(text.replace(old, new, 1))
+    return caught.value
+
+
+def line_of(code: str) -> str:
+    lines = joined(CHAIN, OUTLINED).splitlines()
+    return f"line {next(number for number, line in enumerate(lines, 1) if code in line)}"
+
+
+def test_a_syntax_error_is_named_with_its_line() -> None:
+    error = broken("yb = region_0(b, ya)", "yb = region_0(b ya)")
+    assert error.subject == line_of("yb = region_0(b, ya)")
+    assert "syntax" in error.found
+
+
+def test_an_undefined_name_is_refused() -> None:
+    error = broken("yb = region_0(b, ya)", "yb = region_0(b, yz)")
+    assert (error.subject, error.found) == (line_of("yb = region_0(b, ya)"), "'yz' is not defined here")
+
+
+@pytest.mark.parametrize("statement", ["yb = ya", "yb += ya", "assert ya", "for y in ya: pass", "yb = 3", "'text'"])
+def test_a_statement_that_no_program_has_is_refused(statement: str) -> None:
+    error = broken("yb = region_0(b, ya)", statement)
+    assert error.subject == line_of("yb = region_0(b, ya)")
+    assert error.found.endswith("is no statement of a program")
+
+
+def test_a_regions_argument_without_a_place_is_refused() -> None:
+    error = broken("argument 0 item 0", "weight of a")
+    assert (error.subject, error.found) == (
+        line_of("argument 0 item 0"),
+        "'weight of a' does not say where it comes from",
+    )
+
+
+def test_a_function_without_unbox_is_refused() -> None:
+    error = broken(") = unbox(box)", ") = opened(box)")
+    assert error.found == "no unboxing"
+
+
+def test_a_phase_that_returns_one_list_is_refused() -> None:
+    error = broken("return [yc], [x, ya, yb]", "return [yc]")
+    assert (error.subject, error.found) == (line_of("return [yc]"), "a phase ends in two lists")
+
+
+# -- the graph --------------------------------------------------------------------------------------------------------
+
+RATES = Hardware(flops=1e9, memory_bandwidth=1e12, latency=1e-3, bandwidth=1e6)
+
+
+def chain() -> nx.DiGraph[str]:
+    return zcompile.parse(joined(CHAIN, GATHERED)).dag(RATES)
+
+
+def test_the_dag_has_no_circle_and_every_value() -> None:
+    program = after_each_pass("gpt", 3, 2)[-1]
+    dag = program.dag()
+    assert nx.is_directed_acyclic_graph(dag)
+    assert set(dag) == {node.name for node in program.graph.nodes}
+
+
+def test_edges_are_uses_and_the_order_of_collectives() -> None:
+    dag = chain()
+    assert {("a_gather", "a_full"), ("a_full", "ya"), ("x", "ya")} <= set(dag.edges)
+    order = [edge for edge in dag.edges if dag.edges[edge].get("order")]
+    assert order == [("a_gather", "b_gather"), ("b_gather", "c_gather"), ("c_gather", "b_gather_1")]
+
+
+def test_a_matmul_has_its_flops_and_the_time_of_the_roofline() -> None:
+    node = chain().nodes["ya"]
+    assert node["flops"] == 2 * 8 * 4 * 4
+    assert node["seconds"] == pytest.approx(node["flops"] / RATES.flops)
+    assert (node["op"], node["phase"], node["source"]) == ("Call", "forward", "a")
+
+
+def test_both_matmuls_of_a_backward_are_counted() -> None:
+    dag = chain()
+    (call,) = dag.predecessors("db")
+    assert dag.nodes[call]["flops"] == 2 * 2 * 8 * 4 * 4
+
+
+def test_bytes_are_what_a_line_takes_or_gives_back() -> None:
+    dag = chain()
+    assert dag.nodes["ya"]["bytes"] == 8 * 4 * 4
+    assert dag.nodes["a_gather"]["bytes"] == 4 * 4 * 4
+    (release,) = (name for name in dag.successors("a_full") if dag.nodes[name]["op"] == "Release")
+    assert dag.nodes[release]["bytes"] == -4 * 4 * 4
+
+
+def test_a_collective_takes_latency_and_the_bytes_that_a_rank_sends() -> None:
+    sent = 4 * 4 * 4 / 2  # a world of two sends half
+    assert chain().nodes["a_gather"]["seconds"] == pytest.approx(RATES.latency + sent / RATES.bandwidth)
+
+
+def test_the_dag_of_a_phase_holds_that_phase_alone() -> None:
+    dag = zcompile.parse(joined(CHAIN, OUTLINED)).phase(Phase.BACKWARD).dag()
+    assert "ga" in dag
+    assert "ya" not in dag
+
+
+@pytest.mark.parametrize("kind", ["gpt", "mlp"])
+def test_flops_and_seconds_are_not_negative(kind: str) -> None:
+    program = after_each_pass(kind, 3, 2)[-1]
+    dag = program.dag()
+    assert all(node["flops"] >= 0 and node["seconds"] >= 0 for _, node in dag.nodes(data=True))
+    assert any(dag.nodes[call.name]["flops"] > 0 for call in program.nodes(Call))
