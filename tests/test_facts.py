@@ -122,7 +122,8 @@ def test_a_region_that_reads_a_gather_without_waiting() -> None:
     program = right().copy()
     program.node("ya").replace_input_with(program.node("a_full"), program.node("a_gather"))
     assert refusal(program) == (
-        "after it: full parameters gathered and waited for before use: region_0 of a reads a without waiting for a_gather",
+        "after it: full parameters gathered and waited for before use: "
+        "region_0 of a reads a without waiting for a_gather",
         "ya = region_0(a_gather, x)",
     )
 

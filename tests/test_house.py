@@ -1,0 +1,139 @@
+"""The house rules of CONTRIBUTING.md, read off the sources."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import zcompile
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [path for room in ("zcompile", "passes", "runtime") for path in sorted((ROOT / room).glob("**/*.py"))]
+PASSES = [path for path in sorted((ROOT / "passes").glob("*.py")) if path.stem != "__init__"]
+LONGEST = 60
+
+
+def trees(*rooms: str) -> Iterator[tuple[str, ast.Module]]:
+    for path in SOURCES:
+        name = str(path.relative_to(ROOT))
+        if any(name == room or name.startswith(f"{room}/") for room in rooms):
+            yield name, ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Dotted names that `tree` imports, anywhere in it; `from a import b` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.a.b` for an attribute chain that begins with a name, else nothing."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def offenders(room: str, *forbidden: str) -> list[str]:
+    return [
+        f"{file} imports {name}"
+        for file, tree in trees(room)
+        for name in imports(tree)
+        if any(name == module or name.startswith(f"{module}.") for module in forbidden)
+    ]
+
+
+def test_the_sources_are_found() -> None:
+    assert len(SOURCES) > 20
+    assert len(PASSES) >= 8
+
+
+@pytest.mark.parametrize(
+    ("room", "forbidden"),
+    [
+        ("passes", ("zcompile.runtime", "torch.distributed")),
+        ("runtime", ("zcompile.passes", "torch.fx", "torch.export")),
+        ("zcompile/capture.py", ("zcompile.passes", "zcompile.runtime", "torch.distributed")),
+    ],
+)
+def test_data_goes_one_way(room: str, forbidden: tuple[str, ...]) -> None:
+    assert offenders(room, *forbidden) == []
+
+
+def test_runtime_knows_no_programs() -> None:
+    assert offenders("runtime", "zcompile.program", "zcompile.ops", "zcompile.printer", "zcompile.facts") == []
+    found = [file for file, tree in trees("runtime") if any(dotted(node) == "torch.fx" for node in ast.walk(tree))]
+    assert found == [], "nor through an attribute of torch"
+
+
+def test_rooms_are_imported_under_the_installed_name() -> None:
+    assert [one for room in ("zcompile", "passes", "runtime") for one in offenders(room, "passes", "runtime")] == []
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    found = []
+    for file, tree in trees("zcompile", "passes", "runtime"):
+        if file == "zcompile/_torch.py":
+            continue
+        names = [*imports(tree), *(dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))]
+        found += [f"{file}: {name}" for name in names if _is_private_torch(name)]
+    assert found == []
+
+
+def _is_private_torch(name: str) -> bool:
+    root, *parts = name.split(".")
+    if name.startswith("torch.ops."):
+        return False  # operations may have such names: aten._to_copy
+    return root == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts)
+
+
+def test_functions_fit_on_a_screen() -> None:
+    found = [
+        f"{file}: {node.name} has {lines} lines"
+        for file, tree in trees("zcompile", "passes", "runtime")
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", PASSES, ids=lambda path: path.stem)
+def test_a_pass_has_its_function_its_test_and_a_docstring_named_after_it(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert path.stem in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert (ast.get_docstring(tree) or "").startswith(f"{path.stem}: ")
+    assert (ROOT / "tests" / "passes" / f"test_{path.stem}.py").exists()
+
+
+def test_the_default_pipelines_run_every_pass() -> None:
+    names = {name for stage in range(4) for name in zcompile.pipeline(stage=stage).names}
+    assert names == {path.stem for path in PASSES}
+
+
+@pytest.mark.parametrize("name", zcompile.__all__)
+def test_a_public_name_exists_and_is_documented(name: str) -> None:
+    public = getattr(zcompile, name)
+    doc = inspect.getdoc(public)
+    assert doc
+    assert not doc.startswith(f"{name}("), "the signature that dataclass writes is no documentation"
+
+
+def test_public_errors_are_errors_of_zcompile() -> None:
+    errors = [getattr(zcompile, name) for name in zcompile.__all__ if name.endswith("Error")]
+    assert errors
+    assert all(issubclass(error, zcompile.ZcompileError) for error in errors)
+
+
+def test_public_functions_name_the_errors_they_raise() -> None:
+    for function in (zcompile.compile, zcompile.pipeline, zcompile.parse, zcompile.verify):
+        assert "Raises:" in (inspect.getdoc(function) or ""), function.__name__
