@@ -139,10 +139,14 @@ class Communicator:
         work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
         return self._fly(Flight(work, (tensor,), self.traffic))
 
+    @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give every rank the values of the mesh's first rank."""
+        """Give every rank the values of the mesh's first rank, in place; any device, layout in memory and dtype."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor  # gloo sends no complex numbers
+            sent = sent.to(self.device).contiguous()
+            dist.broadcast(sent, group=self.group, group_src=0)
+            tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""

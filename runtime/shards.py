@@ -54,18 +54,14 @@ class UnitShards:
 
         `source` keeps its memory until the caller frees it. Collective.
         """
-        value = source.detach().contiguous()
+        value = source.detach()
         self.communicator.broadcast(value)
         self.parameters[param.name] = adopted = self._distributed(param, value)
         return adopted
 
     def adopt_plain(self, param: Param, source: nn.Parameter) -> nn.Parameter:
         """Take the user's own parameter, as stage 0 does, with the values of the mesh's first rank. Collective."""
-        value = source.detach()
-        sent = value.contiguous()
-        self.communicator.broadcast(sent)
-        if sent is not value:
-            value.copy_(sent)
+        self.communicator.broadcast(source.detach())
         self.parameters[param.name] = source
         return source
 
@@ -76,7 +72,7 @@ class UnitShards:
             local = flat.view(stop - start, *param.shape[1:])
             local.copy_(value[start:stop])
         else:
-            local = value.clone()
+            local = value.clone(memory_format=torch.contiguous_format)
         return nn.Parameter(self.distribute(param, local), requires_grad=param.trainable)
 
     def distribute(self, param: Param, local: torch.Tensor) -> DTensor:

@@ -142,15 +142,16 @@ class Buffered(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.register_buffer("table", torch.full((3,), float(rank)))
         self.register_buffer("flags", torch.tensor([rank == 0, True]))
+        self.register_buffer("turns", torch.full((2, 3), complex(rank, 1)).t())
 
 
-def buffers_of(rank: int) -> tuple[list[float], list[bool]]:
+def buffers_of(rank: int) -> tuple[list[float], list[bool], float]:
     compiled = zcompile.compile(Buffered(rank), backend="eager")
-    return compiled.table.tolist(), compiled.flags.tolist()
+    return compiled.table.tolist(), compiled.flags.tolist(), float(compiled.turns.real.abs().sum())
 
 
 def test_buffers_are_those_of_rank_0(ranks: Ranks) -> None:
-    assert ranks.run(2, buffers_of) == [([0.0] * 3, [True, True])] * 2
+    assert ranks.run(2, buffers_of) == [([0.0] * 3, [True, True], 0.0)] * 2
 
 
 def sub_mesh(rank: int) -> float:

@@ -408,9 +408,7 @@ def _shard(
                     retired[id(old)] = (old, param.name)
                     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
         for buffer in model.buffers():
-            communicator.broadcast(buffer if buffer.is_contiguous() else (sent := buffer.contiguous()))
-            if not buffer.is_contiguous():
-                buffer.copy_(sent)
+            communicator.broadcast(buffer)
     return shards, sites, retired
 
 
