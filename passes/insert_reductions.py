@@ -64,13 +64,14 @@ def _reduce(program: Program, unit: Unit, gradients: dict[str, fx.Node], last: f
 
 
 def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None:
-    """`grad`, copied where another value shares its memory: a reduction may work in place, and its result is kept."""
+    """`grad`, copied where another value may share its memory: a reduction works in place, and its result is kept."""
     if grad is None:
         return None
+    results = program.results
+    returned = [*results.outputs, *results.input_gradients, *results.gradients.values()].count(grad)
     others = [user for user in grad.users if not isinstance(data(user).op, Results)]
-    once = list(program.results.gradients.values()).count(grad) == 1
-    shared = grad.op == "placeholder" or data(grad).view or _has_view_beside_it(grad)
-    if once and not others and not shared:
+    made_here = grad.op != "placeholder" and data(grad).phase is Phase.BACKWARD
+    if made_here and returned == 1 and not others and not data(grad).view and not _has_view_beside_it(grad):
         return grad
     held = Data(Copy(), Phase.BACKWARD, data(grad).type, source=unit.name)
     return program.add(copy, (grad,), held, f"{grad.name}_copy")

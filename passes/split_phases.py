@@ -11,6 +11,7 @@ dx = aten.mm.default(dy, t_1)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,9 +20,10 @@ import torch
 from torch import fx
 
 from zcompile._torch import default_partition, min_cut_rematerialization_partition
-from zcompile.derived import derived_values
-from zcompile.ops import Parameter, Phase, Results, data, set_data
+from zcompile.derived import derived_values, is_view
+from zcompile.ops import Compute, Data, Item, Parameter, Phase, Results, data, has_data, set_data
 from zcompile.program import Program, set_results
+from zcompile.tensor_type import TensorType
 
 _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
     "default": default_partition,
@@ -49,6 +51,7 @@ def _partitioned(program: Program, partition: str) -> Program:
     for node in program.graph.find_nodes(op="placeholder"):
         values[node.name] = graph.node_copy(node)
     forward_ends = _append(graph, forward.graph, values, Phase.FORWARD)
+    values |= _renamed(forward.graph, backward.graph, values, forward_ends[len(results.outputs) :])
     backward_ends = _append(graph, backward.graph, values, Phase.BACKWARD)
     inputs = len(results.input_gradients)
     set_results(
@@ -81,11 +84,32 @@ def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: 
             inside[node] = values[node.name]
         elif node.op != "output":
             inside[node] = copied = graph.node_copy(node, inside.__getitem__)
-            set_data(copied, replace(data(node), phase=phase))
+            set_data(copied, replace(_known(node), phase=phase))
             if phase is Phase.FORWARD:
                 values[node.name] = copied
     (results,) = part.output_node().args
     return [inside[value] if isinstance(value, fx.Node) else value for value in results]  # type: ignore[union-attr]
+
+
+def _renamed(
+    forward: fx.Graph, backward: fx.Graph, values: dict[str, fx.Node], saved: list[fx.Node]
+) -> dict[str, fx.Node]:
+    """Saved values that the backward calls otherwise than the forward: random states, in the order of both."""
+    entries = [node.name for node in backward.find_nodes(op="placeholder")]
+    (ends,) = forward.output_node().args
+    names = [node.name for node in list(ends)[-len(saved) :]] if saved else []  # type: ignore[arg-type]
+    unmatched = [value for name, value in zip(names, saved, strict=True) if name not in entries]
+    return dict(zip((name for name in entries if name not in values), unmatched, strict=True))
+
+
+def _known(node: fx.Node) -> Data:
+    """The data of a node; made up for one that the partitioner has put in, as it does to replay random numbers."""
+    if has_data(node):
+        return data(node)
+    source = node.all_input_nodes[0] if node.target is operator.getitem else None
+    several = source is not None and isinstance(source.meta.get("val"), (tuple, list))
+    op = Item(int(str(node.args[1]))) if several else Compute()
+    return Data(op, type=TensorType.of(node.meta.get("val")), view=is_view(node))
 
 
 def _reread_parameters(program: Program) -> None:

@@ -32,23 +32,29 @@ class Freshness:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Drop what a step or a write has outdated. Collective where copies are kept that no step has outdated."""
-        stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
+        """Drop what a step or a write has outdated. Collective where copies are kept that no step has outdated.
+
+        A step is taken to be every rank's, without asking: the answer would cost a message in every step and, on CUDA,
+        a wait of the host for the optimizer's kernels. A rank that steps alone gathers alone, which ends in a
+        GroupError on all of them once the group's timeout is over.
+        """
         kept = [held for held in self.units if held.kept is not None]
+        stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
         if stepped:
             for held in kept:
                 if any(param.requires_grad for param in held.parameters.values()):
                     held.kept = None
-        kept = [held for held in kept if held.kept is not None]
-        if kept:
-            self._compare(kept)
+        self._compare([held for held in kept if held.kept is not None])
 
     def _compare(self, kept: list[UnitShards]) -> None:
         """Drop copies that differ from the shard on any rank."""
-        differs = [not held.kept_is_current() for held in kept]
-        if self.communicator.size > 1:
-            flags = torch.tensor(differs, dtype=torch.int32, device=self.communicator.device)
-            differs = self.communicator.any_rank(flags).tolist()
-        for held, differ in zip(kept, differs, strict=True):
-            if differ:
-                held.kept = None
+        if kept:
+            for held, differ in zip(kept, self._on_any_rank([not h.kept_is_current() for h in kept]), strict=True):
+                if differ:
+                    held.kept = None
+
+    def _on_any_rank(self, flags: list[bool]) -> list[bool]:
+        if self.communicator.size == 1:
+            return flags
+        tensor = torch.tensor(flags, dtype=torch.int32, device=self.communicator.device)
+        return [bool(flag) for flag in self.communicator.any_rank(tensor).tolist()]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import local_tensor
+from zcompile._torch import local_tensor, post_accumulate_hooks
 from zcompile.runtime.executor import Gradients
 
 
@@ -16,7 +16,8 @@ from zcompile.runtime.executor import Gradients
 def deliver(reduced: Sequence[Gradients]) -> None:
     """Add gradients to `.grad` of their parameters, or set it where there is none.
 
-    Comes after the whole backward has run: a backward that fails half-way leaves every `.grad` as it was.
+    Comes after the whole backward has run: a backward that fails half-way leaves every `.grad` as it was. Hooks of
+    `register_post_accumulate_grad_hook` run as autograd runs them.
     """
     for gradients in reduced:
         for name, tensor in gradients.tensors.items():
@@ -25,6 +26,8 @@ def deliver(reduced: Sequence[Gradients]) -> None:
                 parameter.grad = _like(gradients, name, tensor)
             else:
                 _local(parameter.grad).add_(tensor)
+            for hook in post_accumulate_hooks(parameter):
+                hook(parameter)
 
 
 def _like(gradients: Gradients, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zcompile._torch import backend_name
 from zcompile.errors import GroupError
 
 
@@ -72,6 +74,8 @@ class Flight:
         A callback of the group's thread would know the moment, but it needs Python's lock, and a thread that waits for
         it while a region computes moves no bytes.
         """
+        if self.tensors and self.tensors[0].device.type != "cpu":
+            return  # the host does not wait for these, so there is nothing to measure on it
         now = time.perf_counter()
         if self.ended is None and self.work is not None:
             if self.work.is_completed():
@@ -90,7 +94,8 @@ class Flight:
         assert self.work is not None, "a collective is waited for once"
         self.look()
         before = time.perf_counter()
-        self.work.wait()
+        with _typed():
+            self.work.wait()
         after = time.perf_counter()
         if self.tensors[0].device.type == "cpu":
             exposed = 0.0 if self.ended is not None else after - before
@@ -112,7 +117,7 @@ class Communicator:
         self.rank = mesh.get_local_rank()
         self.traffic = Traffic(self.size)
         # gloo has no average: it sums, and the shard is divided afterwards. NCCL averages on the wire.
-        self.averages = dist.get_backend(self.group) == "nccl"
+        self.averages = _backend(self.group, device) == "nccl"
         self._flights: list[Flight] = []
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Flight:
@@ -141,16 +146,18 @@ class Communicator:
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give every rank the values of the mesh's first rank, in place; any device, layout in memory and dtype."""
-        if self.size > 1:
-            sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor  # gloo sends no complex numbers
-            sent = sent.to(self.device).contiguous()
-            dist.broadcast(sent, group=self.group, group_src=0)
-            tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
+        """Give every rank the values of the mesh's first rank, in place; any device, strides and dtype."""
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        sent = tensor.to(self.device).contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo knows few dtypes
+        if sent.data_ptr() != tensor.data_ptr() and not torch.equal(sent.to(tensor.device), tensor):
+            tensor.copy_(sent)
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        with _typed():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         return flags
 
     def averaged(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -186,6 +193,24 @@ def _sum_rows(total: torch.Tensor, rows: torch.Tensor) -> None:
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@contextlib.contextmanager
+def _typed() -> Iterator[None]:
+    """A GroupError in place of what torch raises when another rank fails or stays away."""
+    try:
+        yield
+    except RuntimeError as error:
+        fix = "look for the first error on the other ranks; all must make the same calls in the same order"
+        raise GroupError("a collective", f"failed: {error}", fix) from error
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    try:
+        return backend_name(group, device)
+    except RuntimeError as error:
+        fix = f"initialise one for it, or move the model to the group's device before compiling ({error})"
+        raise GroupError("process group", f"has no backend for the model's device {device}", fix) from error
 
 
 def resolve_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh:

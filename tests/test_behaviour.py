@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.models import GPT, batch, make
@@ -163,6 +165,76 @@ def test_tied_frozen_and_unused_parameters(stage: int) -> None:
     assert compiled.head.weight is compiled.embed.weight
 
 
+class Packed(nn.Module):
+    """Parameters read in pieces: split, chunk, unbind, and attention's packed projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+        self.pieces = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.pieces.chunk(2)
+        for attention in self.attention:
+            x = x + attention(x, x + self.pieces.unbind()[0], x * first[0])[0]
+        return (x * second[1]).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_read_in_pieces(stage: int) -> None:
+    torch.manual_seed(0)
+    model = Packed()
+    reference = copy.deepcopy(model)
+    compiled = zcompile.compile(model, stage=stage, backend="eager")
+    x = torch.randn(2, 5, 8)
+    for either in (compiled, reference):
+        either(x).backward()
+    assert_same_gradients(compiled, reference)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.drop = nn.Dropout(0.5)
+
+    def body(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.drop(self.layers[index](x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in range(3):
+            x = checkpoint(self.body, index, x, use_reentrant=False)
+        return x.sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_checkpointed_dropout_has_the_same_mask_when_recomputed(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed()
+    reference = copy.deepcopy(model)
+    compiled = zcompile.compile(model, backend=backend)
+    x = torch.randn(4, 8)
+    for either in (compiled, reference):
+        torch.manual_seed(1)
+        either(x).backward()
+    assert_same_gradients(compiled, reference)
+
+
+def test_hooks_after_accumulation_run() -> None:
+    compiled, _ = pair("mlp")
+    called: list[torch.Size] = []
+    for param in compiled.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.shape))
+    compiled(*batch("mlp", 0, 0)).backward()
+    assert len(called) == len(list(compiled.parameters()))
+
+
+def test_units_by_pattern() -> None:
+    compiled = zcompile.compile(make("gpt"), units=["blocks.*.attention", "blocks.*.mlp"], backend="eager")
+    assert "blocks.0.mlp" in [unit.name for unit in compiled.layout.units]
+    compiled(*batch("gpt", 0, 0)).backward()
+
+
 def test_freezing_a_parameter_later_makes_a_program_that_does_not_reduce_it() -> None:
     compiled, reference = pair("mlp")
     compiled(*batch("mlp", 0, 0)).backward()
@@ -304,6 +376,51 @@ def test_a_backward_after_the_parameters_changed(fused: bool) -> None:
     optimizer.step()
     with pytest.raises(zcompile.BackwardError, match="parameters changed since the forward"):
         loss.backward()
+
+
+def test_a_parameter_read_past_its_module() -> None:
+    class Hoarder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.weights = [layer.weight for layer in self.layers]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x).sum() + sum(weight.pow(2).sum() for weight in self.weights)
+
+    compiled = zcompile.compile(Hoarder(), backend="eager")
+    with pytest.raises(zcompile.ParameterError, match=r"layers\.0\.weight: the model's code reads this parameter past"):
+        compiled(torch.randn(2, 4))
+
+
+def test_two_parameters_in_one_memory() -> None:
+    model = make("mlp")
+    model.layers[0].bias = nn.Parameter(model.layers[0].weight.data[:, 0])
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.data[:5])
+    with pytest.raises(zcompile.ModelError, match="shares its memory with"):
+        zcompile.compile(model)
+
+
+def test_a_stale_backward_is_refused_though_the_loss_comes_in_a_dataclass() -> None:
+    @dataclasses.dataclass
+    class Output:
+        loss: torch.Tensor
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Output:
+            return Output(self.linear(x).sum())
+
+    compiled = zcompile.compile(Wrapped(), backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    compiled(torch.randn(2, 4)).loss.backward()
+    output = compiled(torch.randn(2, 4))
+    optimizer.step()
+    with pytest.raises(zcompile.BackwardError, match="parameters changed"):
+        output.loss.backward()
 
 
 class Odd(nn.Module):

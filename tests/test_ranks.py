@@ -154,6 +154,21 @@ def test_buffers_are_those_of_rank_0(ranks: Ranks) -> None:
     assert ranks.run(2, buffers_of) == [([0.0] * 3, [True, True], 0.0)] * 2
 
 
+def one_rank_steps(rank: int) -> tuple[str, str, float]:
+    compiled = zcompile.compile(make("mlp"), stage=1, backend="eager")
+    compiled(*batch("mlp", rank, 0)).backward()
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    if rank == 0:
+        optimizer.step()
+    return refusal(lambda: compiled(*batch("mlp", rank, 0)))
+
+
+def test_a_step_on_one_rank_alone_ends_in_an_error_within_the_groups_timeout(ranks: Ranks) -> None:
+    kinds = {kind for kind, _, seconds in ranks.run(2, one_rank_steps, group=3) if seconds < 20}
+    assert kinds <= {"GroupError"}
+    assert kinds
+
+
 def sub_mesh(rank: int) -> float:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
     kind, message, _ = refusal(lambda: zcompile.compile(make("mlp"), mesh=mesh, backend="eager"))

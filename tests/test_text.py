@@ -81,6 +81,14 @@ def test_what_shares_memory_is_marked_and_takes_none() -> None:
     assert data(view).type == TensorType.make(torch.float32, (4, 8))
 
 
+def test_a_forward_alone_is_printed_without_a_backward() -> None:
+    text = joined(CHAIN, OUTLINED.partition("\n\n\n")[0]).replace("[x, ya, yb]", "[]")
+    program = zcompile.parse(text)
+    assert not program.has_backward
+    assert "def backward" not in program.text(regions=True)
+    assert program.differentiated() == set()
+
+
 LONG_VALUES = [f"value_of_a_rather_long_name_{index}" for index in range(12)]
 
 
@@ -236,7 +244,7 @@ def test_the_dag_of_a_phase_holds_that_phase_alone() -> None:
     assert "ya" not in dag
 
 
-@pytest.mark.parametrize("kind", ["gpt", "mlp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_flops_and_seconds_are_not_negative(kind: str) -> None:
     program = after_each_pass(kind, 3, 2)[-1]
     dag = program.dag()

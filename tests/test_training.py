@@ -86,6 +86,41 @@ def test_other_worlds_agree_to_rounding(ranks: Ranks, kind: str, world: int) -> 
     assert max(ranks.run(world, compare_rounding, kind, world)) < 2e-6
 
 
+class Shift(nn.Module):
+    """A parameter's gradient that is also an input's: a reduction in place would change both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x + self.shift).sum()
+
+
+def input_gradient(rank: int, stage: int) -> bool:
+    compiled = zcompile.compile(Shift(), stage=stage, backend="eager")
+    x = torch.full((4, 3), float(rank), requires_grad=True)
+    compiled(x).backward()
+    return torch.equal(x.grad, torch.cos(x.detach()))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_gradient_of_an_input_is_this_ranks_own(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, input_gradient, stage) == [True, True]
+
+
+def inference_first(rank: int) -> bool:
+    compiled = zcompile.compile(make("gpt"), stage=1, backend="eager")
+    with torch.inference_mode():
+        compiled(*batch("gpt", rank, 0))
+    compiled(*batch("gpt", rank, 0)).backward()
+    return all(p.grad is not None for p in compiled.parameters())
+
+
+def test_training_after_inference_mode_uses_what_it_kept(ranks: Ranks) -> None:
+    assert ranks.run(2, inference_first) == [True, True]
+
+
 @pytest.mark.parametrize("kind", ["gpt", "conv"])
 def test_inductor_stages_equal_stage_0_bit_for_bit(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, sweep, kind, "inductor", timeout=600) == [[], []]

@@ -20,11 +20,10 @@ from torch._dynamo.backends.common import aot_autograd  # the frontend's joint g
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported  # what a capture can raise
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode  # the fake mode that a joint graph was traced with
 from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
 from torch._subclasses.fake_tensor import FakeTensorMode  # values of a parsed program
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of what a model returns, dataclasses and dicts too
+from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
     "BackendCompilerFailed",
@@ -34,16 +33,17 @@ __all__ = [
     "OpOverload",
     "Unsupported",
     "aot_autograd",
+    "backend_name",
     "compile_with_inductor",
     "default_partition",
     "default_store",
-    "detect_fake_mode",
     "group_timeout",
     "is_symbolic",
     "keeps_graph",
     "local_tensor",
     "min_cut_rematerialization_partition",
     "no_donated_buffers",
+    "post_accumulate_hooks",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -103,6 +103,17 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the ranks of a group may wait for each other: the timeout given to `init_process_group`."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What `register_post_accumulate_grad_hook` has registered: autograd does not see gradients that we deliver."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend of a group for tensors on `device`; a RuntimeError if it has none."""
+    name: str = group._get_backend(device).name()
+    return name.lower()
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

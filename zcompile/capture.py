@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from zcompile._torch import aot_autograd, is_symbolic, no_donated_buffers
-from zcompile.derived import derived_values, is_view, parameters_read
+from zcompile.derived import is_view
 from zcompile.errors import CaptureError
 from zcompile.layout import Layout, identifier
 from zcompile.ops import NAMES, Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
@@ -193,7 +193,8 @@ class _Reader:
         is_item = node.target is operator.getitem and isinstance(_value(node.all_input_nodes[0]), (tuple, list))
         op = Item(int(str(node.args[1]))) if is_item else Compute()
         phase = Phase.BACKWARD if backward else Phase.FORWARD
-        return self._copy(node, Data(op, phase, source=self.names.source(node), view=is_view(node)), node.name)
+        view = is_view(node.all_input_nodes[0] if is_item else node)
+        return self._copy(node, Data(op, phase, source=self.names.source(node), view=view), node.name)
 
     def _copy(self, node: fx.Node, held: Data, name: str) -> fx.Node:
         copied = self.graph.create_node(
@@ -244,17 +245,13 @@ def _attribute(root: torch.nn.Module, path: str) -> Any:
 
 
 def _refuse_returned_parameters(program: Program) -> None:
-    if not program.layout.stage.optimizer_sharded:
-        return
-    derived = derived_values(program)
     for index, value in enumerate(program.results.outputs):
-        if isinstance(value, fx.Node) and (value in derived or isinstance(data(value).op, Parameter)):
-            source = value if isinstance(data(value).op, Parameter) else parameters_read(value, derived)[0]
-            name = op_of(source, Parameter).name
-            raise CaptureError(
-                name, f"result {index} of the model is this parameter (or a view of it), which is released",
-                "return a copy: .clone()",
-            )  # fmt: skip
+        root = value
+        while isinstance(root, fx.Node) and data(root).view:
+            root = root.all_input_nodes[0]
+        if isinstance(root, fx.Node) and isinstance(data(root).op, Parameter):
+            found = f"result {index} of the model is this parameter (or a view of it), which is not full after the call"
+            raise CaptureError(op_of(root, Parameter).name, found, "return a copy: .clone()")
 
 
 # -- stand-ins --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import os
 import types
 import weakref
@@ -109,10 +110,22 @@ def _device(model: nn.Module) -> torch.device:
         devices.setdefault(param.device, name)
     if not devices:
         raise ModelError(type(model).__name__, "has no parameters", "compile a model that has something to train")
+    _refuse_shared_storage(model)
     if len(devices) > 1:
         found = ", ".join(f"{name} is on {device}" for device, name in devices.items())
         raise ModelError("parameters", f"on several devices: {found}", "move the model to one device: model.to(device)")
     return next(iter(devices))
+
+
+def _refuse_shared_storage(model: nn.Module) -> None:
+    """Two parameters in one memory are one to an optimizer, and would be two once sharded."""
+    places = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in model.named_parameters() if p.numel()
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(places):
+        if start < end:
+            fix = "tie them by one Parameter: b.weight = a.weight"
+            raise ModelError(other, f"shares its memory with {name}, but is another Parameter", fix)
 
 
 def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
@@ -169,6 +182,7 @@ class CompiledModule(nn.Module):
         for tree in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, tree, getattr(model, tree))
         self.training = model.training
+        self._retired = retired
         _watch_optimizers(self, retired)
         self._traced = torch.compile(_fresh(_traced_call(model)), backend=self._capture, fullgraph=True)
 
@@ -206,6 +220,10 @@ class CompiledModule(nn.Module):
 
     def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls, once for every graph."""
+        for value in inputs:
+            if name := self._retired.get(id(value), (None, ""))[1]:
+                found = "the model's code reads this parameter past its module, where it is empty now"
+                raise ParameterError(name, found, "read it as an attribute of its module, not from a list or a closure")
         names = Names(
             {id(site.husk): site.name for site in self._sites},
             {id(buffer): name for name, buffer in self.named_buffers()},
@@ -235,7 +253,7 @@ class CompiledModule(nn.Module):
 
     def _watch_backward(self, result: Any) -> None:
         """Refuse, when it comes, a backward that would be wrong: a second one, or one after parameters changed."""
-        nodes = {node for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) for node in _origins(leaf)}
+        nodes = {node for tensor in _tensors_in(result) for node in _origins(tensor)}
         if nodes:
             call = _Call(weakref.ref(self), self._total_version())
             for node in nodes:
@@ -314,6 +332,15 @@ class _Call:
             fix = "call backward before optimizer.step(), once for each forward"
             raise BackwardError("backward", "parameters changed since the forward whose graph this is", fix)
         self.freed = not keeps_graph()
+
+
+def _tensors_in(result: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in what a model returns: containers, dataclasses and other objects with attributes."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            yield from _tensors_in(list(vars(leaf).values()), depth - 1)
 
 
 def _origins(tensor: torch.Tensor) -> list[Node]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zcompile._torch import OpOverload
-from zcompile.ops import Compute, Parameter, data
+from zcompile.ops import Compute, Item, Parameter, data
 from zcompile.program import Program
 
 aten = torch.ops.aten
@@ -25,16 +25,20 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """True for a view, a transpose or a cast."""
+    """True for a view, a transpose or a cast, and for one of several views."""
+    if isinstance(data(node).op, Item):
+        return is_cheap(node.all_input_nodes[0])
     return isinstance(data(node).op, Compute) and (is_view(node) or node.target in _CASTS)
 
 
 def derived_values(program: Program) -> set[fx.Node]:
-    """All nodes cheaply derived from parameters and from nothing else."""
+    """All nodes cheaply derived from parameters and from nothing else; what the model returns is left out."""
     found: set[fx.Node] = set()
+    returned = program.results.outputs
     for node in program.graph.nodes:
         sources = node.all_input_nodes
-        if sources and is_cheap(node) and all(s in found or isinstance(data(s).op, Parameter) for s in sources):
+        from_parameters = all(source in found or isinstance(data(source).op, Parameter) for source in sources)
+        if sources and from_parameters and node not in returned and is_cheap(node):
             found.add(node)
     return found
 

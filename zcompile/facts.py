@@ -26,8 +26,11 @@ from zcompile.ops import (
     Shards,
     WaitGather,
     WaitReduce,
+    all_gather,
+    all_reduce,
     data,
     op_of,
+    reduce_scatter,
 )
 from zcompile.printer import MARK, render
 from zcompile.program import PLACEHOLDERS, Program
@@ -83,6 +86,38 @@ def _label(node: fx.Node) -> str:
     return f"{op.region} of {data(node).source}" if isinstance(op, Call) else node.name
 
 
+# -- every program ----------------------------------------------------------------------------------------------------
+
+
+def _well_formed(program: Program) -> Iterator[Violation]:
+    seen: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        for source in node.all_input_nodes:
+            if source not in seen:
+                yield Violation(node, f"{_label(node)} uses {source.name} before it is there")
+        seen.add(node)
+        yield from _spelled_as_meant(node)
+    for value in program.results.outputs:
+        if isinstance(value, fx.Node) and isinstance(data(value).op, (Shards, AllGather, WaitGather)):
+            yield Violation(value, f"{value.name} is returned, but is no value of the model's")
+
+
+def _spelled_as_meant(node: fx.Node) -> Iterator[Violation]:
+    """The text that runs comes from a node's target and arguments; facts and digest read its data."""
+    op = data(node).op
+    match op:
+        case Reduce():
+            right = node.target is (reduce_scatter if op.scatter else all_reduce)
+        case AllGather():
+            right = node.target is all_gather and bool(node.kwargs.get("keep", False)) == op.keep
+        case Call():
+            right = node.args[0] == op.region
+        case _:
+            right = True
+    if not right:
+        yield Violation(node, f"{_label(node)} is written otherwise than its data says: {op}")
+
+
 # -- phases, units, regions -------------------------------------------------------------------------------------------
 
 
@@ -115,8 +150,21 @@ def _regions_outlined(program: Program) -> Iterator[Violation]:
     for node in program.nodes(Compute, Parameter):
         yield Violation(node, f"{node.name} stands outside a region")
     for node in program.nodes(Call):
-        if op_of(node, Call).region not in program.regions:
-            yield Violation(node, f"{node.name} calls {op_of(node, Call).region}, which is not there")
+        op = op_of(node, Call)
+        if op.region not in program.regions:
+            yield Violation(node, f"{node.name} calls {op.region}, which is not there")
+        else:
+            yield from _mistaken_arguments(program, node, op)
+
+
+def _mistaken_arguments(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
+    """Arguments of a region whose shape is not the one it was traced with."""
+    found = program.regions[op.region]
+    for inner, (argument, item) in zip(found.graph.find_nodes(op="placeholder"), found.takes, strict=True):
+        wanted = data(inner).type
+        if item is not None and wanted and program.layout.unit(op.units[argument]).params[item].shape != wanted.shape:
+            name = program.layout.unit(op.units[argument]).params[item].name
+            yield Violation(node, f"{_label(node)} takes {name} where it was traced with {wanted}")
 
 
 # -- gathers ----------------------------------------------------------------------------------------------------------
@@ -158,7 +206,7 @@ def _released_once(program: Program) -> Iterator[Violation]:
             yield Violation(gather, f"{gather.name} is waited for {len(waits)} times; want once")
             continue
         releases = [user for user in waits[0].users if isinstance(data(user).op, Release)]
-        want = 0 if op_of(gather, AllGather).keep else 1
+        want = 0 if op_of(gather, AllGather).keep and not program.layout.stage.parameters_sharded else 1
         if len(releases) != want:
             found = f"{len(releases)} releases of {waits[0].name}"
             yield Violation(gather, f"{found}; want {(want and 'one, after its last use') or 'none, it is kept'}")
@@ -218,6 +266,10 @@ def _reduce_violations(program: Program, node: fx.Node, op: Reduce, scatter: boo
     given = tuple(p.name for p, grad in zip(unit.params, grads, strict=True) if grad is not None)  # type: ignore[arg-type]
     if given != op.params:
         yield Violation(node, f"{node.name} is given the gradients of {given}, not of {op.params}")
+    for param, grad in zip(unit.params, grads, strict=True):  # type: ignore[arg-type]
+        found = data(grad).type if isinstance(grad, fx.Node) else None
+        if found and (found.shape != param.shape or grads.count(grad) > 1):  # type: ignore[union-attr]
+            yield Violation(node, f"{grad.name} is given as the gradient of {param.name}, {list(param.shape)}")
     waits = [user for user in node.users if isinstance(data(user).op, WaitReduce)]
     if len(waits) != 1:
         yield Violation(node, f"{node.name} is waited for {len(waits)} times; want once")
@@ -300,6 +352,7 @@ def _separate_uses(program: Program, unit: str, phase: Phase | None) -> int:
     return sum(now and not before for before, now in zip([False, *reads], reads, strict=False))
 
 
+WELL_FORMED = Fact("values defined before use, operations written as meant", _well_formed)
 PHASES_SPLIT = Fact("phases split, parameters read again and never saved", _phases_split)
 UNITS_ASSIGNED = Fact("reads of parameters assigned to units", _units_assigned)
 REGIONS_OUTLINED = Fact("compute outlined into regions", _regions_outlined)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import compile_with_inductor, is_symbolic
+from zcompile._torch import HigherOrderOperator, compile_with_inductor, is_symbolic
 from zcompile.ops import AllGather, Call, Input, Kind, Parameter, Phase, Shards, WaitGather, data, op_of
 from zcompile.printer import inputs_of
 from zcompile.program import Program, Region
@@ -46,7 +46,7 @@ def _compile(found: Region, backend: str) -> Callable[..., Any]:
     for name, module in found.modules.items():
         setattr(root, name, module)
     module = fx.GraphModule(root, graph)
-    if backend == "inductor":
+    if backend == "inductor" and not _replays_random(graph):
         run = compile_with_inductor(module, [node.meta["val"] for node in graph.find_nodes(op="placeholder")])
     else:
         run = module.forward
@@ -57,6 +57,12 @@ def _compile(found: Region, backend: str) -> Callable[..., Any]:
         return results[0] if single else results
 
     return call
+
+
+def _replays_random(graph: fx.Graph) -> bool:
+    """True for checkpointed random operations: Inductor takes them only with the step's own joint graph in hand."""
+    names = {node.target.name() for node in graph.nodes if isinstance(node.target, HigherOrderOperator)}
+    return not names.isdisjoint({"run_and_save_rng_state", "run_with_rng_state"})
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,13 @@ class Step:
         run = load(part.text(), str(phase), regions, f"<zcompile {phase} {self.program.digest()[:12]}>")
         return lambda values: run([*bound, *_drained(values)])
 
-    @torch.no_grad()
     def forward(self, box: list[Any]) -> list[Any]:
         """Run the forward; gives the outputs, then what AOTAutograd is to keep for the backward."""
+        # A full copy that is kept may be made under inference_mode and used in training later.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._run_forward(box)
+
+    def _run_forward(self, box: list[Any]) -> list[Any]:
         if not self._agreed:
             self.session.before_first_run(self.program)
             self._agreed = True

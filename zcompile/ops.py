@@ -119,7 +119,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The end of a program: see `zcompile.program.Results`."""
+    """The end of a program: see `zcompile.program.ResultsView`."""
 
 
 Op = (
@@ -166,6 +166,11 @@ def data(node: fx.Node) -> Data:
     """The one reader of a node's data."""
     found: Data = node.meta[_KEY]
     return found
+
+
+def has_data(node: fx.Node) -> bool:
+    """False for a node that one of torch's own passes has put in."""
+    return _KEY in node.meta
 
 
 T = TypeVar("T", bound=Op)

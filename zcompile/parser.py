@@ -22,7 +22,7 @@ from zcompile import ops
 from zcompile._torch import FakeTensorMode
 from zcompile.errors import ParseError
 from zcompile.layout import STAGES, Layout, Param, Unit
-from zcompile.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, set_data
+from zcompile.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, op_of, set_data
 from zcompile.program import Program, Region, set_results
 from zcompile.tensor_type import TensorType
 
@@ -117,6 +117,10 @@ class _Parser:
             if function.name in ("forward", "backward"):
                 scope.phase = Phase(function.name)
                 self._phase(function, scope, results)
+        for unit in self.layout.units if self.regions else ():
+            if unit.name not in {op_of(n, Shards).unit for n in graph.find_nodes(op="placeholder") if _is_shards(n)}:
+                name = unit.identifier
+                set_data(graph.create_node("placeholder", name, name=name), Data(Shards(unit.name)))
         _placeholders_first(graph)
         set_results(graph, **results)
         flagged = (text.split() for texts in self.constants.get("units", {}).values() for text in texts)
@@ -133,8 +137,9 @@ class _Parser:
             params = tuple(_param(text, world) for text in texts)
             unit = Unit(name, params, _modules(name, params))
             if name in packed:
-                alone = [(i,) for i in range(len(params)) if i not in packed[name]]
-                unit = replace(unit, messages=(*alone, tuple(packed[name])))
+                together = [tuple(message) for message in packed[name]]
+                alone = [(i,) for i in range(len(params)) if not any(i in message for message in together)]
+                unit = replace(unit, messages=tuple(sorted((*alone, *together))))
             units.append(unit)
         return Layout(tuple(units), stage, world)
 
@@ -237,7 +242,7 @@ class _Parser:
         return self._typed(
             node,
             Data(
-                _op(node, self.layout, margin.source),
+                _op(node, self.layout, self.regions, margin.source),
                 scope.phase,
                 margin.first.type,
                 margin.source,
@@ -281,14 +286,20 @@ class _Parser:
         return set_data(node, held)
 
 
-def _op(node: fx.Node, layout: Layout, source_text: str) -> Op:
+def _is_shards(node: fx.Node) -> bool:
+    return isinstance(data(node).op, Shards)
+
+
+def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: str) -> Op:
     """What a call is, from the function it names and the values it takes."""
     first = node.args[0] if node.args else None
     source = data(first).op if isinstance(first, fx.Node) else None
     unit: str = getattr(source, "unit", "")
     if node.target is ops.region:
         # The margin says what the call is meant to read; its arguments, what it does read.
-        return Call(str(first), tuple(name for name in source_text.split(" + ") if layout.has_unit(name)))
+        units = [name for name in source_text.split(" + ") if layout.has_unit(name)]
+        reads = {argument for argument, item in regions[str(first)].takes if item is not None}
+        return Call(str(first), tuple(units[: len(reads)]))
     if node.target is ops.all_gather:
         return ops.AllGather(unit, bool(node.kwargs.get("keep", False)))
     if node.target in (ops.reduce_scatter, ops.all_reduce):

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from zcompile.errors import PipelineError, nearest
-from zcompile.facts import UNUSED_AFTER_RELEASE, VOLUME_RIGHT, Fact, verify
+from zcompile.facts import UNUSED_AFTER_RELEASE, VOLUME_RIGHT, WELL_FORMED, Fact, verify
 from zcompile.layout import Stage
 from zcompile.program import Program
 
-ALWAYS = (UNUSED_AFTER_RELEASE,)
+ALWAYS = (WELL_FORMED, UNUSED_AFTER_RELEASE)
 """Facts that hold of every program, checked after every pass."""
 
 

@@ -47,9 +47,9 @@ units = {
 {%- endfor %}
 }
 packed = {
-{%- for unit in units.units %}{% for message in unit.messages if message | length > 1 %}
-    {{ unit.name | tojson }}: {{ message | list }},
-{%- endfor %}{% endfor %}
+{%- for unit in units.units if unit.messages | map("length") | max > 1 %}
+    {{ unit.name | tojson }}: {{ unit.messages | map("list") | selectattr(1, "defined") | list }},
+{%- endfor %}
 }
 
 {% endif -%}
@@ -368,6 +368,8 @@ def python_text(value: Any) -> str:
     match value:
         case fx.Node():
             return value.name
+        case OpOverload():
+            return function_text(value)
         case torch.dtype() | torch.layout() | torch.memory_format():
             return str(value)
         case torch.device():

@@ -42,14 +42,20 @@ def match_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """
     paths = [name for name, module in model.named_modules() if name and _has_parameters(module)]
     for pattern in patterns:
-        if not fnmatch.filter(paths, pattern):
+        if not any(_matches(path, pattern) for path in paths):
             raise OptionError("units", f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
-    found = [path for path in paths if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)]
+    found = [path for path in paths if any(_matches(path, pattern) for pattern in patterns)]
     for outer in found:
         inner = next((path for path in found if path.startswith(outer + ".")), None)
         if inner:
             raise OptionError("units", f"{inner!r} lies inside {outer!r}", "let the patterns match only one of the two")
     return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """True if every name of a module path matches; a wildcard stays within one: `blocks.*` is not `blocks.0.mlp`."""
+    names, wanted = path.split("."), pattern.split(".")
+    return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
 
 
 def make_layout(model: nn.Module, stage: Stage, world: int, units: Sequence[str] | None) -> Layout:

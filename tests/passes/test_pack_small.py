@@ -48,8 +48,8 @@ units = {
     ],
 }
 packed = {
-    "mixed": [1, 2],
-    "kinds": [1, 2],
+    "mixed": [[1, 2]],
+    "kinds": [[1, 2]],
 }
 """
 
