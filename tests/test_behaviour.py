@@ -229,6 +229,13 @@ def test_hooks_after_accumulation_run() -> None:
     assert len(called) == len(list(compiled.parameters()))
 
 
+def test_a_hook_that_would_not_run_is_refused() -> None:
+    compiled, _ = pair("mlp")
+    compiled.layers[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(zcompile.ParameterError, match=r"layers\.0\.weight: has a hook"):
+        compiled(*batch("mlp", 0, 0))
+
+
 def test_units_by_pattern() -> None:
     compiled = zcompile.compile(make("gpt"), units=["blocks.*.attention", "blocks.*.mlp"], backend="eager")
     assert "blocks.0.mlp" in [unit.name for unit in compiled.layout.units]

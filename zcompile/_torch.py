@@ -38,6 +38,7 @@ __all__ = [
     "default_partition",
     "default_store",
     "group_timeout",
+    "has_gradient_hooks",
     "is_symbolic",
     "keeps_graph",
     "local_tensor",
@@ -108,6 +109,11 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """What `register_post_accumulate_grad_hook` has registered: autograd does not see gradients that we deliver."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """True if `register_hook` was called on the parameter: such hooks see gradients that autograd carries, not ours."""
+    return bool(parameter._backward_hooks)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

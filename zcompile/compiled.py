@@ -25,7 +25,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zcompile._torch import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported, keeps_graph, tree_leaves
+from zcompile._torch import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    Unsupported,
+    has_gradient_hooks,
+    keeps_graph,
+    tree_leaves,
+)
 from zcompile.capture import Capture, Names, Runner
 from zcompile.errors import BackwardError, CaptureError, ModelError, OptimizerError, ParameterError, ZcompileError
 from zcompile.layout import STAGES, Layout
@@ -209,6 +216,9 @@ class CompiledModule(nn.Module):
             if site.owner._parameters[site.key] is not site.shard:
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
                 raise ParameterError(site.name, "was replaced after zcompile.compile", fix)
+            if has_gradient_hooks(site.shard):
+                fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
+                raise ParameterError(site.name, "has a hook of register_hook, which would not run", fix)
         try:
             for site in self._sites:
                 site.husk.requires_grad_(site.shard.requires_grad)
