@@ -321,6 +321,11 @@ def test_options_that_cannot_be_meant(options: dict[str, Any], message: str) -> 
         zcompile.compile(make("mlp"), **options)
 
 
+def test_a_pipeline_of_another_stage() -> None:
+    with pytest.raises(zcompile.OptionError, match="stage: is 3, but passes is a pipeline of stage 1"):
+        zcompile.compile(make("mlp"), passes=zcompile.pipeline(stage=1))
+
+
 def test_an_unknown_pass_names_the_nearest() -> None:
     with pytest.raises(zcompile.PipelineError, match="did you mean 'pack_small'"):
         zcompile.compile(make("mlp"), passes={"pack_smal": None})

@@ -34,11 +34,19 @@ from zcompile._torch import (
     tree_leaves,
 )
 from zcompile.capture import Capture, Names, Runner
-from zcompile.errors import BackwardError, CaptureError, ModelError, OptimizerError, ParameterError, ZcompileError
+from zcompile.errors import (
+    BackwardError,
+    CaptureError,
+    ModelError,
+    OptimizerError,
+    OptionError,
+    ParameterError,
+    ZcompileError,
+)
 from zcompile.layout import STAGES, Layout
 from zcompile.lower import RegionCache, Session, Step
 from zcompile.ops import Phase
-from zcompile.options import check_backend
+from zcompile.options import check_backend, check_prefetch, check_stage
 from zcompile.pipeline import Journal, Pass, Pipeline
 from zcompile.pipelines import pipeline
 from zcompile.program import Program
@@ -85,6 +93,8 @@ def compile(
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
+    check_stage(stage)
+    check_prefetch(prefetch)
     check_backend(backend)
     steps = _pipeline(stage, prefetch, passes, backend)
     device = _device(model)
@@ -99,6 +109,9 @@ def compile(
 
 def _pipeline(stage: int, prefetch: int, passes: Pipeline | Mapping[str, Pass | None] | None, backend: str) -> Pipeline:
     if isinstance(passes, Pipeline):
+        if passes.stage != STAGES[stage]:
+            found = f"is {stage}, but passes is a pipeline of stage {passes.stage.number}"
+            raise OptionError("stage", found, f"give stage={passes.stage.number}, or changes to the pipeline by name")
         return passes
     # Eager regions fuse nothing, so recomputing cheap operations would only cost time: save what eager PyTorch saves.
     default = pipeline(stage=stage, prefetch=prefetch, partition="min_cut" if backend == "inductor" else "default")
