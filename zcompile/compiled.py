@@ -55,7 +55,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import deliver
 from zcompile.runtime.groups import Communicator, Traffic, resolve_mesh
-from zcompile.runtime.shards import UnitShards
+from zcompile.sharding import Retired, shard_model
 from zcompile.units import make_layout
 
 
@@ -153,22 +153,6 @@ def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
     return [*lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
-Retired = dict[int, tuple[nn.Parameter, str]]
-"""Parameters from before `compile`, with their names, by identity."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A place in the module tree that holds a parameter; a tied parameter has several."""
-
-    owner: nn.Module
-    key: str
-    name: str
-    shard: nn.Parameter
-    husk: nn.Parameter
-    """What stands here while a call runs: the full parameter's shape without memory, for the tracer to see."""
-
-
 class CompiledModule(nn.Module):
     """A model whose parameters are shards; called like the model, it runs the compiled programs.
 
@@ -194,7 +178,7 @@ class CompiledModule(nn.Module):
         self._communicator, self._agreement = communicator, agreement
         self._agreed: set[str] = set()
         self._regions = RegionCache(backend)
-        self._shards, self._sites, retired = _shard(model, layout, communicator)
+        self._shards, self._sites, retired = shard_model(model, layout, communicator)
         self._freshness = Freshness(list(self._shards.values()), communicator)
         self._session = Session(self._shards, deliver, self._agree, self._freshness.refresh)
         # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
@@ -423,50 +407,7 @@ def _typed_errors() -> Iterator[None]:
         ) from error
 
 
-# -- sharding ---------------------------------------------------------------------------------------------------------
-
-
-def _shard(
-    model: nn.Module, layout: Layout, communicator: Communicator
-) -> tuple[dict[str, UnitShards], list[Site], Retired]:
-    """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective.
-
-    Returns the shards by unit, the places in the module tree, and the parameters that were replaced.
-    """
-    originals = dict(model.named_parameters())
-    device = next(iter(originals.values())).device
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for key, registered in module._parameters.items():
-            if registered is not None:
-                places.setdefault(id(registered), []).append((module, key))
-    shards: dict[str, UnitShards] = {}
-    sites: list[Site] = []
-    retired: Retired = {}
-    with torch.no_grad():
-        for unit in layout.units:
-            shards[unit.name] = held = UnitShards(unit, communicator, device)
-            for param in unit.params:
-                old = originals[param.name]
-                plain = not layout.stage.optimizer_sharded
-                shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)
-                husk = shard if plain else _husk(old)
-                for owner, key in places[id(old)]:
-                    owner._parameters[key] = shard
-                    sites.append(Site(owner, key, param.name, shard, husk))
-                if not plain:
-                    retired[id(old)] = (old, param.name)
-                    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
-        for buffer in model.buffers():
-            communicator.broadcast(buffer)
-    return shards, sites, retired
-
-
-def _husk(param: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape, contiguous as gathered ones are, whose memory is freed at once."""
-    empty = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-    empty.untyped_storage().resize_(0)
-    return nn.Parameter(empty, requires_grad=param.requires_grad)
+# -- optimizers ------------------------------------------------------------------------------------------------------
 
 
 def _watch_optimizers(compiled: CompiledModule, retired: Retired) -> None:
