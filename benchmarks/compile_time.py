@@ -39,9 +39,9 @@ def measure(layers: int, width: int, backend: str) -> dict[str, float]:
     first_step(compiled, tokens, tokens)
     total = time.perf_counter() - started
     passes = sum(entry.seconds + entry.check_seconds for entry in compiled.journals[0].entries)
-    regions = compiled._regions
+    regions = compiled._engine.regions
     return {
-        "calls": len(compiled._steps[0].program.nodes(Call)),
+        "calls": len(compiled._engine.steps[0].program.nodes(Call)),
         "regions": len(regions.compiled),
         "regions s": regions.seconds,
         "passes s": passes,

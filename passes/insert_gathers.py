@@ -7,7 +7,8 @@
 
 Under stage 3 a unit is full from the first to the last of consecutive regions that read it. What the forward reads last
 and the backward first is kept over the turn, not gathered twice. Under stages 1 and 2 the full copy is kept for good
-(`keep=True`): one gather in the forward, none in the backward, no release.
+(`keep=True`): one gather in the forward, none in the backward, no release. Stage 0 gathers only what it computes with
+in another dtype, and sends nothing for it: its "gather" is a cast.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def insert_gathers(program: Program) -> Program:
     if not program.layout.stage.parameters_sharded:
         for unit in program.layout.units:
             calls = tuple(node for node in program.nodes(Call) if unit.name in op_of(node, Call).units)
-            if calls:
+            if calls and program.layout.must_gather(unit.name):
                 _gather(program, _Use(unit.name, calls), keep=True)
         return program
     forward, backward = (_uses(program, phase) for phase in Phase)
@@ -95,9 +96,10 @@ def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:
     """Put a gather and its wait before the first call of `use`; all its calls read the result, which is returned."""
     (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == use.unit]
     phase = data(use.calls[0]).phase
-    gather_data = Data(AllGather(use.unit, keep), phase, source=use.unit)
+    dtype = program.layout.unit(use.unit).compute_dtype
+    gather_data = Data(AllGather(use.unit, keep, dtype), phase, source=use.unit)
     with program.graph.inserting_before(use.calls[0]):
-        kwargs = {"keep": True} if keep else {}
+        kwargs = ({"keep": True} if keep else {}) | ({"dtype": dtype} if dtype else {})
         gather = program.add(all_gather, (shards,), gather_data, f"{shards.name}_gather", **kwargs)
         full = program.add(wait, (gather,), Data(WaitGather(use.unit), phase, source=use.unit), f"{shards.name}_full")
     for call in use.calls:

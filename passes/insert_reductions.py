@@ -56,9 +56,11 @@ def _reduce(program: Program, unit: Unit, gradients: dict[str, fx.Node], last: f
     (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == unit.name]
     with program.graph.inserting_before(_next_line(program, last)):
         grads = [_owned(program, gradients.get(param.name), unit) for param in unit.params]
-        held = Data(Reduce(unit.name, params, scatter), Phase.BACKWARD, source=unit.name)
+        dtype = next((p.reduction_dtype for p in unit.params if p.name in gradients and p.reduction_dtype), None)
+        held = Data(Reduce(unit.name, params, scatter, dtype), Phase.BACKWARD, source=unit.name)
         target = reduce_scatter if scatter else all_reduce
-        started = program.add(target, (shards, grads), held, f"{shards.name}_reduce")
+        kwargs = {"dtype": dtype} if dtype else {}
+        started = program.add(target, (shards, grads), held, f"{shards.name}_reduce", **kwargs)
         held = Data(WaitReduce(unit.name, params), Phase.BACKWARD, source=unit.name)
         return program.add(wait, (started,), held, f"{shards.name}_grads")
 

@@ -21,12 +21,12 @@ def pack_small(program: Program) -> Program:
 
 
 def _packed(unit: Unit) -> Unit:
-    def kind(index: int) -> tuple[str, bool, bool]:
+    def kind(index: int) -> tuple[object, ...]:
         param: Param = unit.params[index]
-        return str(param.dtype), bool(param.shards), param.is_small
+        return param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards), param.is_small
 
     messages: list[tuple[int, ...]] = []
-    for (_, _, small), grouped in itertools.groupby(range(len(unit.params)), key=kind):
+    for (*_, small), grouped in itertools.groupby(range(len(unit.params)), key=kind):
         run = tuple(grouped)
         messages += [run] if small else [(index,) for index in run]
     return replace(unit, messages=tuple(messages))

@@ -24,6 +24,14 @@ class BoundUnit:
     shards: UnitShards
     unit: Unit
 
+    @property
+    def kept(self) -> Full | None:
+        """The full copy of these parameters that stages 1 and 2 keep, if there is one."""
+        return self.shards.kept.get(self.unit.names)
+
+    def keep(self, full: Full) -> None:
+        self.shards.kept[self.unit.names] = full
+
     def __getitem__(self, index: int) -> torch.Tensor:
         """A whole parameter, for regions of a program that gathers nothing (stage 0)."""
         return self.shards.local(self.unit.params[index])
@@ -48,7 +56,9 @@ class Gather:
         if self.done is not None:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
-        tensors: list[torch.Tensor | None] = [None if param.shards else shards.local(param) for param in unit.params]
+        tensors: list[torch.Tensor | None] = [
+            None if param.shards else shards.local(param).to(param.full_dtype) for param in unit.params
+        ]
         for message, arrived, flight in self.arrivals:
             if flight is not None:
                 flight.wait()
@@ -57,7 +67,7 @@ class Gather:
         self.arrivals = []
         full = Full(unit, tensors, shards.communicator)
         if self.keep:
-            shards.kept = full
+            self.bound.keep(full)
         return full
 
 
@@ -80,7 +90,8 @@ class Reduction:
             offset = 0
             for param in (unit.params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
-                found[param.name] = _part(arrived, offset, param, communicator.rank if scattered else None)
+                part = _part(arrived, offset, param, communicator.rank if scattered else None)
+                found[param.name] = part.to(param.dtype)
                 offset += param.shard_numel if scattered else param.numel
         self.arrivals = []
         return Gradients(self.bound.shards, found)
@@ -101,14 +112,20 @@ def unbox(box: list[Any]) -> list[Any]:
     return values
 
 
-def all_gather(bound: BoundUnit, *, keep: bool = False) -> Gather:
-    """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.freshness`)."""
+def all_gather(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None) -> Gather:
+    """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.freshness`).
+
+    With `dtype`, shards that the layout computes with in it are cast before they are sent.
+    """
     shards, unit = bound.shards, bound.unit
-    if keep and shards.kept is not None:
-        return Gather(bound, [], keep, shards.kept)
+    if keep and (kept := bound.kept) is not None:
+        return Gather(bound, [], keep, kept)
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
     for message in bound.messages(lambda index: bool(unit.params[index].shards)):
-        shard = shards.wire([unit.params[index] for index in message])
+        params = [unit.params[index] for index in message]
+        shard = shards.wire(params)
+        if dtype is not None and params[0].compute_dtype is dtype:
+            shard = shard.to(dtype)
         if shards.communicator.size == 1:
             arrivals.append((message, shard, None))
             continue
@@ -117,18 +134,25 @@ def all_gather(bound: BoundUnit, *, keep: bool = False) -> Gather:
     return Gather(bound, arrivals, keep)
 
 
-def reduce_scatter(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Reduction:
-    """Start averaging gradients; each rank gets its shard (all of it, of a parameter that is not sharded)."""
-    return _reduce(bound, list(grads), scattered=True)
+def reduce_scatter(
+    bound: BoundUnit, grads: Sequence[torch.Tensor | None], *, dtype: torch.dtype | None = None
+) -> Reduction:
+    """Start averaging gradients; each rank gets its shard (all of it, of a parameter that is not sharded).
+
+    With `dtype`, gradients that the layout reduces in it are cast before they are sent.
+    """
+    return _reduce(bound, list(grads), dtype, scattered=True)
 
 
-def all_reduce(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Reduction:
+def all_reduce(
+    bound: BoundUnit, grads: Sequence[torch.Tensor | None], *, dtype: torch.dtype | None = None
+) -> Reduction:
     """Start averaging gradients; each rank gets all. Works in place where it can: gradients are the program's own."""
-    return _reduce(bound, list(grads), scattered=False)
+    return _reduce(bound, list(grads), dtype, scattered=False)
 
 
 def wait(started: Gather | Reduction) -> Full | Gradients:
-    """The full parameters of a gather, or the averaged gradients of a reduction."""
+    """The full parameters of a gather, or the averaged gradients of a reduction in the dtype of their shards."""
     return started.wait()
 
 
@@ -147,44 +171,50 @@ def copy(value: torch.Tensor) -> torch.Tensor:
     return value.clone(memory_format=torch.contiguous_format)
 
 
-def _reduce(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bool) -> Reduction:
+def _reduce(
+    bound: BoundUnit, grads: list[torch.Tensor | None], dtype: torch.dtype | None, *, scattered: bool
+) -> Reduction:
     communicator, params = bound.shards.communicator, bound.unit.params
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
     for message in bound.messages(lambda index: grads[index] is not None):
+        first = params[message[0]]
+        cast = dtype if first.reduction_dtype is dtype else None
         parts = [(params[index], grads[index]) for index in message]
         flight: Flight | None
-        if scattered and params[message[0]].shards:
-            sent = _packed_for_scatter(parts, communicator.size)
+        if scattered and first.shards:
+            sent = _packed_for_scatter(parts, communicator.size, cast)
             if communicator.size == 1:
                 arrived, flight = sent, None
             else:
                 arrived = torch.empty(sent.numel() // communicator.size, dtype=sent.dtype, device=sent.device)
                 flight = communicator.reduce_scatter(arrived, sent)
         else:
-            arrived = _flat([grad for _, grad in parts])
+            arrived = _flat([grad for _, grad in parts], cast)
             flight = None if communicator.size == 1 else communicator.all_reduce(arrived)
         arrivals.append((message, arrived, flight))
     return Reduction(bound, arrivals, scattered)
 
 
-def _flat(grads: list[torch.Tensor | None]) -> torch.Tensor:
-    """Gradients end to end, 1-D; a single contiguous one as it is."""
-    flat = [grad.reshape(-1) for grad in grads if grad is not None]
+def _flat(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
+    """Gradients end to end, 1-D; a single contiguous one of the right dtype as it is."""
+    flat = [grad.reshape(-1).to(dtype or grad.dtype) for grad in grads if grad is not None]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _packed_for_scatter(parts: list[tuple[Param, torch.Tensor | None]], size: int) -> torch.Tensor:
+def _packed_for_scatter(
+    parts: list[tuple[Param, torch.Tensor | None]], size: int, dtype: torch.dtype | None
+) -> torch.Tensor:
     """Gradients as reduce_scatter sends them: for each rank the padded shards of all parameters, [size, total] flat.
 
-    A single gradient that divides evenly is sent as it is.
+    A single gradient that divides evenly and needs no cast is sent as it is.
     """
     (param, grad), *more = parts
     if not more and grad is not None and param.padded_numel == param.numel:
-        return grad.reshape(-1)
+        return grad.reshape(-1).to(dtype or grad.dtype)
     total = sum(param.shard_numel for param, _ in parts)
     first = parts[0][1]
     assert first is not None, "messages hold parameters with gradients only"
-    packed = torch.zeros(size, total, dtype=first.dtype, device=first.device)
+    packed = torch.zeros(size, total, dtype=dtype or first.dtype, device=first.device)
     offset = 0
     for param, grad in parts:
         assert grad is not None, "messages hold parameters with gradients only"
@@ -240,7 +270,7 @@ def load(text: str, name: str, regions: Mapping[str, Callable[..., Any]], filena
 
     The text is known to `linecache` under `filename`, so that a traceback shows the program's own lines.
     """
-    namespace: dict[str, Any] = {**OPERATIONS, **regions}
+    namespace: dict[str, Any] = {"torch": torch, **OPERATIONS, **regions}
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     exec(compile(text, filename, "exec"), namespace)
     function: Callable[[list[Any]], Any] = namespace[name]

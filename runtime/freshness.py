@@ -38,20 +38,20 @@ class Freshness:
         a wait of the host for the optimizer's kernels. A rank that steps alone gathers alone, which ends in a
         GroupError on all of them once the group's timeout is over.
         """
-        kept = [held for held in self.units if held.kept is not None]
+        kept = [held for held in self.units if held.kept]
         stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
         if stepped:
             for held in kept:
                 if any(param.requires_grad for param in held.parameters.values()):
-                    held.kept = None
-        self._compare([held for held in kept if held.kept is not None])
+                    held.kept.clear()
+        self._compare([held for held in kept if held.kept])
 
     def _compare(self, kept: list[UnitShards]) -> None:
         """Drop copies that differ from the shard on any rank."""
         if kept:
             for held, differ in zip(kept, self._on_any_rank([not h.kept_is_current() for h in kept]), strict=True):
                 if differ:
-                    held.kept = None
+                    held.kept.clear()
 
     def _on_any_rank(self, flags: list[bool]) -> list[bool]:
         if self.communicator.size == 1:

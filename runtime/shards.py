@@ -46,8 +46,8 @@ class UnitShards:
         self.communicator = communicator
         self.buffers, self.offsets = _allocate(unit, device)
         self.parameters: dict[str, nn.Parameter] = {}
-        self.kept: Full | None = None
-        """The full copy that stages 1 and 2 keep between programs."""
+        self.kept: dict[tuple[str, ...], Full] = {}
+        """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold."""
 
     def adopt(self, param: Param, source: nn.Parameter) -> nn.Parameter:
         """Make the parameter that stands for `source` from now on, with the values of the mesh's first rank.
@@ -93,9 +93,12 @@ class UnitShards:
         return self.buffers[param.dtype][offset : offset + param.shard_numel]
 
     def wire(self, params: list[Param]) -> torch.Tensor:
-        """The run of the buffer that holds the padded shards of neighbouring `params`."""
+        """The padded shards of `params` end to end: as they lie where they are neighbours, else a copy."""
         first, last = params[0], params[-1]
-        return self.buffers[first.dtype][self.offsets[first.name] : self.offsets[last.name] + last.shard_numel]
+        start, stop = self.offsets[first.name], self.offsets[last.name] + last.shard_numel
+        if stop - start == sum(param.shard_numel for param in params):
+            return self.buffers[first.dtype][start:stop]
+        return torch.cat([self.padded_shard(param) for param in params])
 
     def local(self, param: Param) -> torch.Tensor:
         """This rank's values of `param`: its rows, or the whole of it where it is not sharded."""
@@ -107,13 +110,15 @@ class UnitShards:
         return sum(_version(parameter) for parameter in self.parameters.values())
 
     def kept_is_current(self) -> bool:
-        """True if this rank's part of the kept full copy still equals its shard."""
-        assert self.kept is not None, "only a kept copy can be current"
+        """True if this rank's part of every kept full copy still equals its shard."""
         rank = self.communicator.rank
-        for index, param in enumerate(self.unit.params):
-            start, stop = param.shard_rows(rank)
-            if param.shards and not torch.equal(self.kept[index][start:stop], self.local(param)):
-                return False
+        for full in self.kept.values():
+            for index, param in enumerate(full.unit.params):
+                start, stop = param.shard_rows(rank)
+                kept = full[index][start:stop] if param.shape else full[index]
+                is_copy = param.shards or param.compute_dtype
+                if is_copy and not torch.equal(kept, self.local(param).to(kept.dtype)):
+                    return False
         return True
 
 

@@ -158,7 +158,7 @@ def measure_bytes(rank: int, stage: int, steps: int) -> dict[str, float]:
             optimizer.step()
     finally:
         groups._all_gather, dist.all_to_all_single, dist.all_reduce = ordinary
-    step_program = compiled._steps[0].program
+    step_program = compiled._engine.steps[0].program
     kept = sum(compiled.layout.unit(unit).nbytes for unit in (compiled.layout.units[-1].name,)) if stage == 3 else 0
     unread = compiled.layout.units[0].nbytes if stage == 3 else 0  # no backward of an embedding reads its weights
     return {

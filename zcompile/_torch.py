@@ -15,9 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._C import _current_graph_task_id
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported  # what a capture can raise
+from torch._dynamo.exc import (  # what a capture can raise
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    Unsupported,
+    UserError,
+)
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
@@ -30,10 +37,14 @@ __all__ = [
     "FailOnRecompileLimitHit",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "InternalTorchDynamoError",
     "OpOverload",
     "Unsupported",
+    "UserError",
+    "after_backward",
     "aot_autograd",
     "backend_name",
+    "backward_number",
     "compile_with_inductor",
     "default_partition",
     "default_store",
@@ -62,6 +73,17 @@ def no_donated_buffers() -> contextlib.AbstractContextManager[None]:
 def keeps_graph() -> bool:
     """True while a backward with `retain_graph=True` runs."""
     return bool(_keeps_graph())
+
+
+def backward_number() -> int | None:
+    """A number of its own for the backward that runs in this thread; None outside of one."""
+    number: int = _current_graph_task_id()
+    return None if number < 0 else number
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that runs now has come to its end; not if it fails. FSDP relies on it too."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

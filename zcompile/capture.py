@@ -52,7 +52,9 @@ class Names:
     buffers: Mapping[int, str]
     modules: frozenset[str]
     arguments: tuple[str, ...] = ()
-    """Names of the positional arguments of the model's forward."""
+    """Names of the positional arguments of the traced module's forward."""
+    root: str = ""
+    """Path of the traced module in the model."""
 
     def of_input(self, target: str) -> str:
         """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
@@ -62,13 +64,14 @@ class Names:
         return plain.removeprefix("kwargs_") or "x"
 
     def source(self, node: fx.Node) -> str:
-        """Path of the module that a node (or the forward of a backward node) comes from; empty at the root."""
+        """Path of the module that a node (or the forward of a backward node) comes from."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         if not stack:
-            return ""
+            return self.root
         words = re.findall(r"\w+", list(stack.values())[-1][0])
-        suffixes = (".".join(words[start:]) for start in range(len(words)))
-        return next((path for path in suffixes if path in self.modules), "")
+        prefix = f"{self.root}." if self.root else ""
+        suffixes = (prefix + ".".join(words[start:]) for start in range(len(words)))
+        return next((path for path in suffixes if path in self.modules), self.root)
 
 
 @dataclass

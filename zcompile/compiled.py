@@ -2,61 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import inspect
 import itertools
 import os
-import types
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from zcompile._torch import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
-    Unsupported,
-    has_gradient_hooks,
-    keeps_graph,
-    tree_leaves,
-)
-from zcompile.capture import Capture, Names, Runner
+from zcompile.engine import Engine
 from zcompile.errors import (
-    BackwardError,
-    CaptureError,
     ModelError,
-    OptimizerError,
     OptionError,
     ParameterError,
-    ZcompileError,
 )
+from zcompile.fragments import Tree
 from zcompile.layout import STAGES, Layout
-from zcompile.lower import RegionCache, Session, Step
-from zcompile.ops import Phase
-from zcompile.options import check_backend, check_prefetch, check_stage
+from zcompile.optimizers import watch_optimizers
+from zcompile.options import check_backend, check_dtype, check_prefetch, check_stage
 from zcompile.pipeline import Journal, Pass, Pipeline
 from zcompile.pipelines import pipeline
 from zcompile.program import Program
-from zcompile.report import dump_programs, explain
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.freshness import Freshness
-from zcompile.runtime.gradients import deliver
 from zcompile.runtime.groups import Communicator, Traffic, resolve_mesh
-from zcompile.sharding import Retired, shard_model
-from zcompile.units import make_layout
+from zcompile.sharding import Retired, Site, shard_model
+from zcompile.units import Precision, make_layout
 
 
 def compile(
@@ -66,6 +39,8 @@ def compile(
     prefetch: int = 2,
     mesh: DeviceMesh | None = None,
     units: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -82,6 +57,9 @@ def compile(
         mesh: The data-parallel `DeviceMesh` of one dimension; by default all ranks. Without `torchrun` a world of one.
         units: Module paths (shell wildcards allowed) whose parameters are gathered together; by default the
             repeated blocks of the model.
+        dtype: In which floating-point parameters are gathered and computed with, under `torch.autocast` of that dtype;
+            shards, gradients and optimizer state keep the model's. By default everything is in the model's dtype.
+        reduce_dtype: In which gradients are averaged over the ranks; by default float32 where `dtype` is given.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
@@ -96,15 +74,21 @@ def compile(
     check_stage(stage)
     check_prefetch(prefetch)
     check_backend(backend)
+    check_dtype("dtype", dtype)
+    check_dtype("reduce_dtype", reduce_dtype)
     steps = _pipeline(stage, prefetch, passes, backend)
     device = _device(model)
     communicator = Communicator(resolve_mesh(mesh, device), device)
-    layout = make_layout(model, STAGES[stage], communicator.size, units)
+    precision = Precision(dtype, reduce_dtype)
+    layout = make_layout(model, STAGES[stage], communicator.size, units, precision)
     agreement = Agreement(communicator)
-    agreement.reach("the model", [f"stage {stage} prefetch {prefetch} backend {backend}", *_model_lines(model, layout)])
-    return CompiledModule(
-        model, layout, steps, communicator, agreement, backend, dump or os.environ.get("ZCOMPILE_DUMP")
+    agreement.reach(
+        "the model", [f"stage {stage} prefetch {prefetch} backend {backend} {precision}", *_model_lines(model, layout)]
     )
+    shards, sites, retired = shard_model(model, layout, communicator)
+    dump = dump or os.environ.get("ZCOMPILE_DUMP")
+    engine = Engine(layout, steps, shards, communicator, agreement, backend=backend, autocast=dtype, dump=dump)
+    return CompiledModule(model, engine, sites, retired)
 
 
 def _pipeline(stage: int, prefetch: int, passes: Pipeline | Mapping[str, Pass | None] | None, backend: str) -> Pipeline:
@@ -159,115 +143,31 @@ class CompiledModule(nn.Module):
     It shows the model's own tree: parameters, buffers, modules and state under the model's own names.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        steps: Pipeline,
-        communicator: Communicator,
-        agreement: Agreement,
-        backend: str,
-        dump: str | os.PathLike[str] | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, sites: Sequence[Site], retired: Retired) -> None:
         super().__init__()
-        self.pipeline = steps
-        self.layout = layout
-        self.journals: list[Journal] = []
-        self._steps: list[Step] = []
-        self._dump = Path(dump) if dump else None
-        self._communicator, self._agreement = communicator, agreement
-        self._agreed: set[str] = set()
-        self._regions = RegionCache(backend)
-        self._shards, self._sites, retired = shard_model(model, layout, communicator)
-        self._freshness = Freshness(list(self._shards.values()), communicator)
-        self._session = Session(self._shards, deliver, self._agree, self._freshness.refresh)
         # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
         object.__setattr__(self, "_model", model)
         for tree in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, tree, getattr(model, tree))
         self.training = model.training
-        self._retired = retired
-        _watch_optimizers(self, retired)
-        self._traced = torch.compile(_fresh(_traced_call(model)), backend=self._capture, fullgraph=True)
+        self._engine = engine
+        self._tree = Tree(model, engine, sites, retired)
+        watch_optimizers(self, dict(retired))
 
     # -- calling --------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Collective: every rank calls it, with batches of its own of any size.
 
+        What cannot be traced into one graph runs as several programs with Python between them, and a warning says so.
+
         Raises:
-            CaptureError: the model's code cannot be traced into one graph.
+            CaptureError: the model's graph cannot be sharded.
             ProgramError, PipelineError: the rewriting went wrong; nothing has run.
             AgreementError: another rank runs other communications.
-            ParameterError: a parameter was replaced since `zcompile.compile`.
+            ParameterError: a parameter was replaced since `zcompile.compile`, or is read where it is not full.
         """
-        with self._in_place(), _typed_errors():
-            result = self._traced(*args, **kwargs)
-        self._watch_backward(result)
-        return result
-
-    @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """Husks in the module tree while the call runs; shards at all other times, also after an exception."""
-        for site in self._sites:
-            if site.owner._parameters[site.key] is not site.shard:
-                fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
-                raise ParameterError(site.name, "was replaced after zcompile.compile", fix)
-            if has_gradient_hooks(site.shard):
-                fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
-                raise ParameterError(site.name, "has a hook of register_hook, which would not run", fix)
-        try:
-            for site in self._sites:
-                site.husk.requires_grad_(site.shard.requires_grad)
-                site.owner._parameters[site.key] = site.husk
-            yield
-        finally:
-            for site in self._sites:
-                site.owner._parameters[site.key] = site.shard
-
-    def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend that torch.compile calls, once for every graph."""
-        for value in inputs:
-            if name := self._retired.get(id(value), (None, ""))[1]:
-                found = "the model's code reads this parameter past its module, where it is empty now"
-                raise ParameterError(name, found, "read it as an attribute of its module, not from a list or a closure")
-        names = Names(
-            {id(site.husk): site.name for site in self._sites},
-            {id(buffer): name for name, buffer in self.named_buffers()},
-            frozenset(name for name, _ in self.named_modules()),
-            tuple(inspect.signature(self._model.forward).parameters),
-        )
-        layout = self.layout.with_trainable({site.name: site.husk.requires_grad for site in self._sites})
-        return Capture(names, layout, self._lower)(module, inputs)
-
-    def _lower(self, traced: Program) -> Runner:
-        journal = Journal()
-        with _collector_paused():
-            program = self.pipeline.run(traced, journal)
-            step = Step(traced, program, self._regions, self._session)
-        self._steps.append(step)
-        self.journals.append(journal)
-        if self._dump:
-            self.dump(self._dump)
-        return step
-
-    def _agree(self, program: Program) -> None:
-        """Compare the program's communications with the other ranks', unless an agreed program has the same ones."""
-        digest = program.digest()
-        if digest not in self._agreed:
-            self._agreement.reach("the program's communications", program.communications())
-            self._agreed.add(digest)
-
-    def _watch_backward(self, result: Any) -> None:
-        """Refuse, when it comes, a backward that would be wrong: a second one, or one after parameters changed."""
-        nodes = {node for tensor in _tensors_in(result) for node in _origins(tensor)}
-        if nodes:
-            call = _Call(weakref.ref(self), self._total_version())
-            for node in nodes:
-                node.register_prehook(call.check)
-
-    def _total_version(self) -> int:
-        return self._freshness.steps + sum(shards.version() for shards in self._shards.values())
+        return self._tree.run(*args, **kwargs)
 
     # -- the module -----------------------------------------------------------------------------------------------
 
@@ -293,146 +193,34 @@ class CompiledModule(nn.Module):
     # -- looking inside -------------------------------------------------------------------------------------------
 
     @property
+    def layout(self) -> Layout:
+        """The units of the model, the stage and the world."""
+        return self._engine.layout
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The passes that make this model's programs."""
+        return self._engine.pipeline
+
+    @property
+    def journals(self) -> list[Journal]:
+        """What the pipeline did to each program, pass by pass."""
+        return self._engine.journals
+
+    @property
     def programs(self) -> list[Program]:
         """The rewritten programs in the order of their capture: forward, backward (if any), forward, ..."""
-        found = []
-        for step in self._steps:
-            phases = Phase if step.program.has_backward else (Phase.FORWARD,)
-            found += [step.program.phase(phase) for phase in phases]
-        return found
+        return self._engine.programs
 
     @property
     def traffic(self) -> Traffic:
         """What this rank's collectives have sent so far, and how long it waited for them."""
-        return self._communicator.traffic
+        return self._engine.communicator.traffic
 
     def explain(self) -> str:
-        """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, what overlaps what."""
-        return explain(self.layout, [step.program for step in self._steps], len(self._regions.compiled))
+        """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
+        return self._engine.explain()
 
     def dump(self, folder: str | os.PathLike[str]) -> Path:
         """Write the text of every program after every pass under `folder`; on the mesh's first rank only."""
-        if self._communicator.rank == 0:
-            dump_programs(Path(folder), self.journals, self.explain())
-        return Path(folder)
-
-
-@dataclass
-class _Call:
-    """One forward, until its graph is gone."""
-
-    module: weakref.ref[CompiledModule]
-    version: int
-    freed: bool = False
-
-    def check(self, _: object) -> None:
-        """Runs before the backward of this forward.
-
-        Raises:
-            BackwardError: the graph was freed by an earlier backward, or a parameter changed since the forward.
-        """
-        if self.freed:
-            fix = "call the model again, or the first backward with retain_graph=True"
-            raise BackwardError("backward", "the graph of this forward was freed by an earlier backward", fix)
-        module = self.module()
-        if module is not None and module._total_version() != self.version:
-            fix = "call backward before optimizer.step(), once for each forward"
-            raise BackwardError("backward", "parameters changed since the forward whose graph this is", fix)
-        self.freed = not keeps_graph()
-
-
-def _tensors_in(result: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in what a model returns: containers, dataclasses and other objects with attributes."""
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
-            yield from _tensors_in(list(vars(leaf).values()), depth - 1)
-
-
-def _origins(tensor: torch.Tensor) -> list[Node]:
-    """The compiled function's node behind `tensor`, through views made on the way out."""
-    node = tensor.grad_fn
-    while node is not None and "CompiledFunction" not in node.name():
-        node = next((following for following, _ in node.next_functions if following is not None), None)
-    return [] if node is None else [node]
-
-
-def _traced_call(model: nn.Module) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Parameters are husks here: run as plain Python, the model's code would read memory that is not there.
-        if not torch.compiler.is_compiling():
-            fix = "leave torch.compile enabled (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"
-            raise CaptureError(type(model).__name__, "its forward was not compiled but called", fix)
-        return model(*args, **kwargs)
-
-    return call
-
-
-def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with a code object of its own: torch.compile counts recompilations by code object."""
-    assert isinstance(function, types.FunctionType), "a plain function"
-    code = function.__code__.replace(co_name=f"zcompile_{function.__name__}")
-    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection: a deep model's graphs are millions of objects, all in use, scanned in vain at each one.
-
-    Measured at 48 blocks: the passes take 2.2 s in place of 4.0 s.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Our own errors out of torch.compile's wrapping, and what cannot be traced as a CaptureError."""
-    try:
-        yield
-    except BackendCompilerFailed as error:
-        if isinstance(inner := error.inner_exception, ZcompileError):
-            raise inner from None
-        raise
-    except (Unsupported, FailOnRecompileLimitHit) as error:
-        found = "\n".join(line for line in str(error).splitlines() if line.strip())
-        raise CaptureError(
-            "the model's forward", f"cannot be traced into one graph: {found}", "rewrite that line"
-        ) from error
-
-
-# -- optimizers ------------------------------------------------------------------------------------------------------
-
-
-def _watch_optimizers(compiled: CompiledModule, retired: Retired) -> None:
-    """Refuse optimizers over parameters from before `compile`, and take note of steps of the ones there are now.
-
-    torch's hooks on optimizers are for all of the process; these go with the compiled module.
-    """
-    current = {id(parameter) for parameter in compiled.parameters()}
-    freshness = compiled._freshness
-
-    def refuse(optimizer: Optimizer, *_: object) -> None:
-        for param in _parameters_of(optimizer):
-            if id(param) in retired:
-                name, kind = retired[id(param)][1], type(optimizer).__name__
-                found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
-                raise OptimizerError(name, found, f"build it afterwards: {kind}(compiled.parameters(), ...)")
-
-    def note(optimizer: Optimizer, *_: object) -> None:
-        if any(id(param) in current for param in _parameters_of(optimizer)):
-            freshness.step()
-
-    for handle in (register_optimizer_step_pre_hook(refuse), register_optimizer_step_post_hook(note)):
-        weakref.finalize(compiled, handle.remove)
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+        return self._engine.dump(folder)

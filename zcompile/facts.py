@@ -107,9 +107,12 @@ def _spelled_as_meant(node: fx.Node) -> Iterator[Violation]:
     op = data(node).op
     match op:
         case Reduce():
-            right = node.target is (reduce_scatter if op.scatter else all_reduce)
+            right = (
+                node.target is (reduce_scatter if op.scatter else all_reduce) and node.kwargs.get("dtype") == op.dtype
+            )
         case AllGather():
-            right = node.target is all_gather and bool(node.kwargs.get("keep", False)) == op.keep
+            asked = bool(node.kwargs.get("keep", False)), node.kwargs.get("dtype")
+            right = node.target is all_gather and asked == (op.keep, op.dtype)
         case Call():
             right = node.args[0] == op.region
         case _:
@@ -158,25 +161,26 @@ def _regions_outlined(program: Program) -> Iterator[Violation]:
 
 
 def _mistaken_arguments(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
-    """Arguments of a region whose shape is not the one it was traced with."""
+    """Parameters given to a region whose shape or dtype is not the one it was traced with."""
     found = program.regions[op.region]
     for inner, (argument, item) in zip(found.graph.find_nodes(op="placeholder"), found.takes, strict=True):
         wanted = data(inner).type
-        if item is not None and wanted and program.layout.unit(op.units[argument]).params[item].shape != wanted.shape:
-            name = program.layout.unit(op.units[argument]).params[item].name
-            yield Violation(node, f"{_label(node)} takes {name} where it was traced with {wanted}")
+        if item is None or wanted is None:
+            continue
+        param = program.layout.unit(op.units[argument]).params[item]
+        if (param.shape, param.full_dtype) != (wanted.shape, wanted.dtype):
+            yield Violation(node, f"{_label(node)} takes {param.name} where it was traced with {wanted}")
 
 
 # -- gathers ----------------------------------------------------------------------------------------------------------
 
 
 def _gathered_before_use(program: Program) -> Iterator[Violation]:
-    sharded = program.layout.stage.optimizer_sharded
     for node in program.nodes(Call):
         arguments = [argument for argument in node.args[1:] if isinstance(argument, fx.Node)]
         for argument, unit in zip(arguments, op_of(node, Call).units, strict=False):
             found = data(argument).op
-            if not sharded and found == Shards(unit):
+            if found == Shards(unit) and not program.layout.must_gather(unit):
                 continue
             if isinstance(found, Shards):
                 yield Violation(node, f"{_label(node)} reads {unit} before it is gathered")
@@ -184,6 +188,10 @@ def _gathered_before_use(program: Program) -> Iterator[Violation]:
                 yield Violation(node, f"{_label(node)} reads {unit} without waiting for {argument.name}")
             elif not isinstance(found, WaitGather) or _gathered_unit(argument) != unit:
                 yield Violation(node, f"{_label(node)} reads {unit}, but is given {argument.name}")
+    for node in program.nodes(AllGather):
+        op, casts = op_of(node, AllGather), program.layout.unit(op_of(node, AllGather).unit).compute_dtype
+        if op.dtype != casts:
+            yield Violation(node, f"{node.name} casts {op.unit} to {op.dtype}; want {casts}")
     for node in program.nodes(WaitGather):
         gathered, wanted = _gathered_unit(node), op_of(node, WaitGather).unit
         if gathered != wanted:
@@ -260,8 +268,11 @@ def _reduce_violations(program: Program, node: fx.Node, op: Reduce, scatter: boo
             node, f"stage {program.layout.stage.number} wants {'reduce_scatter' if scatter else 'all_reduce'}"
         )
     for name in op.params:
-        if not program.layout.param(name).trainable:
+        param = program.layout.param(name)
+        if not param.trainable:
             yield Violation(node, f"{name} is frozen; its gradient is not reduced")
+        if param.reduction_dtype not in (None, op.dtype):
+            yield Violation(node, f"the gradient of {name} is reduced in {op.dtype}; want {param.reduction_dtype}")
     grads = node.args[1]
     given = tuple(p.name for p, grad in zip(unit.params, grads, strict=True) if grad is not None)  # type: ignore[arg-type]
     if given != op.params:
@@ -327,7 +338,7 @@ def _messages_packed(program: Program) -> Iterator[Violation]:
 
 def _message_violations(unit: Unit, message: tuple[int, ...]) -> Iterator[Violation]:
     params = [unit.params[index] for index in message]
-    if len({(param.dtype, bool(param.shards)) for param in params}) > 1:
+    if len({(param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards)) for param in params}) > 1:
         yield Violation(None, f"a message of {unit.name} mixes dtypes or whole and sharded: {[p.name for p in params]}")
     if list(message) != list(range(message[0], message[0] + len(message))):
         yield Violation(None, f"a message of {unit.name} is not one run of its shards' memory: {message}")

@@ -7,7 +7,7 @@ parameter; *full* is the whole parameter; *padded* is rounded up for the world.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -49,8 +49,21 @@ class Param:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    """Of the shard, of the optimizer's state and of the gradient that the optimizer gets."""
     trainable: bool = True
     shards: int = 0
+    compute_dtype: torch.dtype | None = None
+    """In which it is gathered and computed with; None: in its own."""
+    reduction_dtype: torch.dtype | None = None
+    """In which its gradient is averaged; None: in that of the full parameter."""
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        return self.compute_dtype or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.reduction_dtype or self.full_dtype
 
     @property
     def numel(self) -> int:
@@ -77,7 +90,8 @@ class Param:
 
     @property
     def padded_bytes(self) -> int:
-        return self.padded_numel * self.dtype.itemsize
+        """Bytes of the full parameter, padded for the world."""
+        return self.padded_numel * self.full_dtype.itemsize
 
     @property
     def is_small(self) -> bool:
@@ -91,7 +105,7 @@ class Param:
         return min(index * self.rows, height), min((index + 1) * self.rows, height)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Unit:
     """Parameters gathered and released together.
 
@@ -120,7 +134,16 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the full, padded parameters that a gather of this unit brings together."""
-        return sum(param.padded_bytes for param in self.params if param.shards)
+        return sum(param.padded_bytes for param in self.params if param.shards or param.compute_dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What parameters of this unit are cast to when it is gathered; None if none of them is."""
+        return next((param.compute_dtype for param in self.params if param.compute_dtype), None)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(param.name for param in self.params)
 
     def index(self, name: str) -> int:
         return next(index for index, param in enumerate(self.params) if param.name == name)
@@ -148,6 +171,10 @@ class Layout:
     def has_unit(self, name: str) -> bool:
         return name in self._by_name
 
+    def must_gather(self, unit: str) -> bool:
+        """True if regions cannot read what a rank keeps of `unit`: it is sharded, or of another dtype."""
+        return self.stage.optimizer_sharded or self._by_name[unit].compute_dtype is not None
+
     def unit_of(self, param: str) -> Unit:
         return self._by_param[param]
 
@@ -166,6 +193,11 @@ class Layout:
     def with_units(self, units: tuple[Unit, ...]) -> Layout:
         return replace(self, units=units)
 
+    def restricted(self, names: Collection[str]) -> Layout:
+        """This layout with only the parameters called `names`, and without units that have none of them."""
+        kept = ((unit, tuple(p for p in unit.params if p.name in names)) for unit in self.units)
+        return self.with_units(tuple(Unit(unit.name, params, unit.modules) for unit, params in kept if params))
+
     def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:
         """This layout with the `requires_grad` flags of the moment of capture."""
         return self.with_units(
@@ -177,6 +209,6 @@ class Layout:
 
 
 def identifier(name: str) -> str:
-    """`name` as a Python identifier: `blocks.0` becomes `blocks_0`."""
+    """`name` as a Python identifier: `blocks.0` becomes `blocks_0`. Lower case: FX respells capitals when it copies."""
     text = "".join(char if char.isalnum() else "_" for char in name)
-    return text if text and not text[0].isdigit() else f"u{text}"
+    return text.lower() if text and not text[0].isdigit() else f"u{text.lower()}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import fx
 
 from zcompile.tensor_type import TensorType
@@ -79,6 +80,8 @@ class AllGather:
 
     unit: str
     keep: bool = False
+    dtype: torch.dtype | None = None
+    """What shards are cast to before they are sent; None: sent as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class Reduce:
     unit: str
     params: tuple[str, ...]
     scatter: bool
+    dtype: torch.dtype | None = None
+    """What gradients are cast to before they are sent; None: sent as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +204,17 @@ def region(name: str, *args: Any) -> NoReturn:
     _only_a_name(name)
 
 
-def all_gather(unit: Any, *, keep: bool = False) -> NoReturn:
-    """Start gathering the full parameters of a unit."""
+def all_gather(unit: Any, *, keep: bool = False, dtype: torch.dtype | None = None) -> NoReturn:
+    """Start gathering the full parameters of a unit, cast to `dtype`."""
     _only_a_name("all_gather")
 
 
-def reduce_scatter(unit: Any, grads: Sequence[Any]) -> NoReturn:
+def reduce_scatter(unit: Any, grads: Sequence[Any], *, dtype: torch.dtype | None = None) -> NoReturn:
     """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets its shard."""
     _only_a_name("reduce_scatter")
 
 
-def all_reduce(unit: Any, grads: Sequence[Any]) -> NoReturn:
+def all_reduce(unit: Any, grads: Sequence[Any], *, dtype: torch.dtype | None = None) -> NoReturn:
     """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets all."""
     _only_a_name("all_reduce")
 
@@ -230,6 +235,6 @@ def release(full: Any) -> NoReturn:
 
 
 NAMES = frozenset(
-    {"all_gather", "reduce_scatter", "all_reduce", "wait", "release", "copy", "unbox", "aten", "ops", "box"}
+    {"torch", "all_gather", "reduce_scatter", "all_reduce", "wait", "release", "copy", "unbox", "aten", "ops", "box"}
 )
 """Names with a meaning in a printed program; no value is called so."""

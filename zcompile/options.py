@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from zcompile.errors import OptionError, nearest
 
 BACKENDS = ("inductor", "eager")
@@ -19,6 +21,13 @@ def check_prefetch(prefetch: object) -> None:
         raise OptionError(
             "prefetch", f"{prefetch!r} is no number of units", "choose 0 for none, or how many to gather ahead"
         )
+
+
+def check_dtype(option: str, dtype: object) -> None:
+    """Raise OptionError for what is no real floating-point dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        fix = "choose torch.bfloat16, torch.float16 or torch.float32, or None for the model's own"
+        raise OptionError(option, f"{dtype!r} is no dtype to compute with", fix)
 
 
 def check_backend(backend: object) -> None:

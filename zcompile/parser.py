@@ -24,7 +24,7 @@ from zcompile.errors import ParseError
 from zcompile.layout import STAGES, Layout, Param, Unit
 from zcompile.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, op_of, set_data
 from zcompile.program import Program, Region, set_results
-from zcompile.tensor_type import TensorType
+from zcompile.tensor_type import TensorType, dtype_of
 
 _MARGIN = re.compile(
     r"#\s*(?P<types>(?:&?\w+\[[^\]]*\](?:,\s*)?)*)\s*(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
@@ -301,17 +301,22 @@ def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: 
         reads = {argument for argument, item in regions[str(first)].takes if item is not None}
         return Call(str(first), tuple(units[: len(reads)]))
     if node.target is ops.all_gather:
-        return ops.AllGather(unit, bool(node.kwargs.get("keep", False)))
+        return ops.AllGather(unit, bool(node.kwargs.get("keep", False)), _dtype(node))
     if node.target in (ops.reduce_scatter, ops.all_reduce):
         grads: Any = node.args[1]
         named = zip(layout.unit(unit).params, grads, strict=True)
         params = tuple(param.name for param, grad in named if grad is not None)
-        return ops.Reduce(unit, params, scatter=node.target is ops.reduce_scatter)
+        return ops.Reduce(unit, params, node.target is ops.reduce_scatter, _dtype(node))
     if node.target is ops.wait:
         return ops.WaitReduce(unit, source.params) if isinstance(source, ops.Reduce) else ops.WaitGather(unit)
     if node.target is ops.copy:
         return ops.Copy()
     return ops.Release(unit) if node.target is ops.release else Compute()
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    found = node.kwargs.get("dtype")
+    return found if isinstance(found, torch.dtype) else None
 
 
 def _default_name(function: str) -> str:
@@ -350,7 +355,11 @@ def _placeholders_first(graph: fx.Graph) -> None:
 def _param(text: str, world: int) -> Param:
     name, _, rest = text.partition(" ")
     found = TensorType.parse(rest)
-    return Param(name, found.shape, found.dtype, "frozen" not in rest, 0 if rest.endswith("whole") else world)
+    dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced) in (\w+)", rest)}
+    shards = 0 if rest.endswith("whole") else world
+    return Param(
+        name, found.shape, found.dtype, "frozen" not in rest, shards, dtypes.get("computed"), dtypes.get("reduced")
+    )
 
 
 def _modules(name: str, params: tuple[Param, ...]) -> tuple[str, ...]:

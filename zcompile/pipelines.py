@@ -45,5 +45,5 @@ def pipeline(*, stage: int = 3, prefetch: int = 2, partition: Literal["min_cut",
     ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, (bounded,))
     sink = Pass("sink_waits", partial(sink_waits, depth=max(prefetch, 1)), (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,))
     if not STAGES[stage].optimizer_sharded:
-        return Pipeline(STAGES[stage], (split, assign, outline, pack, reduce, sink))
+        return Pipeline(STAGES[stage], (split, assign, outline, pack, gather, reduce, sink))
     return Pipeline(STAGES[stage], (split, assign, outline, pack, gather, reduce, ahead, sink))

@@ -31,7 +31,7 @@ from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.layout import Param
 from zcompile.ops import Call, Data, Input, Item, Kind, Parameter, Phase, Release, Shards, WaitGather, data, op_of
 from zcompile.program import Program, Region, after_items, items_of
-from zcompile.tensor_type import TensorType, human_bytes
+from zcompile.tensor_type import TensorType, dtype_text, human_bytes
 
 _TEMPLATE = """\
 {%- if units %}
@@ -123,7 +123,9 @@ def render(program: Program, *, regions: bool = False, units: bool = False, mark
 
 def _param_text(param: Param, unused: frozenset[str]) -> str:
     flags = (
-        (" unused" if param.name in unused else "")
+        (f" computed in {dtype_text(param.compute_dtype)}" if param.compute_dtype else "")
+        + (f" reduced in {dtype_text(param.reduction_dtype)}" if param.reduction_dtype else "")
+        + (" unused" if param.name in unused else "")
         + ("" if param.trainable else " frozen")
         + ("" if param.shards else " whole")
     )

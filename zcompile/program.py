@@ -201,7 +201,9 @@ class Program:
         for message in unit.messages:
             params = [unit.params[i] for i in message if unit.params[i].name in wanted]
             if params:
-                texts.append("+".join(f"{p.name} {TensorType.make(p.dtype, p.shape)}" for p in params))
+                sent = [p.reduce_dtype if isinstance(op, Reduce) else p.full_dtype for p in params]
+                types = (TensorType.make(dtype, p.shape) for dtype, p in zip(sent, params, strict=True))
+                texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
         return f"{name} {op.unit} ({', '.join(texts)})"
 
     def digest(self) -> str:
@@ -212,10 +214,11 @@ class Program:
         """Bytes of the tensors that one communication moves, padding included; an all_reduce moves them twice."""
         op = data(node).op
         if isinstance(op, AllGather):
-            return self.layout.unit(op.unit).gathered_bytes
+            return sum(param.padded_bytes for param in self.layout.unit(op.unit).params if param.shards)
         assert isinstance(op, Reduce), f"{node.name} is no communication"
         params = [self.layout.param(name) for name in op.params]
-        return sum(p.padded_bytes * (1 if op.scatter and p.shards else 2) for p in params)
+        factors = [1 if op.scatter and p.shards else 2 for p in params]
+        return sum(p.padded_numel * p.reduce_dtype.itemsize * f for p, f in zip(params, factors, strict=True))
 
     def wire_bytes(self, *nodes: fx.Node) -> int:
         """Bytes that this rank sends for communications: (N-1)/N of their payload."""
@@ -268,7 +271,8 @@ class Program:
                 return data(node).nbytes + sum(data(item).nbytes for item in items_of(node))
             case Reduce(scatter=True):
                 world = self.layout.world
-                return sum(self.layout.param(name).padded_bytes // world for name in op.params)
+                params = [self.layout.param(name) for name in op.params]
+                return sum(param.padded_numel * param.reduce_dtype.itemsize // world for param in params)
             case Item() | Results():
                 return 0
             case Release():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -17,14 +18,42 @@ from zcompile.program import Program
 from zcompile.tensor_type import human_bytes
 
 
-def explain(layout: Layout, programs: Sequence[Program], regions: int) -> str:
-    """Units, bytes, volume against the stage's, predicted peak memory, and what overlaps what."""
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A module whose code cannot be traced into one graph: where, and why."""
+
+    path: str
+    kind: str
+    where: str
+    reason: str
+
+    @classmethod
+    def of(cls, path: str, kind: str, error: Exception) -> Break:
+        """Read off what torch.compile raised."""
+        stack = getattr(error, "real_stack", None) or ()
+        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        explanation = [line for line in lines[1:] if line.startswith("Explanation:")]
+        return cls(path, kind, where, " ".join([*lines[:1], *explanation[:1]]))
+
+    def __str__(self) -> str:
+        subject = f"{self.path} ({self.kind})" if self.path else f"the model ({self.kind})"
+        return (
+            f"{subject} runs as plain Python, its submodules as programs of their own: "
+            f"its graph breaks at {self.where}: {self.reason}"
+        )
+
+
+def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: Sequence[Break] = ()) -> str:
+    """Units, bytes, volume against the stage's, predicted peak memory, what overlaps what, and graph breaks."""
     out = io.StringIO()
     console = Console(file=out, width=110)
     psi = sum(param.nbytes for param in layout.params)
     count = sum(param.numel for param in layout.params)
     console.print(f"stage {layout.stage.number}, world {layout.world}: {count:,} parameters, {human_bytes(psi)}")
-    console.print(_unit_table(programs[0].layout if programs else layout))
+    console.print(_unit_table(programs[0].layout if programs and not breaks else layout))
+    for found in breaks:
+        console.print(f"graph break: {found}", soft_wrap=True, markup=False, highlight=False)
     if not programs:
         console.print("No program yet: the model is traced at its first call.")
     for number, program in enumerate(programs):

@@ -66,7 +66,7 @@ class TensorType:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{_SHORT.get(self.dtype, str(self.dtype).removeprefix('torch.'))}[{', '.join(map(str, self.dims))}]"
+        return f"{dtype_text(self.dtype)}[{', '.join(map(str, self.dims))}]"
 
     @classmethod
     def parse(cls, text: str) -> TensorType:
@@ -77,8 +77,7 @@ class TensorType:
     @classmethod
     def parse_all(cls, text: str) -> Iterator[TensorType]:
         for short, dims in _TYPE.findall(text):
-            dtype = _LONG.get(short) or getattr(torch, short)
-            yield cls(dtype, tuple(Dim.parse(dim) for dim in dims.split(",") if dim.strip()))
+            yield cls(dtype_of(short), tuple(Dim.parse(dim) for dim in dims.split(",") if dim.strip()))
 
     @classmethod
     def of(cls, value: Any) -> TensorType | None:
@@ -90,6 +89,17 @@ class TensorType:
     @classmethod
     def make(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorType:
         return cls(dtype, tuple(map(Dim, shape)))
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """The short name of a dtype: `bf16`."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """The dtype that `dtype_text` calls so."""
+    found: torch.dtype = _LONG.get(text) or getattr(torch, text)
+    return found
 
 
 def _dim(size: int | torch.SymInt) -> Dim:

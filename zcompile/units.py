@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from zcompile.errors import OptionError, nearest
 from zcompile.layout import Layout, Param, Stage, Unit, identifier
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+NORMALISES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose parameters keep their dtype in mixed precision, as their running statistics do (and as FSDP has it)."""
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -58,8 +61,42 @@ def _matches(path: str, pattern: str) -> bool:
     return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
 
 
-def make_layout(model: nn.Module, stage: Stage, world: int, units: Sequence[str] | None) -> Layout:
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Mixed precision: shards keep the model's dtype.
+
+    `dtype`: in which floating-point parameters are gathered and computed with; None: in their own.
+    `reduce_dtype`: in which gradients are averaged; None: float32 where `dtype` is given, else the gradient's own.
+    """
+
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def compute(self, param: torch.Tensor) -> torch.dtype | None:
+        """What `param` is cast to for a gather; None where it is not."""
+        return self.dtype if param.is_floating_point() and param.dtype != self.dtype else None
+
+    def reduction(self, param: torch.Tensor, compute: torch.dtype | None) -> torch.dtype | None:
+        """What the gradient of `param` is cast to for its reduction; None where it is not."""
+        wanted = self.reduce_dtype or (torch.float32 if self.dtype else None)
+        full = compute or param.dtype
+        return wanted if param.is_floating_point() and wanted != full else None
+
+
+def make_layout(
+    model: nn.Module,
+    stage: Stage,
+    world: int,
+    units: Sequence[str] | None = None,
+    precision: Precision = Precision(),
+) -> Layout:
     """The layout of `model`: one unit a block, and one for each run of parameters between blocks."""
+    own = {
+        name
+        for path, module in model.named_modules()
+        if isinstance(module, NORMALISES_BATCHES)
+        for name in (f"{path}.weight", f"{path}.bias")
+    }
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     groups: list[tuple[str, list[Param]]] = []
     for name, param in model.named_parameters():
@@ -67,7 +104,9 @@ def make_layout(model: nn.Module, stage: Stage, world: int, units: Sequence[str]
         index = next((i for i, (path, _) in enumerate(groups) if block and path == block), None)
         if index is None and (block or not groups or groups[-1][0]):
             groups.append((block, []))
-        groups[-1 if index is None else index][1].append(_param(name, param, stage, world))
+        groups[-1 if index is None else index][1].append(
+            _param(name, param, stage, world, Precision(None, precision.reduce_dtype) if name in own else precision)
+        )
     return Layout(tuple(_named(groups)), stage, world)
 
 
@@ -81,13 +120,22 @@ def _named(groups: list[tuple[str, list[Param]]]) -> Iterator[Unit]:
             name += "_"
         taken.add(identifier(name))
         # Whole parameters last and small ones behind large ones: those packed lie side by side in a shard's buffer.
-        order = sorted(params, key=lambda p: (not p.shards, str(p.dtype), p.is_small))
+        order = sorted(params, key=lambda p: (not p.shards, str(p.dtype), str(p.full_dtype), p.is_small))
         yield Unit(name, tuple(order), modules)
 
 
-def _param(name: str, param: torch.Tensor, stage: Stage, world: int) -> Param:
+def _param(name: str, param: torch.Tensor, stage: Stage, world: int, precision: Precision) -> Param:
     sharded = stage.optimizer_sharded and param.dim() > 0 and param.numel() > 0
-    return Param(name, tuple(param.shape), param.dtype, param.requires_grad, world if sharded else 0)
+    compute = precision.compute(param)
+    return Param(
+        name,
+        tuple(param.shape),
+        param.dtype,
+        param.requires_grad,
+        world if sharded else 0,
+        compute,
+        precision.reduction(param, compute),
+    )
 
 
 def _has_parameters(module: nn.Module) -> bool:

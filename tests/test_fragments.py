@@ -1,0 +1,239 @@
+"""Graph breaks: a module that cannot be traced whole runs as Python, its submodules as programs; numbers stay right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import zcompile
+from tests.ranks import Ranks
+
+WIDTH = 6
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Between(nn.Module):
+    """A break between submodules; one of them is called twice, so two fragments share its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Pair(), Pair()])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        print(end="")
+        return self.blocks[0](self.norm(self.blocks[1](x)))
+
+
+class Own(nn.Module):
+    """Breaks inside a module that has parameters of its own: one sharded, one scalar, one unused, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, WIDTH))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.unused = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.pair = Pair()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.pair(x * self.frozen) @ self.weight.t()
+        print(end="")
+        return self.pair(y @ self.weight) * self.scale
+
+
+class Experts(nn.Module):
+    """Each rank's data decides which parameters are used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(3)])
+        self.stacked = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = int(self.router(x).mean(0).argmax())
+        if chosen == 0:
+            x = x * 2
+        return x @ self.weights[chosen] + x * self.stacked[chosen]
+
+
+class Nested(nn.Module):
+    """A break two levels down, in a loop, under activation checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Own(), Own()])
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Tied(nn.Module):
+    """The broken module reads a weight that a submodule has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+        self.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embed(x)
+        print(end="")
+        return self.head(y) + y @ self.weight
+
+
+MODELS = {cls.__name__: cls for cls in (Between, Own, Experts, Nested, Tied)}
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind]()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    found = {}
+    for name, param in model.named_parameters():
+        grad = param.grad
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+def train(rank: int, kind: str, world: int, stage: int, backend: str) -> list[str]:
+    """Three steps beside single-process training on all ranks' batches; names of what differs."""
+    warnings.simplefilter("ignore")
+    reference = make(kind)
+    compiled = zcompile.compile(copy.deepcopy(reference), stage=stage, backend=backend)
+    ours = torch.optim.SGD(compiled.parameters(), lr=0.01, momentum=0.9)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9)
+    differing = []
+    for step in range(3):
+        compiled(batch(rank, step)).square().mean().backward()
+        torch.stack([reference(batch(r, step)).square().mean() for r in range(world)]).mean().backward()
+        got, want = gradients(compiled), gradients(reference)
+        assert got.keys() == want.keys()
+        for name in want:
+            a, b = got[name], want[name]
+            if (a is None) != (b is None):
+                differing.append(f"step {step} {name}: {a} for {b}")
+            elif a is not None and b is not None and (a - b).abs().max() > 2e-6 * b.abs().max():
+                differing.append(f"step {step} {name}: {(a - b).abs().max() / b.abs().max()}")
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert compiled.explain().count("graph break:") >= 1
+    return differing
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: int) -> None:
+    for world in (2, 3):
+        assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
+
+
+def test_inductor_compiles_fragments(ranks: Ranks) -> None:
+    assert ranks.run(2, train, "Between", 2, 3, "inductor") == [[]] * 2
+
+
+def broken(kind: str, **options: Any) -> zcompile.CompiledModule:
+    return zcompile.compile(make(kind), backend="eager", **options)
+
+
+def test_each_fragment_is_a_program_of_its_own_and_explain_says_why() -> None:
+    compiled = broken("Between")
+    with pytest.warns(UserWarning, match=r"the model \(Between\) runs as plain Python.*print"):
+        compiled(batch(0, 0)).sum().backward()
+    assert len(compiled.programs) == 8, "the norm, and the blocks, of which one takes two kinds of input"
+    assert {unit.name for program in compiled.programs for unit in program.layout.units} == {
+        "blocks.0", "blocks.1", "norm",
+    }  # fmt: skip
+    page = compiled.explain()
+    assert "graph break: the model (Between)" in page
+    assert f"{__file__}:" in page
+
+
+def test_a_split_model_keeps_its_shards_between_calls() -> None:
+    compiled = broken("Own")
+    with pytest.warns(UserWarning, match="runs as plain Python"):
+        compiled(batch(0, 0)).sum().backward()
+    assert all(isinstance(param, DTensor) for param in compiled.parameters())
+    with torch.inference_mode():
+        assert compiled(batch(0, 1)).shape == (4, WIDTH)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_backward_of_a_split_model_is_checked_too() -> None:
+    compiled = broken("Own")
+    loss = compiled(batch(0, 0)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    again = compiled(batch(0, 0)).sum()
+    torch.optim.SGD(compiled.parameters(), lr=0.1).step()
+    with pytest.raises(zcompile.BackwardError, match="parameters changed"):
+        again.backward()
+
+
+class Peeks(nn.Module):
+    """Plain Python that reads a submodule's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return self.fc(x) + x * self.fc.weight.sum()
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x * self.weight
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (Peeks, zcompile.ParameterError, r"reads a parameter of another module.*self\.fc\.weight\.sum\(\)"),
+        (Writes, zcompile.CaptureError, r"^weight: the model's forward writes to this parameter"),
+    ],
+)
+def test_what_plain_python_must_not_do(model: type[nn.Module], error: type[Exception], message: str) -> None:
+    compiled = zcompile.compile(model(), backend="eager")
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            compiled(batch(0, 0))
+    assert all(isinstance(param, DTensor) for param in compiled.parameters())
