@@ -56,7 +56,7 @@ def _reduce(program: Program, unit: Unit, gradients: dict[str, fx.Node], last: f
     (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == unit.name]
     with program.graph.inserting_before(_next_line(program, last)):
         grads = [_owned(program, gradients.get(param.name), unit) for param in unit.params]
-        dtype = next((p.reduction_dtype for p in unit.params if p.name in gradients and p.reduction_dtype), None)
+        dtype = unit.reduction_dtype
         held = Data(Reduce(unit.name, params, scatter, dtype), Phase.BACKWARD, source=unit.name)
         target = reduce_scatter if scatter else all_reduce
         kwargs = {"dtype": dtype} if dtype else {}

@@ -99,10 +99,11 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Averaged gradients of a unit, by parameter name, ready for `.grad`."""
+    """Gradients of a unit by parameter name: averaged and ready for `.grad`, or (`held`) this rank's own, full."""
 
     shards: UnitShards
     tensors: Mapping[str, torch.Tensor]
+    held: bool = False
 
 
 def unbox(box: list[Any]) -> list[Any]:
@@ -151,6 +152,13 @@ def all_reduce(
     return _reduce(bound, list(grads), dtype, scattered=False)
 
 
+def accumulate(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
+    """Hold gradients back until a later reduction of the same parameters adds them to its own."""
+    given = zip(bound.unit.params, grads, strict=True)
+    tensors = {param.name: grad.to(param.dtype).contiguous() for param, grad in given if grad is not None}
+    return Gradients(bound.shards, tensors, held=True)
+
+
 def wait(started: Gather | Reduction) -> Full | Gradients:
     """The full parameters of a gather, or the averaged gradients of a reduction in the dtype of their shards."""
     return started.wait()
@@ -175,6 +183,7 @@ def _reduce(
     bound: BoundUnit, grads: list[torch.Tensor | None], dtype: torch.dtype | None, *, scattered: bool
 ) -> Reduction:
     communicator, params = bound.shards.communicator, bound.unit.params
+    grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
     for message in bound.messages(lambda index: grads[index] is not None):
         first = params[message[0]]
@@ -259,6 +268,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_reduce": all_reduce,
+    "accumulate": accumulate,
     "wait": wait,
     "release": release,
     "copy": copy,

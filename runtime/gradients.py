@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile._torch import after_backward, backward_number, local_tensor, post_accumulate_hooks
-from zcompile.runtime.executor import Gradients
+from zcompile.layout import Unit
+from zcompile.runtime.executor import BoundUnit, Gradients, all_reduce, reduce_scatter
+from zcompile.runtime.shards import UnitShards
 
 
 @dataclass
 class _Backward:
-    """One backward while it runs: what it has reduced so far, and what is to be reduced at its end."""
+    """One backward while it runs: its gradients so far, and what is to be reduced at its end."""
 
-    reduced: list[Gradients] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     events: list[torch.cuda.Event] = field(default_factory=list)
+    may_overflow: bool = False
 
 
 class Delivery:
@@ -29,25 +33,34 @@ class Delivery:
     sum, and hooks of `register_post_accumulate_grad_hook` run once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[UnitShards], *, scatter: bool) -> None:
+        self.units, self.scatter = units, scatter
+        self.synchronises = True
+        """False under `no_sync`: stages that keep full gradients hold them back."""
         self._running: dict[int, _Backward] = {}
 
     def forget(self) -> None:
         """Drop what backwards that failed have left; called where no backward runs."""
         if self._running and backward_number() is None:
             self._running.clear()
+            for unit in self.units:
+                unit.give_back()
 
-    def add(self, reduced: Sequence[Gradients]) -> None:
+    def add(self, gradients: Sequence[Gradients]) -> None:
         """Take gradients of the backward that runs now, for delivery at its end."""
         running = self._current()
-        running.reduced += reduced
-        if reduced and torch.cuda.is_available():
+        running.gradients += gradients
+        if gradients and torch.cuda.is_available():
             # Delivery runs on the caller's stream, which autograd joins only with the streams of its leaves.
             running.events.append(torch.cuda.current_stream().record_event())
 
     def at_end(self, reduce: Callable[[], Sequence[Gradients]]) -> None:
         """Call `reduce` when the backward that runs now has come to its end, and deliver what it gives."""
         self._current().late.append(reduce)
+
+    def expect_overflow(self) -> None:
+        """The backward that runs now carries scaled float16 gradients, of which an overflow must reach every rank."""
+        self._current().may_overflow = True
 
     def _current(self) -> _Backward:
         number = backward_number()
@@ -59,23 +72,68 @@ class Delivery:
 
     @torch.no_grad()
     def _finish(self, number: int) -> None:
-        ended = self._running.pop(number)
+        ended = self._running[number]
         for event in ended.events:
             torch.cuda.current_stream().wait_event(event)
         for reduce in ended.late:
-            ended.reduced += reduce()
+            ended.gradients += reduce()
+        if self.synchronises:
+            ended.gradients += self._reduce_rest()
+        del self._running[number]
         changed: dict[nn.Parameter, None] = {}
-        for gradients in ended.reduced:
+        for gradients in ended.gradients:
             for name, tensor in gradients.tensors.items():
-                parameter = gradients.shards.parameters[name]
-                if parameter.grad is None:
-                    parameter.grad = _like(gradients, name, tensor)
+                if gradients.held:
+                    gradients.shards.hold(name, tensor)
                 else:
-                    _local(parameter.grad).add_(tensor)
-                changed[parameter] = None
+                    _accumulate(gradients, name, tensor)
+                    changed[gradients.shards.parameters[name]] = None
+        if ended.may_overflow:
+            _spread_overflow(changed)
         for parameter in changed:
             for hook in post_accumulate_hooks(parameter):
                 hook(parameter)
+
+    def _reduce_rest(self) -> list[Gradients]:
+        """Reduce what is held back of parameters that this backward did not reach."""
+        reduce = reduce_scatter if self.scatter else all_reduce
+        rest = []
+        for unit in self.units:
+            waiting = [name for name in unit.names_held() if (held := unit.held(name)) and not held.taken]
+            if waiting:
+                bound = BoundUnit(unit, Unit(unit.unit.name, tuple(p for p in unit.unit.params if p.name in waiting)))
+                # Zeros, to which the reduction adds what is held back.
+                zeros = [
+                    torch.zeros(p.shape, dtype=p.dtype, device=unit.communicator.device) for p in bound.unit.params
+                ]
+                rest.append(reduce(bound, zeros, dtype=bound.unit.reduction_dtype).wait())
+        return rest
+
+
+def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
+    """Make gradients that are whole on every rank infinite on all of them where a shard on any rank is not finite.
+
+    GradScaler asks the other ranks only if the first gradient that it looks at is sharded; if that is a whole one, its
+    own finding must be that of all ranks already.
+    """
+    gradients = [param.grad for param in changed if isinstance(param.grad, DTensor)]
+    whole = [gradient for gradient in gradients if gradient.placements[0].is_replicate()]
+    if not whole:
+        return
+    finite = torch.stack([torch.isfinite(local_tensor(gradient)).all() for gradient in gradients]).all()
+    overflowed = (~finite).to(torch.int32).view(1)
+    dist.all_reduce(overflowed, op=dist.ReduceOp.MAX, group=whole[0].device_mesh.get_group())
+    for gradient in whole:
+        local_tensor(gradient).masked_fill_(overflowed[0].bool(), torch.inf)
+
+
+def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
+    gradients.shards.settle(name)
+    parameter = gradients.shards.parameters[name]
+    if parameter.grad is None:
+        parameter.grad = _like(gradients, name, tensor)
+    else:
+        _local(parameter.grad).add_(tensor)
 
 
 def _like(gradients: Gradients, name: str, tensor: torch.Tensor) -> torch.Tensor:

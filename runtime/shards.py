@@ -9,10 +9,11 @@ tail of the gathered parameter, so that the full parameter is a contiguous view 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from zcompile._torch import local_tensor
 from zcompile.layout import Param, Unit
@@ -38,6 +39,20 @@ class Full:
         self.tensors = [None] * len(self.tensors)
 
 
+@dataclass
+class Held:
+    """This rank's own gradient of a parameter, held back by `no_sync` until a later backward reduces it."""
+
+    total: torch.Tensor
+    """Full, in the parameter's dtype."""
+    shown: torch.Tensor
+    """What stands in `.grad` meanwhile; once it does not, the user has dropped the gradient."""
+    before: torch.Tensor | None
+    """What stood in `.grad` before: an averaged gradient, or nothing."""
+    taken: bool = False
+    """True from the reduction on that adds it until the end of that backward."""
+
+
 class UnitShards:
     """What this rank keeps of one unit: parameters to train, and the memory that gathers send from."""
 
@@ -48,6 +63,7 @@ class UnitShards:
         self.parameters: dict[str, nn.Parameter] = {}
         self.kept: dict[tuple[str, ...], Full] = {}
         """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold."""
+        self._held: dict[str, Held] = {}
 
     def adopt(self, param: Param, source: nn.Parameter) -> nn.Parameter:
         """Make the parameter that stands for `source` from now on, with the values of the mesh's first rank.
@@ -87,6 +103,12 @@ class UnitShards:
             stride=contiguous_stride(param.shape),
         )
 
+    def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
+        """This rank's part of `full`, which is shaped like the parameter `name`, in memory of its own."""
+        param = self.unit.params[self.unit.index(name)]
+        start, stop = param.shard_rows(self.communicator.rank)
+        return self.distribute(param, full[start:stop].clone(memory_format=torch.contiguous_format))
+
     def padded_shard(self, param: Param) -> torch.Tensor:
         """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
         offset = self.offsets[param.name]
@@ -104,6 +126,50 @@ class UnitShards:
         """This rank's values of `param`: its rows, or the whole of it where it is not sharded."""
         parameter = self.parameters[param.name]
         return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+
+    # -- gradients held back --------------------------------------------------------------------------------------
+
+    def hold(self, name: str, gradient: torch.Tensor) -> None:
+        """Add to the gradient that is held back for the parameter `name`; it shows in `.grad`, unreduced."""
+        parameter = self.parameters[name]
+        if (held := self.held(name)) is not None:
+            held.total.add_(gradient)
+            return
+        shown = gradient
+        if isinstance(parameter, DTensor):
+            shown = DTensor.from_local(gradient, self.communicator.mesh, [Partial("avg")], run_check=False)
+        self._held[name] = Held(gradient, shown, parameter.grad)
+        parameter.grad = shown
+
+    def held(self, name: str) -> Held | None:
+        """What is held back for the parameter `name`, unless the user has dropped it from `.grad`."""
+        held = self._held.get(name)
+        if held is not None and self.parameters[name].grad is not held.shown:
+            del self._held[name]
+            return None
+        return held
+
+    def with_held(self, param: Param, gradient: torch.Tensor) -> torch.Tensor:
+        """`gradient`, which the caller owns, with what is held back for `param` added, once in a backward."""
+        held = self.held(param.name)
+        if held is None or held.taken:
+            return gradient
+        held.taken = True
+        return gradient.to(param.dtype).add_(held.total)
+
+    def settle(self, name: str) -> None:
+        """The gradient held back for `name` has been reduced: `.grad` is again what it was before."""
+        if (held := self.held(name)) is not None and held.taken:
+            self.parameters[name].grad = self._held.pop(name).before
+
+    def give_back(self) -> None:
+        """A backward has failed: what its reductions took is still to be reduced."""
+        for held in self._held.values():
+            held.taken = False
+
+    def names_held(self) -> list[str]:
+        """Parameters with gradients that wait for their reduction."""
+        return [name for name in list(self._held) if self.held(name) is not None]
 
     def version(self) -> int:
         """A number that grows with every write in place that autograd sees."""

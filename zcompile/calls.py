@@ -25,6 +25,8 @@ class ModelCall:
     delivery: Delivery
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     """Reductions to make once a backward of this call has come to its end, the same ones on every rank."""
+    scaled: bool = False
+    """True if gradients are float16, and may be scaled."""
     _seen: int = field(init=False)
     _begun: int | None = None
 
@@ -53,6 +55,8 @@ class ModelCall:
         if self.version() != self._seen:
             fix = "call backward before optimizer.step(), once for each forward"
             raise BackwardError("backward", "parameters changed since the forward whose graph this is", fix)
+        if self.scaled:
+            self.delivery.expect_overflow()
         for reduce in self.late:
             self.delivery.at_end(reduce)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from zcompile.engine import Engine
 from zcompile.errors import (
@@ -21,7 +23,7 @@ from zcompile.errors import (
 )
 from zcompile.fragments import Tree
 from zcompile.layout import STAGES, Layout
-from zcompile.optimizers import watch_optimizers
+from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.options import check_backend, check_dtype, check_prefetch, check_stage
 from zcompile.pipeline import Journal, Pass, Pipeline
 from zcompile.pipelines import pipeline
@@ -35,6 +37,7 @@ from zcompile.units import Precision, make_layout
 def compile(
     model: nn.Module,
     *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     stage: int = 3,
     prefetch: int = 2,
     mesh: DeviceMesh | None = None,
@@ -52,6 +55,8 @@ def compile(
 
     Args:
         model: Any module whose parameters are all on one device. Its code is not touched.
+        optimizer: One that was built over the model's parameters (or several): its groups and state are pointed at the
+            shards. An optimizer built afterwards over `compiled.parameters()` needs no mention.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         prefetch: How many units are gathered ahead of the one that computes; 0 means none.
         mesh: The data-parallel `DeviceMesh` of one dimension; by default all ranks. Without `torchrun` a world of one.
@@ -68,6 +73,7 @@ def compile(
         OptionError: a stage, prefetch, backend or unit pattern that cannot be meant.
         PipelineError: a pass that is unknown, missing or out of place.
         ModelError: no parameters, parameters on several devices, or a model that is sharded already.
+        OptimizerError: `optimizer` holds none of the model's parameters.
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
@@ -79,6 +85,8 @@ def compile(
     steps = _pipeline(stage, prefetch, passes, backend)
     device = _device(model)
     communicator = Communicator(resolve_mesh(mesh, device), device)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
+    check_optimizers(optimizers, model)
     precision = Precision(dtype, reduce_dtype)
     layout = make_layout(model, STAGES[stage], communicator.size, units, precision)
     agreement = Agreement(communicator)
@@ -86,8 +94,9 @@ def compile(
         "the model", [f"stage {stage} prefetch {prefetch} backend {backend} {precision}", *_model_lines(model, layout)]
     )
     shards, sites, retired = shard_model(model, layout, communicator)
+    point_at_shards(optimizers, shards.values(), retired)
     dump = dump or os.environ.get("ZCOMPILE_DUMP")
-    engine = Engine(layout, steps, shards, communicator, agreement, backend=backend, autocast=dtype, dump=dump)
+    engine = Engine(layout, steps, shards, communicator, agreement, backend=backend, precision=precision, dump=dump)
     return CompiledModule(model, engine, sites, retired)
 
 
@@ -152,7 +161,7 @@ class CompiledModule(nn.Module):
         self.training = model.training
         self._engine = engine
         self._tree = Tree(model, engine, sites, retired)
-        watch_optimizers(self, dict(retired))
+        watch_optimizers(self, engine, dict(retired))
 
     # -- calling --------------------------------------------------------------------------------------------------
 
@@ -168,6 +177,16 @@ class CompiledModule(nn.Module):
             ParameterError: a parameter was replaced since `zcompile.compile`, or is read where it is not full.
         """
         return self._tree.run(*args, **kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients over micro-batches: `with compiled.no_sync(): compiled(batch).backward()`.
+
+        Stages 0 and 1, which keep full gradients, communicate nothing in such a backward; the next one outside reduces
+        the sum. Until then `.grad` shows this rank's own gradients (under stage 1 as a DTensor placed `Partial`), and
+        an optimizer's step is refused. Stages 2 and 3 reduce each micro-batch into the shards, as without `no_sync`:
+        full gradients are what they do without. What counts is where the backward runs.
+        """
+        return self._engine.no_sync()
 
     # -- the module -----------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import UnitShards
+from zcompile.units import Precision
 
 
 class Engine:
@@ -42,7 +43,7 @@ class Engine:
         agreement: Agreement,
         *,
         backend: str,
-        autocast: torch.dtype | None = None,
+        precision: Precision,
         dump: str | os.PathLike[str] | None = None,
     ) -> None:
         self.layout, self.pipeline, self.shards = layout, steps, shards
@@ -52,9 +53,9 @@ class Engine:
         self.breaks: list[Break] = []
         self.regions = RegionCache(backend)
         self.freshness = Freshness(list(shards.values()), communicator)
-        self.delivery = Delivery()
-        self._session = Session(shards, self.delivery.add, self._agree, self.freshness.refresh)
-        self._autocast = autocast
+        self.delivery = Delivery(list(shards.values()), scatter=layout.stage.optimizer_sharded)
+        self._session = Session(shards, self.delivery, self._agree, self.freshness.refresh)
+        self.precision = precision
         self._dump = Path(dump) if dump else None
         self._agreed: set[str] = set()
 
@@ -82,9 +83,15 @@ class Engine:
 
         Where the user has set autocast of the same dtype himself, this changes nothing.
         """
-        if self._autocast is None or self._autocast is torch.float32:
+        if self.precision.dtype in (None, torch.float32):
             return contextlib.nullcontext()
-        return torch.autocast(self.communicator.device.type, dtype=self._autocast)
+        return torch.autocast(self.communicator.device.type, dtype=self.precision.dtype)
+
+    def computes_in_float16(self) -> bool:
+        """True where gradients may be float16, by `dtype` or by the user's autocast: losses are scaled then."""
+        kind = self.communicator.device.type
+        low = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+        return low and self.layout.stage.optimizer_sharded and self.layout.world > 1
 
     def _lower(self, traced: Program) -> Runner:
         journal = Journal()
@@ -106,6 +113,20 @@ class Engine:
             self.agreement.reach("the program's communications", program.communications())
             self._agreed.add(digest)
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside hold gradients back where the stage keeps full gradients; see `CompiledModule.no_sync`."""
+        before = self.delivery.synchronises
+        self.delivery.synchronises = self.layout.stage.gradients_sharded
+        try:
+            yield
+        finally:
+            self.delivery.synchronises = before
+
+    def names_held(self) -> list[str]:
+        """Parameters with gradients that `no_sync` holds back."""
+        return [name for shards in self.shards.values() for name in shards.names_held()]
+
     def version(self) -> int:
         """A number that grows with every change of a parameter that an optimizer or autograd makes known."""
         return self.freshness.steps + sum(shards.version() for shards in self.shards.values())
@@ -117,6 +138,8 @@ class Engine:
         for step in self.steps:
             phases = Phase if step.program.has_backward else (Phase.FORWARD,)
             found += [step.program.phase(phase) for phase in phases]
+            if step.accumulating is not None:
+                found.append(step.accumulating.phase(Phase.BACKWARD))
         return found
 
     def explain(self) -> str:

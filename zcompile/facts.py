@@ -15,6 +15,7 @@ from zcompile.derived import derived_values
 from zcompile.errors import ProgramError
 from zcompile.layout import Unit
 from zcompile.ops import (
+    Accumulate,
     AllGather,
     Call,
     Compute,
@@ -259,6 +260,18 @@ def _reduced_once(program: Program) -> Iterator[Violation]:
             )
 
 
+def _accumulated_once(program: Program) -> Iterator[Violation]:
+    for node in program.nodes(Reduce):
+        yield Violation(node, f"{node.name} communicates, though gradients are to be held back")
+    held = [op_of(node, Accumulate).params for node in program.results.reduced]
+    count = Counter(name for params in held for name in params)
+    expected = program.differentiated()
+    for name in sorted({*count, *expected}):
+        if count[name] != (name in expected):
+            wanted = "once" if name in expected else "none"
+            yield Violation(None, f"the gradient of {name} is held back {count[name]} times; want {wanted}")
+
+
 def _reduce_violations(program: Program, node: fx.Node, op: Reduce, scatter: bool) -> Iterator[Violation]:
     unit = program.layout.unit(op.unit)
     if data(node.all_input_nodes[0]).op != Shards(op.unit):
@@ -371,6 +384,7 @@ GATHERED_BEFORE_USE = Fact("full parameters gathered and waited for before use",
 RELEASED_ONCE = Fact("gathers released exactly once", _released_once)
 UNUSED_AFTER_RELEASE = Fact("nothing used after release", _unused_after_release)
 REDUCED_ONCE = Fact("trainable gradients reduced exactly once", _reduced_once)
+ACCUMULATED_ONCE = Fact("trainable gradients held back exactly once", _accumulated_once)
 WAITS_SUNK = Fact("waits of reductions sunk", _waits_sunk)
 MESSAGES_PACKED = Fact("messages packed", _messages_packed)
 VOLUME_RIGHT = Fact("communication volume of the stage", _volume_right)

@@ -33,7 +33,8 @@ from zcompile.capture import Names
 from zcompile.engine import Engine
 from zcompile.errors import CaptureError, ParameterError, ZcompileError
 from zcompile.report import Break
-from zcompile.runtime.executor import BoundUnit, Gradients, all_gather, all_reduce, reduce_scatter
+from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather, all_reduce, reduce_scatter
+from zcompile.runtime.gradients import Delivery
 from zcompile.sharding import Retired, Site
 
 BREAKS = (Unsupported, UserError, InternalTorchDynamoError)
@@ -58,9 +59,10 @@ class Tree:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; what its backward needs is watched."""
         self.engine.delivery.forget()
-        self.call = call = ModelCall(self.engine.version, self.engine.delivery)
         try:
             with self.engine.autocast():
+                scaled = self.engine.computes_in_float16()
+                self.call = call = ModelCall(self.engine.version, self.engine.delivery, scaled=scaled)
                 result = self.root(*args, **kwargs)
         finally:
             self.call = None
@@ -183,7 +185,7 @@ class Fragment:
             leaves |= made
             call = self.tree.call
             if call is not None and torch.is_grad_enabled() and any(trainable[name] for name in unit.names):
-                call.late.append(Leaves(bound, made, engine.layout.stage.optimizer_sharded).reduce)
+                call.late.append(Leaves(bound, made, engine.delivery).reduce)
         return leaves
 
     def _check(self, sites: Sequence[Site]) -> None:
@@ -215,12 +217,7 @@ class Leaves:
 
     bound: BoundUnit
     tensors: dict[str, nn.Parameter]
-    scatter: bool
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What gradients of this unit are cast to for their reduction."""
-        return next((param.reduction_dtype for param in self.bound.unit.params if param.reduction_dtype), None)
+    delivery: Delivery
 
     def reduce(self) -> Sequence[Gradients]:
         """Average over the ranks what autograd has collected; what one rank's code did not reach counts as zero."""
@@ -232,8 +229,10 @@ class Leaves:
             grads = [_gradient(leaf) if on_any else None for leaf, on_any in zip(leaves, reached, strict=True)]
             for leaf in leaves:
                 leaf.grad = None
-            reduce = reduce_scatter if self.scatter else all_reduce
-            return [reduce(self.bound, grads, dtype=self.dtype).wait()]
+            if not self.delivery.synchronises:
+                return [accumulate(self.bound, grads)]
+            reduce = reduce_scatter if self.delivery.scatter else all_reduce
+            return [reduce(self.bound, grads, dtype=self.bound.unit.reduction_dtype).wait()]
 
 
 def _gradient(leaf: nn.Parameter) -> torch.Tensor:

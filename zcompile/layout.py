@@ -141,6 +141,11 @@ class Unit:
         """What parameters of this unit are cast to when it is gathered; None if none of them is."""
         return next((param.compute_dtype for param in self.params if param.compute_dtype), None)
 
+    @property
+    def reduction_dtype(self) -> torch.dtype | None:
+        """What gradients of this unit are cast to when they are reduced; None if none of them is."""
+        return next((param.reduction_dtype for param in self.params if param.reduction_dtype), None)
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(param.name for param in self.params)

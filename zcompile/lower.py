@@ -11,10 +11,14 @@ import torch
 from torch import fx
 
 from zcompile._torch import HigherOrderOperator, compile_with_inductor, is_symbolic
+from zcompile.facts import verify
 from zcompile.ops import AllGather, Call, Input, Kind, Parameter, Phase, Shards, WaitGather, data, op_of
+from zcompile.pipeline import ALWAYS
+from zcompile.pipelines import ACCUMULATE
 from zcompile.printer import inputs_of
 from zcompile.program import Program, Region
-from zcompile.runtime.executor import BoundUnit, Gradients, load
+from zcompile.runtime.executor import BoundUnit, load
+from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.shards import Full, UnitShards
 
 
@@ -70,7 +74,7 @@ class Session:
     """What programs of one model run with."""
 
     shards: Mapping[str, UnitShards]
-    deliver: Callable[[Sequence[Gradients]], None]
+    delivery: Delivery
     before_first_run: Callable[[Program], None]
     """Called with the program before it communicates for the first time: the ranks agree on it."""
     refresh: Callable[[], None]
@@ -100,21 +104,24 @@ class Step:
         self._units = {unit.name: BoundUnit(session.shards[unit.name], unit) for unit in program.layout.units}
         self._agreed = False
         self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
-        compiled = {name: regions.get(found) for name, found in program.regions.items()}
-        self._forward = self._load(Phase.FORWARD, compiled)
-        self._backward = self._load(Phase.BACKWARD, compiled) if program.has_backward else None
+        self._regions = {name: regions.get(found) for name, found in program.regions.items()}
+        self._forward = self._load(program, Phase.FORWARD)
+        self._backward = self._load(program, Phase.BACKWARD) if program.has_backward else None
+        self.accumulating: Program | None = None
+        """The program whose backward holds gradients back, once there was one under `no_sync`."""
+        self._accumulate: Callable[[list[Any]], Any] | None = None
 
-    def _load(self, phase: Phase, regions: Mapping[str, Callable[..., Any]]) -> Callable[[list[Any]], Any]:
+    def _load(self, program: Program, phase: Phase) -> Callable[[list[Any]], Any]:
         """The text of `phase`, ready to be called with what is not bound here: units and constants."""
         bound: list[Any] = []
-        for node in inputs_of(self.program, phase):
+        for node in inputs_of(program, phase):
             op = data(node).op
             if isinstance(op, Shards):
                 bound.append(self._units[op.unit])
             elif isinstance(op, Input) and op.kind is Kind.CONSTANT:
-                bound.append(self.program.constants[node.name])
-        part = self.program.phase(phase)
-        run = load(part.text(), str(phase), regions, f"<zcompile {phase} {self.program.digest()[:12]}>")
+                bound.append(program.constants[node.name])
+        part = program.phase(phase)
+        run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {program.digest()[:12]}>")
         return lambda values: run([*bound, *_drained(values)])
 
     def forward(self, box: list[Any]) -> list[Any]:
@@ -161,10 +168,19 @@ class Step:
         saved = [next(sizes if is_symbolic(node.meta.get("val")) else tensors) for node in self.saved]
         values = [*self._kept_full(carried), *saved, *tangents]
         del saved, carried, tangents, tensors, sizes
-        input_gradients, reduced = self._backward(values)
-        self.session.deliver(reduced)
+        run = self._backward if self.session.delivery.synchronises else self._accumulating()
+        input_gradients, gradients = run(values)
+        self.session.delivery.add(gradients)
         others = iter(input_gradients)
         return [None if is_parameter else next(others) for is_parameter in self._is_parameter]
+
+    def _accumulating(self) -> Callable[[list[Any]], Any]:
+        """The backward that holds gradients back; made when it is first needed."""
+        if self._accumulate is None:
+            self.accumulating = ACCUMULATE(self.program)
+            verify(self.accumulating, (*ALWAYS, *ACCUMULATE.ensures), f"after {ACCUMULATE.name}")
+            self._accumulate = self._load(self.accumulating, Phase.BACKWARD)
+        return self._accumulate
 
     def _kept_full(self, carried: Sequence[torch.Tensor]) -> list[Full]:
         by_name = dict(zip(self._read, carried, strict=True))

@@ -118,6 +118,14 @@ class WaitReduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Hold this rank's own gradients of `params` back: they are reduced with those of a later backward."""
+
+    unit: str
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
     """A gradient copied, because its memory belongs to another value too and the reduction must own it."""
 
@@ -139,6 +147,7 @@ Op = (
     | Release
     | Reduce
     | WaitReduce
+    | Accumulate
     | Copy
     | Results
 )
@@ -219,6 +228,11 @@ def all_reduce(unit: Any, grads: Sequence[Any], *, dtype: torch.dtype | None = N
     _only_a_name("all_reduce")
 
 
+def accumulate(unit: Any, grads: Sequence[Any]) -> NoReturn:
+    """Hold gradients back; a later reduction of the same parameters adds them to its own."""
+    _only_a_name("accumulate")
+
+
 def copy(value: Any) -> NoReturn:
     """A copy of a tensor, in memory of its own."""
     _only_a_name("copy")
@@ -235,6 +249,19 @@ def release(full: Any) -> NoReturn:
 
 
 NAMES = frozenset(
-    {"torch", "all_gather", "reduce_scatter", "all_reduce", "wait", "release", "copy", "unbox", "aten", "ops", "box"}
+    {
+        "torch",
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "accumulate",
+        "wait",
+        "release",
+        "copy",
+        "unbox",
+        "aten",
+        "ops",
+        "box",
+    }
 )
 """Names with a meaning in a printed program; no value is called so."""

@@ -1,46 +1,108 @@
-"""Optimizers: refused over parameters from before `compile`, and watched, so that their steps are known."""
+"""Optimizers: pointed at shards, refused where their step would be wrong, and watched, so that steps are known."""
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from zcompile.engine import Engine
 from zcompile.errors import OptimizerError
+from zcompile.runtime.shards import UnitShards
 from zcompile.sharding import Retired
 
-if TYPE_CHECKING:
-    from zcompile.compiled import CompiledModule
 
+def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
+    """Refuse steps that would be wrong, and take note of the others, for as long as `owner` lives.
 
-def watch_optimizers(compiled: CompiledModule, retired: Retired) -> None:
-    """Refuse optimizers over parameters from before `compile`, and take note of steps of the ones there are now.
-
-    torch's hooks on optimizers are for all of the process; these go with the compiled module.
+    torch's hooks on optimizers are for all of the process; these go with `owner`.
     """
-    current = {id(parameter) for parameter in compiled.parameters()}
-    freshness = compiled._engine.freshness
+    mine = {id(param): name for shards in engine.shards.values() for name, param in shards.parameters.items()}
 
-    def refuse(optimizer: Optimizer, *_: object) -> None:
-        for param in _parameters_of(optimizer):
-            if id(param) in retired:
-                name, kind = retired[id(param)][1], type(optimizer).__name__
+    def before(optimizer: Optimizer, *_: object) -> None:
+        params = [id(param) for param in _parameters_of(optimizer)]
+        kind = type(optimizer).__name__
+        for param in params:
+            if param in retired:
                 found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
-                raise OptimizerError(name, found, f"build it afterwards: {kind}(compiled.parameters(), ...)")
+                fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
+                raise OptimizerError(retired[param][1], found, fix)
+        if not any(param in mine for param in params):
+            return
+        if held := {*engine.names_held()} & {mine[param] for param in params if param in mine}:
+            found = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
+            raise OptimizerError(min(held), found, "run the last micro-batch's backward outside of no_sync")
+        if engine.precision.dtype is torch.bfloat16 and _called_by_scaler():
+            found = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
+            raise OptimizerError("GradScaler", found, "leave it out, or give it enabled=False")
 
-    def note(optimizer: Optimizer, *_: object) -> None:
-        if any(id(param) in current for param in _parameters_of(optimizer)):
-            freshness.step()
+    def after(optimizer: Optimizer, *_: object) -> None:
+        if any(id(param) in mine for param in _parameters_of(optimizer)):
+            engine.freshness.step()
 
-    for handle in (register_optimizer_step_pre_hook(refuse), register_optimizer_step_post_hook(note)):
-        weakref.finalize(compiled, handle.remove)
+    for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+        weakref.finalize(owner, handle.remove)
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
+    """Raise OptimizerError for an optimizer that holds none of the model's parameters."""
+    params = {id(param) for param in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(param) in params for param in _parameters_of(optimizer)):
+            found = f"{type(optimizer).__name__} holds none of the model's parameters"
+            raise OptimizerError("optimizer", found, "give the optimizer that was built over model.parameters()")
+
+
+def point_at_shards(optimizers: Iterable[Optimizer], shards: Iterable[UnitShards], retired: Retired) -> None:
+    """Put shards in place of the parameters that they stand for, in the optimizers' groups and state.
+
+    State shaped like its parameter is sharded as the parameter is; other state (steps) stays.
+    """
+    by_name = {name: (unit, param) for unit in shards for name, param in unit.parameters.items()}
+    stands_for = {key: by_name[name] for key, (_, name) in retired.items()}
+    stands_for |= {id(param): (unit, param) for unit, param in by_name.values()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [_pointed(optimizer, param, stands_for) for param in group["params"]]
+
+
+def _pointed(
+    optimizer: Optimizer, old: torch.Tensor, stands_for: dict[int, tuple[UnitShards, nn.Parameter]]
+) -> torch.Tensor:
+    """What stands for `old` now; its state goes with it."""
+    if id(old) not in stands_for:
+        return old
+    unit, new = stands_for[id(old)]
+    if old is not new and old in optimizer.state:
+        state: dict[str, Any] = optimizer.state.pop(old)
+        name = next(name for name, param in unit.parameters.items() if param is new)
+        optimizer.state[new] = {
+            key: unit.shard_of(name, value)
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == new.shape
+            else value
+            for key, value in state.items()
+        }
+    return new
+
+
+def _called_by_scaler() -> bool:
+    """True within `GradScaler.step`: nothing but the stack knows that the gradients were scaled."""
+    frame = inspect.currentframe()
+    for _ in range(12):
+        frame = frame.f_back if frame else None
+        scaler = frame.f_locals.get("self") if frame else None
+        if isinstance(scaler, torch.amp.GradScaler):
+            return bool(scaler.is_enabled())
+    return False
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

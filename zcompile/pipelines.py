@@ -8,6 +8,7 @@ from typing import Literal
 from zcompile import facts
 from zcompile.layout import STAGES
 from zcompile.options import check_prefetch, check_stage
+from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
@@ -18,6 +19,8 @@ from zcompile.passes.sink_waits import sink_waits
 from zcompile.passes.split_phases import split_phases
 from zcompile.pipeline import Pass, Pipeline
 
+ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,), (facts.ACCUMULATED_ONCE,))
+"""Not part of a pipeline: applied to a finished program of stage 0 or 1, for backwards under `no_sync`."""
 GATHERED = (facts.GATHERED_BEFORE_USE, facts.RELEASED_ONCE)
 
 

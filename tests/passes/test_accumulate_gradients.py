@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.passes.programs import CHAIN, REDUCED, at_stage, check, parsed
+from zcompile.errors import ProgramError
+from zcompile.facts import ACCUMULATED_ONCE, verify
+from zcompile.passes.accumulate_gradients import accumulate_gradients
+
+HELD = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        c,                #            1 parameters  unit c
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    return [yc], [x, ya, yb]
+
+
+def backward(box):
+    (
+        a,                              #                       1 parameters  unit a
+        b,                              #                       1 parameters  unit b
+        c,                              #                       1 parameters  unit c
+        x,                              # f32[8, 4]
+        ya,                             # f32[8, 4]                           a
+        yb,                             # f32[8, 4]                           b
+        dy,                             # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                          #                       -256 B
+    c_grads_held = accumulate(c, [gc])  #                                     c
+    del gc                              #                       -64 B
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                          #                       -256 B
+    b_grads_held = accumulate(b, [gb])  #                                     b
+    del gb                              #                       -64 B
+    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    del x, da                           #                       -256 B
+    a_grads_held = accumulate(a, [ga])  #                                     a
+    del ga                              #                       -64 B
+    return [None], [c_grads_held, b_grads_held, a_grads_held]
+"""
+
+
+def test_reductions_become_accumulations() -> None:
+    held = check(accumulate_gradients, at_stage(CHAIN, 1), REDUCED, HELD)
+    verify(held, (ACCUMULATED_ONCE,), "here")
+
+
+def test_a_program_that_reduces_holds_nothing_back() -> None:
+    with pytest.raises(ProgramError, match="communicates, though gradients are to be held back"):
+        verify(parsed(at_stage(CHAIN, 1), REDUCED), (ACCUMULATED_ONCE,), "here")

@@ -1,0 +1,192 @@
+"""Gradient accumulation: `no_sync` communicates once where full gradients are kept, and sums are those of one batch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
+from tests.test_fragments import make as make_broken
+
+MICRO = 3
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+def accumulate(model: nn.Module, wrapped: nn.Module, kind: str, rank: int, step: int) -> None:
+    """A step of three micro-batches, the last of which synchronises."""
+    for micro in range(MICRO - 1):
+        with wrapped.no_sync():
+            (wrapped(*batch(kind, rank, 10 * step + micro)) / MICRO).backward()
+    (wrapped(*batch(kind, rank, 10 * step + MICRO - 1)) / MICRO).backward()
+
+
+def against_ddp(rank: int, kind: str, stage: int, **options: object) -> list[str]:
+    model = make(kind)
+    compiled = zcompile.compile(copy.deepcopy(model), stage=stage, backend="eager", **options)  # type: ignore[arg-type]
+    ddp = DistributedDataParallel(model)
+    ours = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    differing = []
+    for step in range(2):
+        accumulate(model, ddp, kind, rank, step)
+        before = compiled.traffic.payload
+        accumulate(model, compiled, kind, rank, step)
+        sent = compiled.traffic.payload - before
+        psi = sum(param.padded_bytes for param in compiled.layout.params)
+        if stage == 0:
+            assert sent == 2 * psi, "one all_reduce for the three micro-batches"
+        got, want = gradients(compiled), gradients(model)
+        exact = stage < 2  # stages 2 and 3 average each micro-batch: other roundings
+        for name, grad in want.items():
+            same = torch.equal(got[name], grad) if exact else torch.allclose(got[name], grad, rtol=1e-5, atol=1e-7)
+            differing += [] if same else [f"step {step} {name}"]
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return differing
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["gpt", "mlp"])
+def test_micro_batches_sum_as_under_ddp(ranks: Ranks, kind: str, stage: int) -> None:
+    assert ranks.run(2, against_ddp, kind, stage) == [[], []]
+
+
+def broken(rank: int, stage: int) -> bool:
+    """A model whose graph breaks, with parameters that only plain Python reads."""
+    warnings.simplefilter("ignore")
+    x = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2)]
+    kept, plain = (zcompile.compile(make_broken("Own"), stage=stage, backend="eager") for _ in range(2))
+    with kept.no_sync():
+        kept(x[0]).sum().backward()
+    kept(x[1]).sum().backward()
+    for part in x:
+        plain(part).sum().backward()
+    got, want = gradients(kept), gradients(plain)
+    return all((a is None) == (b is None) and (a is None or torch.allclose(a, b, rtol=1e-5)) for a, b in
+               ((got[name], want[name]) for name in want))  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_plain_python_reads_accumulates_too(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, broken, stage) == [True, True]
+
+
+class Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        return (self.a if which == "a" else self.b)(x).sum()
+
+
+def unreached(rank: int, stage: int) -> list[float]:
+    """The last micro-batch does not reach what an earlier one did: its gradient is reduced all the same."""
+    compiled = zcompile.compile(Switch(), stage=stage, backend="eager")
+    x = torch.full((2, 3), float(rank + 1))
+    with compiled.no_sync():
+        compiled(x, "a").backward()
+    compiled(x, "b").backward()
+    torch.optim.SGD(compiled.parameters(), lr=0.1).step()
+    return [float(grad.abs().max()) for grad in gradients(compiled).values() if grad is not None]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_last_micro_batch_reduces_what_it_does_not_reach(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, unreached, stage) == [[3.0, 2.0, 3.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_on_gradients_held_back_is_refused_and_changes_nothing(stage: int) -> None:
+    compiled = zcompile.compile(make("mlp"), stage=stage, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in compiled.state_dict().items()}
+    left_open = compiled.no_sync()
+    left_open.__enter__()
+    compiled(*batch("mlp", 0, 0)).backward()
+    with pytest.raises(zcompile.OptimizerError, match=r"layers\.0\.bias: its gradient was held back by no_sync"):
+        optimizer.step()
+    for name, value in compiled.state_dict().items():
+        assert torch.equal(value, before[name])
+    left_open.__exit__(None, None, None)
+    compiled(*batch("mlp", 0, 1)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_dropped_by_zero_grad_stay_dropped(stage: int) -> None:
+    compiled, reference = zcompile.compile(make("mlp"), stage=stage, backend="eager"), make("mlp")
+    with compiled.no_sync():
+        compiled(*batch("mlp", 0, 0)).backward()
+    compiled.zero_grad()
+    for model in (compiled, reference):
+        model(*batch("mlp", 0, 1)).backward()
+    got, want = gradients(compiled), gradients(reference)
+    assert all(torch.allclose(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_averaged_before_no_sync_are_kept(stage: int) -> None:
+    compiled, reference = zcompile.compile(make("mlp"), stage=stage, backend="eager"), make("mlp")
+    compiled(*batch("mlp", 0, 0)).backward()
+    with compiled.no_sync():
+        compiled(*batch("mlp", 0, 1)).backward()
+    compiled(*batch("mlp", 0, 2)).backward()
+    for step in range(3):
+        reference(*batch("mlp", 0, step)).backward()
+    got, want = gradients(compiled), gradients(reference)
+    assert all(torch.allclose(got[name], want[name], rtol=1e-5) for name in want)
+
+
+class Fails(torch.autograd.Function):
+    """Fails in the backward when told to."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        if Fails.broken:
+            raise ValueError("in the backward")
+        return grad
+
+
+def test_what_was_held_back_survives_a_backward_that_fails() -> None:
+    compiled, reference = zcompile.compile(make("mlp"), stage=1, backend="eager"), make("mlp")
+    x, y = batch("mlp", 0, 0)
+    with compiled.no_sync():
+        compiled(x, y).backward()
+    x.requires_grad_()
+    Fails.broken = True
+    with pytest.raises(ValueError, match="in the backward"):
+        compiled(Fails.apply(x), y).backward()
+    Fails.broken = False
+    compiled(x.detach(), y).backward()
+    for _ in range(2):
+        reference(x.detach(), y).backward()
+    got, want = gradients(compiled), gradients(reference)
+    assert all(torch.allclose(got[name], want[name], rtol=1e-5) for name in want)
+
+
+def test_a_program_that_holds_back_is_shown() -> None:
+    compiled = zcompile.compile(make("mlp"), stage=1, backend="eager")
+    with compiled.no_sync():
+        compiled(*batch("mlp", 0, 0)).backward()
+    assert "accumulate(layers_0, [" in str(compiled.programs[2])
+    assert "reduce" not in str(compiled.programs[2])

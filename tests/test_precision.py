@@ -1,0 +1,234 @@
+"""Mixed precision: low-precision compute and gathers over full-precision shards, loss scaling, autocast."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zcompile
+from tests.models import GPT, batch, make
+from tests.ranks import Ranks
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_casts_stand_in_the_program_and_shards_keep_their_dtype(stage: int) -> None:
+    compiled = zcompile.compile(make("mlp"), stage=stage, dtype=torch.bfloat16, backend="eager")
+    compiled(*batch("mlp", 0, 0)).backward()
+    forward, backward = map(str, compiled.programs)
+    assert "dtype=torch.bfloat16)" in forward
+    assert "dtype=torch.float32)" in backward
+    assert "bf16[4, 13]" in forward
+    for param in compiled.parameters():
+        assert (param.dtype, param.grad.dtype) == (torch.float32, torch.float32)
+
+
+def test_a_mixed_program_parses_back() -> None:
+    compiled = zcompile.compile(make("mlp"), dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, backend="eager")
+    compiled(*batch("mlp", 0, 0)).backward()
+    program = compiled._engine.steps[0].program
+    assert zcompile.parse(program.text(regions=True)).text(regions=True) == program.text(regions=True)
+
+
+def low_traffic(rank: int, stage: int, options: dict[str, Any]) -> tuple[int, int]:
+    compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager", **options)
+    compiled(*batch("gpt", rank, 0)).backward()
+    return compiled.traffic.payload, sum(param.padded_numel for param in compiled.layout.params)
+
+
+def test_gathers_send_two_bytes_and_reductions_four_or_two(ranks: Ranks) -> None:
+    for (sent, psi), _ in [ranks.run(2, low_traffic, 1, {"dtype": torch.bfloat16})]:
+        assert sent == (2 + 4) * psi
+    for (sent, psi), _ in [ranks.run(2, low_traffic, 1, {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})]:
+        assert sent == (2 + 2) * psi
+    for (sent, psi), _ in [ranks.run(2, low_traffic, 0, {"dtype": torch.bfloat16})]:
+        assert sent == 2 * 4 * psi, "stage 0 gathers nothing: its casts are local"
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def low_training(rank: int, stage: int, dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float]:
+    """100 steps beside DistributedDataParallel under autocast: the worst relative distance of smoothed losses."""
+    model = make("gpt")
+    compiled = zcompile.compile(copy.deepcopy(model), stage=stage, dtype=dtype, **options)
+    ddp = DistributedDataParallel(model)
+    curves = []
+    for wrapped, theirs in ((compiled, False), (ddp, True)):
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3)
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+        losses = []
+        for step in range(100):
+            with torch.autocast("cpu", dtype=dtype, enabled=theirs):
+                loss = wrapped(*batch("gpt", rank, step % 10))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(torch.tensor(losses).view(-1, 10).mean(1))
+    return float(((curves[0] - curves[1]).abs() / curves[1]).max()), float(curves[0][-1])
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_loss_curve_is_that_of_ddp_with_autocast(ranks: Ranks, stage: int, dtype: torch.dtype) -> None:
+    for distance, end in ranks.run(2, low_training, stage, dtype, {"backend": "eager"}):
+        assert distance < 0.01
+        assert end < 3.0, "it learns"
+
+
+def overflow(rank: int, stage: int) -> list[tuple[bool, float]]:
+    """Whether each step changed the parameters, and the scale after it; rank 1's loss overflows in the second."""
+    compiled = zcompile.compile(make("mlp"), stage=stage, dtype=torch.float16, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    seen = []
+    for step in range(3):
+        before = [param.detach().clone() for param in compiled.parameters()]
+        loss = compiled(*batch("mlp", rank, step))
+        scaler.scale(loss * (torch.inf if (step, rank) == (1, 1) else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = any(not torch.equal(full(a), full(b)) for a, b in zip(before, compiled.parameters(), strict=True))
+        seen.append((changed, scaler.get_scale()))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(3, overflow, stage) == [[(True, 1024.0), (False, 512.0), (True, 512.0)]] * 3
+
+
+class Rows(nn.Module):
+    """A scalar first, whose gradient stays finite when one row's does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.rows = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.rows).sum() + self.scale
+
+
+def one_shard_overflows(rank: int) -> tuple[bool, float]:
+    """An overflow in a gradient of which only rank 2 keeps a part."""
+    compiled = zcompile.compile(Rows(), stage=3, dtype=torch.float16, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x = torch.ones(6)
+    x[5] = torch.inf
+    scaler.scale(compiled(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return torch.equal(full(compiled.rows.detach()), torch.ones(6)), scaler.get_scale()
+
+
+def test_an_overflow_in_one_shard_is_seen_by_all_ranks(ranks: Ranks) -> None:
+    assert ranks.run(3, one_shard_overflows) == [(True, 512.0)] * 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_autocast_around_the_call(backend: str) -> None:
+    model = make("gpt")
+    compiled = zcompile.compile(copy.deepcopy(model), backend=backend)
+    losses = []
+    for called in (compiled, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(called(*batch("gpt", 0, 0)))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(compiled.parameters(), model.parameters(), strict=True):
+        assert (full(ours.grad) - theirs.grad).norm() < 0.03 * theirs.grad.norm() + 1e-6
+
+
+def test_batch_norm_keeps_its_dtype() -> None:
+    compiled = zcompile.compile(make("conv"), dtype=torch.bfloat16, backend="eager")
+    computed = {param.name: param.full_dtype for param in compiled.layout.params}
+    assert computed["stages.0.1.weight"] is torch.float32
+    assert computed["stages.0.0.weight"] is torch.bfloat16
+    compiled(*batch("conv", 0, 0)).backward()
+
+
+def kept_copies(rank: int, stage: int) -> bool:
+    """Low-precision copies kept by stages 0 to 2 follow optimizer steps and writes."""
+    compiled = zcompile.compile(make("mlp"), stage=stage, dtype=torch.bfloat16, backend="eager")
+    x = batch("mlp", rank, 0)
+    first = compiled(*x).item()
+    with torch.no_grad():
+        for param in compiled.parameters():
+            param.mul_(2)
+    second = compiled(*x).item()
+    with torch.no_grad():
+        for param in compiled.parameters():
+            param.div_(2)
+    return compiled(*x).item() == first != second
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_kept_casts_are_renewed(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, kept_copies, stage) == [True, True]
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return (self.inner(x) @ self.weight).float().square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plain_python_computes_in_low_precision_too() -> None:
+    compiled = zcompile.compile(Breaks(), dtype=torch.bfloat16, backend="eager")
+    compiled(torch.randn(2, 4)).backward()
+    assert compiled.weight.grad.dtype is torch.float32
+
+
+# -- memory and mistakes ----------------------------------------------------------------------------------------------
+
+
+def test_predicted_peak_counts_two_bytes_a_parameter() -> None:
+    low, own = (zcompile.compile(GPT(), dtype=dtype, backend="eager") for dtype in (torch.bfloat16, None))
+    assert 2 * low.layout.units[1].gathered_bytes == own.layout.units[1].gathered_bytes
+
+
+@pytest.mark.parametrize("option", ["dtype", "reduce_dtype"])
+@pytest.mark.parametrize("value", [torch.int32, "bf16", torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_dtypes_that_cannot_be_meant(option: str, value: object) -> None:
+    with pytest.raises(zcompile.OptionError, match=f"^{option}: .* is no dtype to compute with"):
+        zcompile.compile(make("mlp"), **{option: value})  # type: ignore[arg-type]
+
+
+def test_a_scaler_with_bfloat16_is_refused() -> None:
+    compiled = zcompile.compile(make("mlp"), dtype=torch.bfloat16, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    before = [param.detach().clone() for param in compiled.parameters()]
+    for enabled in (True, False):
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(compiled(*batch("mlp", 0, 0))).backward()
+        if enabled:
+            with pytest.raises(zcompile.OptimizerError, match="GradScaler: scales the loss of a model"):
+                scaler.step(optimizer)
+            assert all(torch.equal(full(a), full(b)) for a, b in zip(before, compiled.parameters(), strict=True))
+        else:
+            scaler.step(optimizer)
