@@ -8,7 +8,7 @@ too, and no rank gathers alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -19,7 +19,7 @@ from zcompile.runtime.shards import UnitShards
 class Freshness:
     """Drops kept copies that are out of date, on all ranks alike."""
 
-    def __init__(self, units: Sequence[UnitShards], communicator: Communicator) -> None:
+    def __init__(self, units: Mapping[str, UnitShards], communicator: Communicator) -> None:
         self.units = units
         self.communicator = communicator
         self.steps = 0
@@ -38,7 +38,7 @@ class Freshness:
         a wait of the host for the optimizer's kernels. A rank that steps alone gathers alone, which ends in a
         GroupError on all of them once the group's timeout is over.
         """
-        kept = [held for held in self.units if held.kept]
+        kept = [held for held in self.units.values() if held.kept]
         stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
         if stepped:
             for held in kept:

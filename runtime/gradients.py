@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +33,7 @@ class Delivery:
     sum, and hooks of `register_post_accumulate_grad_hook` run once.
     """
 
-    def __init__(self, units: Sequence[UnitShards], *, scatter: bool) -> None:
+    def __init__(self, units: Mapping[str, UnitShards], *, scatter: bool) -> None:
         self.units, self.scatter = units, scatter
         self.synchronises = True
         """False under `no_sync`: stages that keep full gradients hold them back."""
@@ -43,7 +43,7 @@ class Delivery:
         """Drop what backwards that failed have left; called where no backward runs."""
         if self._running and backward_number() is None:
             self._running.clear()
-            for unit in self.units:
+            for unit in self.units.values():
                 unit.give_back()
 
     def add(self, gradients: Sequence[Gradients]) -> None:
@@ -98,7 +98,7 @@ class Delivery:
         """Reduce what is held back of parameters that this backward did not reach."""
         reduce = reduce_scatter if self.scatter else all_reduce
         rest = []
-        for unit in self.units:
+        for unit in self.units.values():
             waiting = [name for name in unit.names_held() if (held := unit.held(name)) and not held.taken]
             if waiting:
                 bound = BoundUnit(unit, Unit(unit.unit.name, tuple(p for p in unit.unit.params if p.name in waiting)))
@@ -129,11 +129,15 @@ def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
 
 def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
     gradients.shards.settle(name)
-    parameter = gradients.shards.parameters[name]
+    parameter, twin = gradients.shards.parameters[name], gradients.shards.twins.get(name)
+    if twin is not None and twin.grad is None:
+        parameter.grad = None  # the user has dropped it by the parameter that he knows
     if parameter.grad is None:
         parameter.grad = _like(gradients, name, tensor)
     else:
         _local(parameter.grad).add_(tensor)
+    if twin is not None:
+        twin.grad = parameter.grad
 
 
 def _like(gradients: Gradients, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,8 @@ class UnitShards:
         self.parameters: dict[str, nn.Parameter] = {}
         self.kept: dict[tuple[str, ...], Full] = {}
         """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold."""
+        self.twins: dict[str, nn.Parameter] = {}
+        """Under `torch.compile`: what the user's module holds in place of a shard. It has the same `.grad`."""
         self._held: dict[str, Held] = {}
 
     def adopt(self, param: Param, source: nn.Parameter) -> nn.Parameter:
@@ -107,7 +109,8 @@ class UnitShards:
         """This rank's part of `full`, which is shaped like the parameter `name`, in memory of its own."""
         param = self.unit.params[self.unit.index(name)]
         start, stop = param.shard_rows(self.communicator.rank)
-        return self.distribute(param, full[start:stop].clone(memory_format=torch.contiguous_format))
+        mine = full[start:stop] if param.shards else full
+        return self.distribute(param, mine.clone(memory_format=torch.contiguous_format))
 
     def padded_shard(self, param: Param) -> torch.Tensor:
         """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
@@ -139,15 +142,21 @@ class UnitShards:
         if isinstance(parameter, DTensor):
             shown = DTensor.from_local(gradient, self.communicator.mesh, [Partial("avg")], run_check=False)
         self._held[name] = Held(gradient, shown, parameter.grad)
-        parameter.grad = shown
+        self._show(name, shown)
 
     def held(self, name: str) -> Held | None:
         """What is held back for the parameter `name`, unless the user has dropped it from `.grad`."""
         held = self._held.get(name)
-        if held is not None and self.parameters[name].grad is not held.shown:
+        holders = [parameter for parameter in (self.parameters[name], self.twins.get(name)) if parameter is not None]
+        if held is not None and any(holder.grad is not held.shown for holder in holders):
             del self._held[name]
             return None
         return held
+
+    def _show(self, name: str, gradient: torch.Tensor | None) -> None:
+        self.parameters[name].grad = gradient
+        if name in self.twins:
+            self.twins[name].grad = gradient
 
     def with_held(self, param: Param, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient`, which the caller owns, with what is held back for `param` added, once in a backward."""
@@ -160,7 +169,7 @@ class UnitShards:
     def settle(self, name: str) -> None:
         """The gradient held back for `name` has been reduced: `.grad` is again what it was before."""
         if (held := self.held(name)) is not None and held.taken:
-            self.parameters[name].grad = self._held.pop(name).before
+            self._show(name, self._held.pop(name).before)
 
     def give_back(self) -> None:
         """A backward has failed: what its reductions took is still to be reduced."""

@@ -20,11 +20,13 @@ from zcompile.parser import parse
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.pipelines import pipeline
 from zcompile.program import Program, Region
+from zcompile.torch_backend import Backend, backend
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "Backend",
     "BackwardError",
     "CaptureError",
     "CompiledModule",
@@ -43,6 +45,7 @@ __all__ = [
     "Region",
     "Violation",
     "ZcompileError",
+    "backend",
     "compile",
     "parse",
     "pipeline",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import fx
 from torch._C import _current_graph_task_id
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
+from torch._dynamo.callback import callback_handler  # called around each compilation
 from torch._dynamo.exc import (  # what a capture can raise
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -27,6 +29,7 @@ from torch._dynamo.exc import (  # what a capture can raise
 )
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing  # a graph compiled again for other parameters
 from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
 from torch._subclasses.fake_tensor import FakeTensorMode  # values of a parsed program
 from torch.distributed.tensor import DTensor
@@ -43,8 +46,10 @@ __all__ = [
     "UserError",
     "after_backward",
     "aot_autograd",
+    "around_compiling",
     "backend_name",
     "backward_number",
+    "compile_plainly",
     "compile_with_inductor",
     "default_partition",
     "default_store",
@@ -55,7 +60,10 @@ __all__ = [
     "local_tensor",
     "min_cut_rematerialization_partition",
     "no_donated_buffers",
+    "path_of_input",
     "post_accumulate_hooks",
+    "retracing",
+    "tracing_context",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -68,6 +76,47 @@ def no_donated_buffers() -> contextlib.AbstractContextManager[None]:
     """
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
     return patched
+
+
+def tracing_context() -> Any:
+    """What Dynamo knows of the graph that it compiles now: symbols of varying sizes, and the fake tensors of inputs."""
+    return TracingContext.try_get()
+
+
+def around_compiling(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Call `before` when Dynamo begins to compile, and `after` when it has ended; returns what undoes that."""
+
+    def start(*_: object) -> None:
+        before()
+
+    def end(*_: object) -> None:
+        after()
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+
+    def remove() -> None:
+        with contextlib.suppress(ValueError):  # torch.compiler.reset() has removed them already
+            callback_handler.remove_start_callback(start)
+            callback_handler.remove_end_callback(end)
+
+    return remove
+
+
+def retracing(context: Any) -> contextlib.AbstractContextManager[Any]:
+    """Compile once more a graph that Dynamo has compiled with `context`, as AOTAutograd does for late backwards."""
+    return tracing(context)
+
+
+def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
+    """A graph of Dynamo's as `torch.compile` compiles it by itself."""
+    if backend == "eager":
+        return module.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(module, list(inputs))
+    run: Callable[..., Any] = compiled
+    return run
 
 
 def keeps_graph() -> bool:
@@ -84,6 +133,14 @@ def backward_number() -> int | None:
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that runs now has come to its end; not if it fails. FSDP relies on it too."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def path_of_input(node: fx.Node) -> str:
+    """Where a parameter among the inputs of Dynamo's graph hangs in the module tree of the traced code."""
+    argument = node.meta.get("grapharg")
+    name = argument.source.name if argument is not None else ""
+    source: str = name() if callable(name) else name  # a method before torch 2.12
+    return ".".join(re.findall(r"_(?:modules|parameters)\['([^']+)'\]", source)) or str(node.target)
 
 
 def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

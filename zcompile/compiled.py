@@ -15,23 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zcompile.configuration import Options
 from zcompile.engine import Engine
 from zcompile.errors import (
     ModelError,
-    OptionError,
     ParameterError,
 )
 from zcompile.fragments import Tree
 from zcompile.layout import STAGES, Layout
 from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimizers
-from zcompile.options import check_backend, check_dtype, check_prefetch, check_stage
 from zcompile.pipeline import Journal, Pass, Pipeline
-from zcompile.pipelines import pipeline
 from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator, Traffic, resolve_mesh
 from zcompile.sharding import Retired, Site, shard_model
-from zcompile.units import Precision, make_layout
+from zcompile.units import make_layout
 
 
 def compile(
@@ -77,38 +75,17 @@ def compile(
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
-    check_stage(stage)
-    check_prefetch(prefetch)
-    check_backend(backend)
-    check_dtype("dtype", dtype)
-    check_dtype("reduce_dtype", reduce_dtype)
-    steps = _pipeline(stage, prefetch, passes, backend)
+    options = Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump or os.environ.get("ZCOMPILE_DUMP"))
     device = _device(model)
     communicator = Communicator(resolve_mesh(mesh, device), device)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
     check_optimizers(optimizers, model)
-    precision = Precision(dtype, reduce_dtype)
-    layout = make_layout(model, STAGES[stage], communicator.size, units, precision)
+    layout = make_layout(model, STAGES[stage], communicator.size, units, options.precision)
     agreement = Agreement(communicator)
-    agreement.reach(
-        "the model", [f"stage {stage} prefetch {prefetch} backend {backend} {precision}", *_model_lines(model, layout)]
-    )
+    agreement.reach("the model", [str(options), *_model_lines(model, layout)])
     shards, sites, retired = shard_model(model, layout, communicator)
     point_at_shards(optimizers, shards.values(), retired)
-    dump = dump or os.environ.get("ZCOMPILE_DUMP")
-    engine = Engine(layout, steps, shards, communicator, agreement, backend=backend, precision=precision, dump=dump)
-    return CompiledModule(model, engine, sites, retired)
-
-
-def _pipeline(stage: int, prefetch: int, passes: Pipeline | Mapping[str, Pass | None] | None, backend: str) -> Pipeline:
-    if isinstance(passes, Pipeline):
-        if passes.stage != STAGES[stage]:
-            found = f"is {stage}, but passes is a pipeline of stage {passes.stage.number}"
-            raise OptionError("stage", found, f"give stage={passes.stage.number}, or changes to the pipeline by name")
-        return passes
-    # Eager regions fuse nothing, so recomputing cheap operations would only cost time: save what eager PyTorch saves.
-    default = pipeline(stage=stage, prefetch=prefetch, partition="min_cut" if backend == "inductor" else "default")
-    return default.changed(passes) if passes else default
+    return CompiledModule(model, Engine(layout, shards, communicator, agreement, options), sites, retired)
 
 
 def _device(model: nn.Module) -> torch.device:

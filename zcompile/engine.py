@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from zcompile.capture import Capture, Names, Runner
-from zcompile.layout import Layout
+from zcompile.configuration import Options
+from zcompile.layout import Layout, Unit
 from zcompile.lower import RegionCache, Session, Step
 from zcompile.ops import Parameter, Phase, op_of
-from zcompile.pipeline import Journal, Pipeline
+from zcompile.pipeline import Journal
 from zcompile.program import Program
 from zcompile.report import Break, dump_programs, explain
 from zcompile.runtime.agreement import Agreement
@@ -28,7 +29,6 @@ from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import UnitShards
-from zcompile.units import Precision
 
 
 class Engine:
@@ -37,27 +37,29 @@ class Engine:
     def __init__(
         self,
         layout: Layout,
-        steps: Pipeline,
         shards: Mapping[str, UnitShards],
         communicator: Communicator,
         agreement: Agreement,
-        *,
-        backend: str,
-        precision: Precision,
-        dump: str | os.PathLike[str] | None = None,
+        options: Options,
     ) -> None:
-        self.layout, self.pipeline, self.shards = layout, steps, shards
+        self.layout, self.shards, self.options = layout, dict(shards), options
+        self.pipeline = options.pipeline()
         self.communicator, self.agreement = communicator, agreement
         self.journals: list[Journal] = []
         self.steps: list[Step] = []
         self.breaks: list[Break] = []
-        self.regions = RegionCache(backend)
-        self.freshness = Freshness(list(shards.values()), communicator)
-        self.delivery = Delivery(list(shards.values()), scatter=layout.stage.optimizer_sharded)
-        self._session = Session(shards, self.delivery, self._agree, self.freshness.refresh)
-        self.precision = precision
-        self._dump = Path(dump) if dump else None
+        self.regions = RegionCache(options.backend)
+        self.freshness = Freshness(self.shards, communicator)
+        self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded)
+        self._session = Session(self.shards, self.delivery, self._agree, self.freshness.refresh)
+        self.precision = options.precision
+        self._dump = Path(options.dump) if options.dump else None
         self._agreed: set[str] = set()
+
+    def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
+        """Take in parameters that were not known before."""
+        self.layout = self.layout.with_units((*self.layout.units, *units))
+        self.shards.update(shards)
 
     def capture(
         self,

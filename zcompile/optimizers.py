@@ -26,19 +26,22 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
 
     torch's hooks on optimizers are for all of the process; these go with `owner`.
     """
-    mine = {id(param): name for shards in engine.shards.values() for name, param in shards.parameters.items()}
+
+    def names_in(optimizer: Optimizer) -> set[str]:
+        names = {id(param): name for shards in engine.shards.values() for name, param in shards.parameters.items()}
+        return {names[id(param)] for param in _parameters_of(optimizer) if id(param) in names}
 
     def before(optimizer: Optimizer, *_: object) -> None:
-        params = [id(param) for param in _parameters_of(optimizer)]
         kind = type(optimizer).__name__
-        for param in params:
-            if param in retired:
+        for param in _parameters_of(optimizer):
+            if id(param) in retired:
                 found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
                 fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
-                raise OptimizerError(retired[param][1], found, fix)
-        if not any(param in mine for param in params):
+                raise OptimizerError(retired[id(param)][1], found, fix)
+        names = names_in(optimizer)
+        if not names:
             return
-        if held := {*engine.names_held()} & {mine[param] for param in params if param in mine}:
+        if held := names.intersection(engine.names_held()):
             found = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
             raise OptimizerError(min(held), found, "run the last micro-batch's backward outside of no_sync")
         if engine.precision.dtype is torch.bfloat16 and _called_by_scaler():
@@ -46,7 +49,7 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
             raise OptimizerError("GradScaler", found, "leave it out, or give it enabled=False")
 
     def after(optimizer: Optimizer, *_: object) -> None:
-        if any(id(param) in mine for param in _parameters_of(optimizer)):
+        if names_in(optimizer):
             engine.freshness.step()
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):

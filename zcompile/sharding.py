@@ -51,7 +51,7 @@ def shard_model(
                 old = originals[param.name]
                 plain = not layout.stage.optimizer_sharded
                 shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)
-                husk = shard if plain and not param.compute_dtype else _husk(old, param.full_dtype)
+                husk = shard if plain and not param.compute_dtype else husk_of(old, param.full_dtype)
                 for owner, key in places[id(old)]:
                     owner._parameters[key] = shard
                     sites.append(Site(owner, key, param.name, shard, husk))
@@ -63,7 +63,7 @@ def shard_model(
     return shards, sites, retired
 
 
-def _husk(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def husk_of(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """A parameter of the same shape, contiguous as gathered ones are, whose memory is freed at once."""
     empty = torch.empty(param.shape, dtype=dtype, device=param.device)
     empty.untyped_storage().resize_(0)

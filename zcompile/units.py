@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,15 @@ def _blocks(module: nn.Module, path: str) -> Iterator[str]:
             yield child_path
         else:
             yield from _blocks(child, child_path)
+
+
+def blocks_of_names(names: Iterable[str]) -> list[str]:
+    """Paths of repeated blocks, as far as names of parameters tell: `layers.3` of `layers.3.mlp.weight`."""
+    numbered: dict[str, dict[str, None]] = {}
+    for name in names:
+        if found := re.match(r"(?:(.*?)\.)?(\d+)\.", name):
+            numbered.setdefault(found[1] or "", {})[name[: found.end() - 1]] = None
+    return [path for paths in numbered.values() if len(paths) > 1 for path in paths]
 
 
 def match_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -91,28 +101,44 @@ def make_layout(
     precision: Precision = Precision(),
 ) -> Layout:
     """The layout of `model`: one unit a block, and one for each run of parameters between blocks."""
-    own = {
+    kept = {
         name
         for path, module in model.named_modules()
         if isinstance(module, NORMALISES_BATCHES)
         for name in (f"{path}.weight", f"{path}.bias")
     }
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
+    params = dict(model.named_parameters())
+    return Layout(tuple(make_units(params, blocks, stage, world, precision, kept=kept)), stage, world)
+
+
+def make_units(
+    params: Mapping[str, torch.Tensor],
+    blocks: Sequence[str],
+    stage: Stage,
+    world: int,
+    precision: Precision,
+    *,
+    kept: Set[str] = frozenset(),
+    taken: Set[str] = frozenset(),
+) -> Iterator[Unit]:
+    """Units of named parameters: one a block, and one for each run between blocks.
+
+    Parameters in `kept` keep their dtype; identifiers in `taken` are other units'.
+    """
     groups: list[tuple[str, list[Param]]] = []
-    for name, param in model.named_parameters():
+    for name, param in params.items():
         block = next((path for path in blocks if name.startswith(path + ".")), "")
         index = next((i for i, (path, _) in enumerate(groups) if block and path == block), None)
         if index is None and (block or not groups or groups[-1][0]):
             groups.append((block, []))
-        groups[-1 if index is None else index][1].append(
-            _param(name, param, stage, world, Precision(None, precision.reduce_dtype) if name in own else precision)
-        )
-    return Layout(tuple(_named(groups)), stage, world)
+        mixed = Precision(None, precision.reduce_dtype) if name in kept else precision
+        groups[-1 if index is None else index][1].append(_param(name, param, stage, world, mixed))
+    return _named(groups, {*taken})
 
 
-def _named(groups: list[tuple[str, list[Param]]]) -> Iterator[Unit]:
+def _named(groups: list[tuple[str, list[Param]]], taken: set[str]) -> Iterator[Unit]:
     """Units with names of their own; a unit between blocks is named after its first module."""
-    taken: set[str] = set()
     for block, params in groups:
         modules = (block,) if block else tuple(dict.fromkeys(p.name.rpartition(".")[0] for p in params))
         name = block or modules[0] or params[0].name

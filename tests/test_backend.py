@@ -1,0 +1,246 @@
+"""`torch.compile(model, backend=zcompile.backend(...))`: the same training from two changed lines."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
+
+Values = dict[str, torch.Tensor]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW would blow a gradient that is zero but for rounding up to a full step."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def script(model: nn.Module, optimizer: torch.optim.Optimizer, called: nn.Module, kind: str, rank: int) -> Values:
+    """A training script that knows nothing of zcompile: clipping, schedule, accumulation, zero_grad by the model."""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(4):
+        for micro in range(2):
+            called(*batch(kind, rank, 10 * step + micro)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        (model if step % 2 else optimizer).zero_grad()
+    shown = dict(model.named_parameters())
+    return {name: full(value).clone() for name, value in model.state_dict().items() if name in shown}
+
+
+def compiled_script(rank: int, kind: str, stage: int, backend: str, named: bool) -> list[str]:
+    warnings.simplefilter("ignore")
+    reference = make(kind)
+    model = copy.deepcopy(reference) if rank == 0 else make(kind, seed=7)
+    options: dict[str, Any] = {"stage": stage, "backend": backend}
+    called = (
+        torch.compile(model, backend="zcompile", options=options)
+        if named
+        else torch.compile(model, backend=zcompile.backend(**options))
+    )
+    got = script(model, sgd(model), called, kind, rank)
+    want = script(reference, sgd(reference), DistributedDataParallel(reference), kind, rank)  # fmt: skip
+    assert list(got) == list(want)
+    return [name for name in want if not torch.allclose(got[name], want[name], rtol=1e-4, atol=1e-5)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
+def test_a_script_trains_as_under_ddp(ranks: Ranks, kind: str, stage: int) -> None:
+    assert ranks.run(2, compiled_script, kind, stage, "eager", False) == [[], []]
+
+
+def test_by_name_and_with_inductor(ranks: Ranks) -> None:
+    assert ranks.run(2, compiled_script, "mlp", 3, "inductor", True) == [[], []]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.randn(6, 6) / 3), nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(x) @ self.weight)
+
+
+class Looped(nn.Module):
+    """A graph break in a loop: Dynamo compiles one block and runs it for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            print(end="")
+        return x.square().mean()
+
+
+def looped(rank: int, stage: int) -> list[str]:
+    torch.manual_seed(0)
+    reference = Looped()
+    model = copy.deepcopy(reference)
+    called = torch.compile(model, backend=zcompile.backend(stage=stage, backend="eager"))
+    differing = []
+    for step in range(2):
+        inputs = [torch.randn(3 + step, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+        called(inputs[rank]).backward()
+        torch.stack([reference(x) for x in inputs]).mean().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if not torch.allclose(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6):
+                differing.append(f"step {step} {name}")
+    return differing
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_equal_blocks_that_share_a_graph_keep_parameters_of_their_own(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, looped, stage) == [[], []]
+
+
+def compiled(kind: str = "mlp", **options: Any) -> tuple[nn.Module, nn.Module]:
+    model = make(kind)
+    return model, torch.compile(model, backend=zcompile.backend(backend="eager", **options))
+
+
+def test_state_goes_out_and_in() -> None:
+    model, called = compiled()
+    before = {name: value.clone() for name, value in make("mlp").state_dict().items()}
+    called(*batch("mlp", 0, 0)).backward()
+    state = model.state_dict()
+    assert all(isinstance(value, DTensor) and torch.equal(full(value), before[name]) for name, value in state.items())
+    other = make("mlp", seed=3).state_dict()
+    model.load_state_dict(other)
+    assert all(torch.equal(full(value), other[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(called(*batch("mlp", 0, 0)), make("mlp", seed=3)(*batch("mlp", 0, 0)))
+
+
+def test_full_memory_is_given_up_and_optimizer_state_is_sharded() -> None:
+    model, called = compiled("gpt")
+    optimizer = torch.optim.AdamW(model.parameters())
+    called(*batch("gpt", 0, 0)).backward()
+    optimizer.step()
+    storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in model.parameters()}
+    assert sum(storages.values()) <= max(4 * param.numel() for param in model.parameters())
+    assert all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+    assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+
+
+def test_low_precision() -> None:
+    model, called = compiled("gpt", dtype=torch.bfloat16)
+    called(*batch("gpt", 0, 0)).backward()
+    reference = make("gpt")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = reference(*batch("gpt", 0, 0))
+    loss.backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad.dtype is torch.float32
+        assert (full(ours.grad) - theirs.grad).norm() < 0.03 * theirs.grad.norm() + 1e-6
+
+
+def test_dynamic_shapes_and_inference() -> None:
+    called = compiled()[1]
+    reference = make("mlp")
+    with torch.no_grad():
+        for size in (2, 3, 5, 7):
+            x, y = batch("mlp", 0, 0, size)
+            torch.testing.assert_close(called(x, y), reference(x, y))
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y.sum() + self.outside()
+
+    @torch.compiler.disable
+    def outside(self) -> torch.Tensor:
+        return self.linear.weight.sum()
+
+
+def test_a_parameter_read_between_graphs_is_refused() -> None:
+    model = Reads()
+    called = torch.compile(model, backend=zcompile.backend(backend="eager"))
+    loss = called(torch.randn(2, 4))
+    assert torch.isnan(loss)
+    with pytest.raises(zcompile.ParameterError, match=r"linear\.weight: was read outside of compiled graphs"):
+        loss.backward()
+
+
+def partly_compiled(rank: int) -> str:
+    """The frame of the loop is skipped, and with it the reading of `scale`; blocks are compiled."""
+    model = Looped()
+    model.blocks.append(nn.Linear(6, 6))
+    called = torch.compile(model, backend=zcompile.backend(backend="eager"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    called(torch.randn(2, 6)).backward()
+    try:
+        optimizer.step()
+    except zcompile.OptimizerError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_no_graph_has_averaged_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(2, partly_compiled):
+        assert "was in no compiled graph, so its gradient is this rank's own" in message
+
+
+def test_a_second_and_a_stale_backward_are_refused() -> None:
+    model, called = compiled()
+    loss = called(*batch("mlp", 0, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    with pytest.raises((zcompile.BackwardError, RuntimeError), match=r"second time|freed"):
+        loss.backward()
+    stale = called(*batch("mlp", 0, 1))
+    optimizer.step()
+    with pytest.raises(zcompile.BackwardError, match="parameters changed"):
+        stale.backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 7}, "7 is no ZeRO stage"),
+        ({"backend": "eagre"}, "did you mean 'eager'"),
+        ({"dtype": int}, "no dtype"),
+    ],
+)
+def test_options_that_cannot_be_meant(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(zcompile.OptionError, match=message):
+        zcompile.backend(**options)
+
+
+def test_an_unknown_option_by_name() -> None:
+    called = torch.compile(make("mlp"), backend="zcompile", options={"stages": 3})
+    with pytest.raises(Exception, match=r"options\['stages'\]: there is no such option.*\n.*did you mean 'stage'"):
+        called(*batch("mlp", 0, 0))
+
+
+def test_explain_and_programs() -> None:
+    made = zcompile.backend(backend="eager")
+    with pytest.raises(zcompile.ModelError, match="has compiled nothing yet"):
+        made.explain()
+    model = make("gpt")
+    torch.compile(model, backend=made)(*batch("gpt", 0, 0)).backward()
+    assert "blocks.1" in made.explain()
+    assert [program.name for program in made.programs] == ["forward", "backward"]
+    assert set(made.parameters()) == set(dict(model.named_parameters()))

@@ -1,0 +1,63 @@
+"""The options that `zcompile.compile` and `zcompile.backend` share, as one value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zcompile.errors import OptionError
+from zcompile.layout import STAGES
+from zcompile.options import check_backend, check_dtype, check_prefetch, check_stage
+from zcompile.pipeline import Pass, Pipeline
+from zcompile.pipelines import pipeline
+from zcompile.units import Precision
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that every way of compiling has.
+
+    Raises:
+        OptionError: a stage, prefetch, dtype or backend that cannot be meant.
+        PipelineError: a pass that is unknown, missing or out of place.
+    """
+
+    stage: int = 3
+    prefetch: int = 2
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    passes: Pipeline | Mapping[str, Pass | None] | None = None
+    backend: str = "inductor"
+    dump: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_stage(self.stage)
+        check_prefetch(self.prefetch)
+        check_backend(self.backend)
+        check_dtype("dtype", self.dtype)
+        check_dtype("reduce_dtype", self.reduce_dtype)
+        self.pipeline()
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.dtype, self.reduce_dtype)
+
+    def pipeline(self) -> Pipeline:
+        """The passes: those given, or the stage's with the changes that are given."""
+        if isinstance(self.passes, Pipeline):
+            if self.passes.stage != STAGES[self.stage]:
+                found = f"is {self.stage}, but passes is a pipeline of stage {self.passes.stage.number}"
+                fix = f"give stage={self.passes.stage.number}, or changes to the pipeline by name"
+                raise OptionError("stage", found, fix)
+            return self.passes
+        # Eager regions fuse nothing, so recomputing cheap operations only costs time: save what eager PyTorch saves.
+        partition: Literal["min_cut", "default"] = "min_cut" if self.backend == "inductor" else "default"
+        default = pipeline(stage=self.stage, prefetch=self.prefetch, partition=partition)
+        return default.changed(self.passes) if self.passes else default

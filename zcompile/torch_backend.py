@@ -1,0 +1,344 @@
+"""The backend for `torch.compile`: the same pipeline, for scripts that compile their model themselves.
+
+    model = torch.compile(model, backend=zcompile.backend(stage=3))        # or backend="zcompile", options={"stage": 3}
+
+A backend sees graphs, not modules. So parameters are sharded when a graph first brings them. The module keeps its
+`nn.Parameter` objects, whose memory is given up: their `.grad` is that of the shards, `state_dict()` shows the shards,
+and an optimizer over them is pointed at the shards when it first steps.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from zcompile._torch import around_compiling, compile_plainly, path_of_input, retracing, tracing_context
+from zcompile.calls import ModelCall
+from zcompile.capture import Names
+from zcompile.configuration import Options
+from zcompile.engine import Engine
+from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
+from zcompile.layout import STAGES, Layout
+from zcompile.optimizers import point_at_shards, watch_optimizers
+from zcompile.pipeline import Pass, Pipeline
+from zcompile.program import Program
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.groups import Communicator, resolve_mesh
+from zcompile.runtime.shards import UnitShards
+from zcompile.sharding import husk_of
+from zcompile.units import blocks_of_names, make_units
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A parameter that has been sharded: the user's object, and what graphs are given in its place."""
+
+    name: str
+    parameter: nn.Parameter
+    husk: nn.Parameter
+
+
+class Backend:
+    """A backend for `torch.compile` that shards the parameters of what it compiles; made by `zcompile.backend`."""
+
+    __name__ = "zcompile"
+
+    def __init__(self, options: Options, mesh: DeviceMesh | None = None) -> None:
+        self.options, self.mesh = options, mesh
+        self._known: dict[int, _Known] = {}
+        self._engine: Engine | None = None
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._nan: dict[torch.dtype, torch.Tensor] = {}
+
+    # -- compiling ------------------------------------------------------------------------------------------------
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one of Dynamo's graphs. Collective.
+
+        Raises:
+            ModelError: a parameter that cannot be sharded in place.
+            CaptureError: the code writes to a parameter, or returns one.
+        """
+        self._take_in(module, inputs)
+        if self._engine is None:
+            return compile_plainly(module, inputs, self.options.backend)
+        context = tracing_context()
+        bound: dict[tuple[str, ...], Callable[..., Any]] = {self._names(inputs): self._compile(module, inputs)}
+
+        def run(*args: Any) -> Any:
+            # Dynamo guards on the kind of a parameter, not on which one it is: equal blocks come with one graph.
+            self._take_in(module, args)
+            names = self._names(args)
+            if names not in bound:
+                with retracing(context):
+                    bound[names] = self._compile(module, args)
+            return self._run(bound[names], args)
+
+        return run
+
+    def _names(self, inputs: Sequence[Any]) -> tuple[str, ...]:
+        return tuple(self._known[id(value)].name for value in inputs if isinstance(value, nn.Parameter))
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        engine = self.engine
+        nodes = module.graph.find_nodes(op="placeholder")
+        given = [
+            self._husk(value) if isinstance(value, nn.Parameter) else node.meta.get("example_value", value)
+            for node, value in zip(nodes, inputs, strict=True)
+        ]
+        names = Names({id(known.husk): known.name for known in self._known.values()}, {}, frozenset())
+        trainable = {known.name: known.parameter.requires_grad for known in self._known.values()}
+        with engine.autocast():
+            return engine.capture(module, given, names, trainable, whole=False)
+
+    def _husk(self, parameter: nn.Parameter) -> nn.Parameter:
+        husk = self._known[id(parameter)].husk
+        husk.requires_grad_(parameter.requires_grad)
+        return husk
+
+    def _run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        engine = self.engine
+        engine.delivery.forget()
+        self._follow_zero_grad()
+        call = ModelCall(engine.version, engine.delivery, scaled=engine.computes_in_float16())
+        result = compiled(*(self._husk(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
+        call.watch(result)
+        return result
+
+    # -- sharding -------------------------------------------------------------------------------------------------
+
+    def _take_in(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Shard the parameters among `inputs` that are new."""
+        fresh: dict[str, nn.Parameter] = {}
+        taken = {known.name for known in self._known.values()}
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            if isinstance(value, nn.Parameter) and id(value) not in self._known:
+                name = path = path_of_input(node)
+                number = 1
+                while name in taken or name in fresh:  # graphs of several modules name theirs alike
+                    number += 1
+                    name = f"{path}_{number}"
+                fresh[name] = value
+        if not fresh:
+            return
+        _check(fresh)
+        if self._engine is None:
+            self._engine = self._make_engine(next(iter(fresh.values())).device)
+        engine = self._engine
+        lines = [f"{name} {list(param.shape)} {param.dtype}" for name, param in fresh.items()]
+        engine.agreement.reach("the parameters of a graph", [str(self.options), *lines])
+        self._shard(engine, fresh)
+
+    def _make_engine(self, device: torch.device) -> Engine:
+        options = self.options
+        communicator = Communicator(resolve_mesh(self.mesh, device), device)
+        layout = Layout((), STAGES[options.stage], communicator.size)
+        engine = Engine(layout, {}, communicator, Agreement(communicator), options)
+        weak = weakref.ref(self)
+
+        def point(optimizer: Optimizer, *_: object) -> None:
+            if (backend := weak()) is not None:
+                backend._point(optimizer)
+
+        def hide() -> None:
+            if (backend := weak()) is not None:
+                backend._hide_gradients()
+
+        def show() -> None:
+            if (backend := weak()) is not None:
+                backend._show_gradients()
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(point).remove)
+        weakref.finalize(self, around_compiling(hide, show))
+        watch_optimizers(self, engine, {})
+        return engine
+
+    def _shard(self, engine: Engine, fresh: Mapping[str, nn.Parameter]) -> None:
+        layout, communicator = engine.layout, engine.communicator
+        blocks = blocks_of_names(fresh)
+        taken = {unit.identifier for unit in layout.units}
+        units = list(make_units(fresh, blocks, layout.stage, layout.world, self.options.precision, taken=taken))
+        plain = not layout.stage.optimizer_sharded
+        shards: dict[str, UnitShards] = {}
+        if not plain:
+            self._make_nan(fresh.values())
+        with torch.no_grad():
+            for unit in units:
+                shards[unit.name] = held = UnitShards(unit, communicator, communicator.device)
+                for param in unit.params:
+                    old = fresh[param.name]
+                    shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)
+                    husk = old if plain and not param.compute_dtype else husk_of(old, param.full_dtype)
+                    self._known[id(old)] = _Known(param.name, old, husk)
+                    old.zcompile_backend = self  # type: ignore[attr-defined]
+                    if not plain:
+                        held.twins[param.name] = old
+                        self._give_up(held, param.name, old, shard)
+        engine.extend(units, shards)
+
+    def _make_nan(self, params: Iterable[nn.Parameter]) -> None:
+        """One piece of memory for each dtype, large enough for any of `params`, that all of them show."""
+        for param in sorted(params, key=nn.Parameter.numel, reverse=True):
+            if param.dtype not in self._nan or self._nan[param.dtype].numel() < param.numel():
+                self._nan[param.dtype] = torch.full((param.numel(),), torch.nan, device=param.device).to(param.dtype)
+
+    def _give_up(self, held: UnitShards, name: str, old: nn.Parameter, shard: nn.Parameter) -> None:
+        """Free the memory of `old`. Code outside of compiled graphs reads NaN in it, and its backward is refused."""
+        old.data = self._nan[old.dtype][: old.numel()].view(old.shape)
+        old.register_post_accumulate_grad_hook(partial(_refuse_gradient, name))
+        # nn.Module's state_dict takes `detach()` of a parameter, its load_state_dict `copy_(value)`: the shard's.
+        old.detach = shard.detach  # type: ignore[method-assign]
+        old.copy_ = partial(_copy, held, name)  # type: ignore[method-assign]
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _hide_gradients(self) -> None:
+        """While Dynamo traces: it cannot take a plain parameter whose `.grad` is a DTensor."""
+        for twin in self._twins():
+            if twin.grad is not None:
+                self._hidden[id(twin)] = twin.grad
+                twin.grad = None
+
+    def _show_gradients(self) -> None:
+        for twin in self._twins():
+            if id(twin) in self._hidden:
+                twin.grad = self._hidden.pop(id(twin))
+
+    def _twins(self) -> Iterator[nn.Parameter]:
+        for held in self.engine.shards.values() if self._engine else ():
+            yield from held.twins.values()
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+
+    def _point(self, optimizer: Optimizer) -> None:
+        """Point an optimizer at the shards of parameters that it holds.
+
+        Raises:
+            OptimizerError: it holds others that have a gradient, which nobody has averaged.
+        """
+        self._follow_zero_grad()
+        self._refuse_strangers(optimizer)
+        twins = {id(known.parameter): (known.parameter, known.name) for known in self._known.values()}
+        point_at_shards([optimizer], self.engine.shards.values(), twins)
+
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+        known = {id(param) for param in self.parameters().values()} | self._known.keys()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self.engine.layout.world > 1 and any(id(param) in known for param in params):
+            for index, param in enumerate(params):
+                if id(param) not in known and param.grad is not None:
+                    found = "was in no compiled graph, so its gradient is this rank's own"
+                    fix = "let torch.compile trace the code that reads it, or use zcompile.compile"
+                    raise OptimizerError(f"parameter {index} of {type(optimizer).__name__}", found, fix)
+
+    def _follow_zero_grad(self) -> None:
+        """A gradient dropped from a parameter or from its shard is dropped from both."""
+        for held in self.engine.shards.values():
+            for name, twin in held.twins.items():
+                shard = held.parameters[name]
+                if shard.grad is not twin.grad:
+                    shard.grad = twin.grad = None
+
+    # -- looking inside -------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the programs.
+
+        Raises:
+            ModelError: nothing was compiled so far.
+        """
+        if self._engine is None:
+            raise ModelError("zcompile.backend", "has compiled nothing yet", "call the model first")
+        return self._engine
+
+    @property
+    def programs(self) -> list[Program]:
+        """The rewritten programs in the order of their capture."""
+        return self.engine.programs
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The shards by name, as far as graphs have brought them."""
+        shards = self.engine.shards.values()
+        return {name: param for held in shards for name, param in held.parameters.items()}
+
+    def explain(self) -> str:
+        """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps."""
+        return self.engine.explain()
+
+    def dump(self, folder: str | os.PathLike[str]) -> None:
+        """Write the text of every program after every pass under `folder`; on the mesh's first rank only."""
+        self.engine.dump(folder)
+
+
+def backend(
+    *,
+    stage: int = 3,
+    prefetch: int = 2,
+    mesh: DeviceMesh | None = None,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    passes: Pipeline | Mapping[str, Pass | None] | None = None,
+    backend: str = "inductor",
+    dump: str | os.PathLike[str] | None = None,
+) -> Backend:
+    """A backend for `torch.compile(model, backend=zcompile.backend(stage=3))`; arguments as of `zcompile.compile`.
+
+    Parameters are sharded when the first call brings them, from the values of the mesh's first rank. The model keeps
+    its own `nn.Parameter` objects; their gradients are the shards', an optimizer over them is pointed at the shards at
+    its first step, `clip_grad_norm_` and `state_dict()` see shards. Outside of compiled graphs their values are NaN.
+
+    Raises:
+        OptionError: a stage, prefetch, dtype or backend that cannot be meant.
+        PipelineError: a pass that is unknown, missing or out of place.
+    """
+    return Backend(Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump), mesh)
+
+
+def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
+    """What `torch.compile(model, backend="zcompile", options={...})` calls, once for every graph.
+
+    Raises:
+        OptionError: an option that `zcompile.backend` does not have.
+    """
+    known = ("stage", "prefetch", "mesh", "dtype", "reduce_dtype", "passes", "backend", "dump")
+    for option in options or {}:
+        if option not in known:
+            raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, known))
+    found = (getattr(value, "zcompile_backend", None) for value in inputs)
+    made: Backend = next((one for one in found if one is not None), None) or backend(**(options or {}))
+    return made(module, inputs)
+
+
+def _check(fresh: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what cannot be sharded in place."""
+    devices = {param.device for param in fresh.values()}
+    for name, param in fresh.items():
+        if isinstance(param, DTensor):
+            raise ModelError(name, "is a DTensor already", "compile a plain model")
+        if not param.is_contiguous():
+            fix = "make it contiguous before torch.compile, or use zcompile.compile"
+            raise ModelError(name, f"has strides {param.stride()}, of which the graph was traced", fix)
+        if len(devices) > 1:
+            raise ModelError(name, f"is on {param.device}, others elsewhere", "move the model to one device")
+
+
+def _refuse_gradient(name: str, _: torch.Tensor) -> None:
+    fix = "let torch.compile trace that code (fullgraph=True shows what breaks the graph), or use zcompile.compile"
+    raise ParameterError(name, "was read outside of compiled graphs, where it is not full: the result was NaN", fix)
+
+
+def _copy(held: UnitShards, name: str, value: torch.Tensor, *_: object) -> torch.Tensor:
+    """Write `value`, a full tensor or a shard, into the shard of `name`."""
+    with torch.no_grad():
+        return held.parameters[name].copy_(value if isinstance(value, DTensor) else held.shard_of(name, value))
