@@ -32,17 +32,31 @@ class Agreement:
         Raises:
             AgreementError: on every rank: the first line that differs and whose it is, or who did not come in time.
         """
-        size, rank = self.communicator.size, self.communicator.rank
+        self._compare(what, [text.split("\n") for text in self._exchange("\n".join([what, *lines]), what)])
+
+    def share(self, what: str, text: str) -> list[str]:
+        """The texts of all ranks, in their order, once every rank came here for the same thing.
+
+        Raises:
+            AgreementError: on every rank: who came for something else, or who did not come in time.
+        """
+        pairs = [shared.partition("\n") for shared in self._exchange(f"{what}\n{text}", what)]
+        self._compare(what, [[what] for what, _, _ in pairs])
+        return [text for _, _, text in pairs]
+
+    def _exchange(self, text: str, what: str) -> list[str]:
         self.count += 1
         if self.alone:
-            return
+            return [text]
         store = dist.PrefixStore(f"{self.prefix}/{self.count}", default_store())
-        store.set(str(rank), "\n".join([what, *lines]))
-        texts = {other: self._text(store, other, what) for other in range(size)}
-        if difference := first_difference(texts):
+        store.set(str(self.communicator.rank), text)
+        return [self._text(store, rank, what) for rank in range(self.communicator.size)]
+
+    def _compare(self, what: str, texts: list[list[str]]) -> None:
+        if difference := first_difference(dict(enumerate(texts))):
             raise AgreementError(what, difference, "run the same code, options and environment on every rank")
 
-    def _text(self, store: dist.Store, rank: int, what: str) -> list[str]:
+    def _text(self, store: dist.Store, rank: int, what: str) -> str:
         timeout = group_timeout(self.communicator.group, self.communicator.device)
         try:
             store.wait([str(rank)], timeout)
@@ -51,7 +65,8 @@ class Agreement:
             found = f"rank {rank} did not get here within {limit}, rank {self.communicator.rank} did"
             fix = "look for an error on that rank; every rank must make the same calls in the same order"
             raise AgreementError(what, found, fix) from error
-        return store.get(str(rank)).decode().split("\n")
+        text: str = store.get(str(rank)).decode()
+        return text
 
 
 def first_difference(texts: dict[int, list[str]]) -> str:

@@ -13,6 +13,7 @@ from zcompile.errors import (
     ParseError,
     PipelineError,
     ProgramError,
+    StateError,
     ZcompileError,
 )
 from zcompile.facts import Fact, Violation, verify
@@ -43,6 +44,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Region",
+    "StateError",
     "Violation",
     "ZcompileError",
     "backend",

@@ -19,6 +19,10 @@ class ZcompileError(RuntimeError):
         self.subject, self.found, self.fix = subject, found, fix
         super().__init__(f"{subject}: {found}.\n  Fix: {fix}.")
 
+    def __reduce__(self) -> tuple[type[ZcompileError], tuple[str, str, str]]:
+        """Pickled by what it was made from, so that it can come from another rank."""
+        return type(self), (self.subject, self.found, self.fix)
+
 
 class OptionError(ZcompileError, ValueError):
     """An option of `zcompile.compile` or `zcompile.pipeline` that cannot be meant."""
@@ -46,6 +50,10 @@ class ParameterError(ZcompileError):
 
 class OptimizerError(ZcompileError):
     """An optimizer holds parameters from before `zcompile.compile`."""
+
+
+class StateError(ZcompileError):
+    """A state dict or a checkpoint that is not this model's or optimizer's, is damaged, or cannot be written."""
 
 
 class BackwardError(ZcompileError):
