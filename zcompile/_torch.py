@@ -51,6 +51,7 @@ __all__ = [
     "backward_number",
     "compile_plainly",
     "compile_with_inductor",
+    "copyable",
     "default_partition",
     "default_store",
     "group_timeout",
@@ -66,6 +67,7 @@ __all__ = [
     "tracing_context",
     "tree_leaves",
     "tree_map_only",
+    "with_local",
 ]
 
 
@@ -204,6 +206,22 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """The local tensor itself, with its own version counter and no autograd around it: `to_local()` costs 10 us."""
     return tensor._local_tensor
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor laid out like `tensor` over another local tensor, which may be on another device than the mesh."""
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def copyable(tensor: DTensor) -> DTensor:
+    """The same DTensor, over the same memory, for torch's own copies: copy.deepcopy, torch.distributed.checkpoint.
+
+    They read the storage of the DTensor itself, which has none, where its local tensor begins inside its own storage.
+    """
+    local = local_tensor(tensor)
+    outside = with_local(tensor, local.as_strided(local.shape, local.stride(), 0))
+    outside._local_tensor = local
+    return outside
 
 
 def is_symbolic(value: object) -> bool:
