@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zcompile._torch import copyable
 from zcompile.configuration import Options
 from zcompile.engine import Engine
 from zcompile.errors import (
     ModelError,
     ParameterError,
+    StateError,
 )
 from zcompile.fragments import Tree
 from zcompile.layout import STAGES, Layout
@@ -29,6 +31,7 @@ from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator, Traffic, resolve_mesh
 from zcompile.sharding import Retired, Site, shard_model
+from zcompile.state import ModelState, Save
 from zcompile.units import make_layout
 
 
@@ -139,6 +142,7 @@ class CompiledModule(nn.Module):
         self._engine = engine
         self._tree = Tree(model, engine, sites, retired)
         watch_optimizers(self, engine, dict(retired))
+        self._model_state = ModelState(model, engine.communicator, engine.agreement, engine.layout.stage.number)
 
     # -- calling --------------------------------------------------------------------------------------------------
 
@@ -185,6 +189,100 @@ class CompiledModule(nn.Module):
     def extra_repr(self) -> str:
         stage, world = self.layout.stage.number, self.layout.world
         return f"zcompile of {type(self._model).__name__}: stage {stage}, world {world}, {len(self.layout.units)} units"
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own: this rank's shards as DTensors (plain tensors in stage 0), and the persistent buffers."""
+        state = self._model.state_dict(*args, **kwargs)
+        for name, value in state.items():
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+                state[name] = copyable(value)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what `state_dict` gives, or plain tensors that are whole. Collective; nothing is communicated.
+
+        Returns what `nn.Module.load_state_dict` does: the names that were missing or unexpected, with `strict=False`.
+
+        Raises:
+            StateError: on every rank, and before anything is written: a name, shape or dtype that does not fit.
+        """
+        if assign:
+            fix = "leave assign out: values are copied into the shards"
+            raise StateError("assign", "would replace the shards by other tensors", fix)
+        return self._model_state.load(state_dict, strict)
+
+    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
+        """The whole state in CPU memory, gathered one parameter at a time, for the plain model to load. Collective.
+
+        Each name has memory of its own, also where parameters are tied. Buffers are the first rank's. On other ranks
+        than the first of the mesh the result is empty, unless `rank0_only=False`.
+        """
+        return self._model_state.full(rank0_only)
+
+    def load_full_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Load a state that is whole, such as the plain model's. Collective.
+
+        Args:
+            state: On every rank, which then takes its rows; or on the mesh's first rank, which sends them one parameter
+                at a time, and None or nothing in it elsewhere.
+
+        Raises:
+            StateError: on every rank, and before anything is written: a name, shape or dtype that does not fit.
+        """
+        self._model_state.load_full(state)
+
+    def save_full_state_dict(self, path: str | os.PathLike[str]) -> None:
+        """Write `full_state_dict` to one file, whole or not at all. Collective; the mesh's first rank writes.
+
+        Args:
+            path: A file for `safetensors` if it ends in `.safetensors`, else for `torch.load`.
+
+        Raises:
+            StateError: on every rank: it cannot be written, or the package safetensors is missing.
+        """
+        self._model_state.save_full(path)
+
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | None = None,
+        *,
+        extra: Any = None,
+        asynchronous: bool = False,
+    ) -> Save:
+        """Save the model, an optimizer and what else a run needs, to be loaded in any stage and world. Collective.
+
+        The folder holds the previous checkpoint until the new one is complete on all ranks, whenever a rank is killed.
+
+        Args:
+            folder: On a file system that all ranks share.
+            optimizer: Any torch optimizer over `compiled.parameters()`, or over some of them.
+            extra: What this rank wants back: its random state, its place in the data. Anything that pickles; its
+                tensors come back on the CPU.
+            asynchronous: Return once the state is copied to CPU memory, and write while training goes on.
+
+        Returns the save; `result()` waits for its end and raises its error. A later save or load waits for it too.
+
+        Raises:
+            StateError: on every rank: it cannot be written.
+            OptimizerError: the optimizer holds other parameters than this model's.
+        """
+        return self._model_state.save(folder, optimizer, extra, asynchronous)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> Any:
+        """Load what `save_checkpoint` wrote, in any stage and world, after all of it was found right. Collective.
+
+        Returns this rank's `extra`; a rank that the saving world did not have gets the first rank's. So it is with
+        buffers that differ between ranks. Load checkpoints that you trust only: `extra` is unpickled.
+
+        Raises:
+            StateError: on every rank, with the model and the optimizer as they were: no checkpoint, a partial or a
+                damaged one, one of another model or optimizer.
+            OptimizerError: the optimizer holds other parameters than this model's.
+        """
+        return self._model_state.load_checkpoint(folder, optimizer)
 
     # -- looking inside -------------------------------------------------------------------------------------------
 

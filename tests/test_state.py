@@ -1,0 +1,690 @@
+"""State: saved in one stage and world, loaded in another; complete or absent; nothing half-loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import RankError, Ranks
+from zcompile import StateError
+from zcompile.runtime import checkpoint
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+SAVED, MORE = 2, 3
+
+
+def compiled(model: nn.Module, stage: int) -> zcompile.CompiledModule:
+    return zcompile.compile(model, stage=stage, backend="eager")
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Two groups of different options."""
+    matrices = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1}
+    return torch.optim.AdamW([matrices, {"params": [p for p in model.parameters() if p.dim() < 2]}], lr=1e-2, **options)
+
+
+def part(kind: str, step: int) -> list[torch.Tensor]:
+    """This rank's rows of a batch that is the same whatever the world."""
+    return [tensor[dist.get_rank() :: dist.get_world_size()] for tensor in batch(kind, 0, step, size=12)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, steps: Iterable[int]) -> list[float]:
+    """Losses over the whole batch."""
+    losses = []
+    for step in steps:
+        loss = model(*part(kind, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def values(model: zcompile.CompiledModule) -> dict[str, torch.Tensor]:
+    return model.full_state_dict(rank0_only=False)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def error_of(act: Callable[[], object]) -> str:
+    """The text of the StateError that `act` must raise."""
+    with pytest.raises(StateError) as caught:
+        act()
+    return str(caught.value)
+
+
+# -- training continues ----------------------------------------------------------------------------------------------
+
+
+def save_every_stage(rank: int, folder: str, kind: str) -> list[list[float]]:
+    losses = []
+    for stage in range(4):
+        model = compiled(make(kind), stage)
+        optimizer = adamw(model)
+        train(model, optimizer, kind, range(SAVED))
+        model.save_checkpoint(f"{folder}/{stage}", optimizer, extra=stage)
+        losses.append(train(model, optimizer, kind, range(SAVED, SAVED + MORE)))
+    return losses
+
+
+def load_every_stage(rank: int, folder: str, kind: str, stages: list[int]) -> list[list[float]]:
+    losses = []
+    for stage in stages:
+        model = compiled(make(kind, seed=7), stage)
+        optimizer = adamw(model)
+        for saved in range(4):
+            assert model.load_checkpoint(f"{folder}/{saved}", optimizer) == saved
+            losses.append(train(model, optimizer, kind, range(SAVED, SAVED + MORE)))
+    return losses
+
+
+def test_training_continues_in_every_stage_and_world(ranks: Ranks, tmp_path: Path) -> None:
+    want, _ = ranks.run(2, save_every_stage, str(tmp_path), "mlp")
+    assert want == [want[0]] * 4
+    again, _ = ranks.run(2, load_every_stage, str(tmp_path), "mlp", [0, 1, 2, 3])
+    assert again == [want[0]] * 16, "bit for bit in the same world"
+    for world, stages in ((4, [0, 1, 2, 3]), (1, [0, 3]), (3, [1])):
+        for losses in ranks.run(world, load_every_stage, str(tmp_path), "mlp", stages)[0]:
+            assert losses == pytest.approx(want[0], rel=1e-5), (world, losses)
+
+
+class Droppy(nn.Module):
+    """Dropout, tied weights, a frozen parameter, a buffer that ranks see differently, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.norm(self.embed(tokens))) * self.frozen.sum()
+        return F.cross_entropy(self.head(x), targets)
+
+
+def droppy_losses(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, steps: int, data: torch.Generator
+) -> list[float]:
+    """This rank's own, on data that a generator gives."""
+    losses = []
+    for _ in range(steps):
+        loss = model(*torch.randint(0, 11, (2, 8), generator=data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def droppy(rank: int, stage: int) -> tuple[zcompile.CompiledModule, torch.optim.Optimizer, Any, torch.Generator]:
+    torch.manual_seed(3)
+    model = compiled(Droppy(), stage)
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), torch.Generator().manual_seed(rank)
+
+
+def save_droppy(rank: int, folder: str) -> tuple[list[float], list[float]]:
+    model, optimizer, schedule, data = droppy(rank, 3)
+    droppy_losses(model, optimizer, schedule, 3, data)
+    extra = {"random": torch.get_rng_state(), "data": data.get_state(), "schedule": schedule.state_dict()}
+    model.save_checkpoint(folder, optimizer, extra=extra)
+    mean = model.norm.running_mean.tolist()
+    return droppy_losses(model, optimizer, schedule, 3, data), mean
+
+
+def load_droppy(rank: int, folder: str, stage: int) -> tuple[list[float], list[float]]:
+    model, optimizer, schedule, data = droppy(rank + 50, stage)
+    extra = model.load_checkpoint(folder, optimizer)
+    torch.set_rng_state(extra["random"])
+    data.set_state(extra["data"])
+    schedule.load_state_dict(extra["schedule"])
+    mean = model.norm.running_mean.tolist()
+    assert model.head.weight is model.embed.weight
+    return droppy_losses(model, optimizer, schedule, 3, data), mean
+
+
+def test_dropout_data_schedule_and_buffers_of_each_rank_continue_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    want = ranks.run(2, save_droppy, str(tmp_path / "droppy"))
+    assert want[0][1] != want[1][1], "the ranks' running means differ"
+    for stage in (1, 3):
+        assert ranks.run(2, load_droppy, str(tmp_path / "droppy"), stage) == want
+    means = [mean for _, mean in ranks.run(3, load_droppy, str(tmp_path / "droppy"), 2)]
+    assert means == [want[0][1], want[1][1], want[0][1]], "a rank that was not there gets the first one's"
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "fused": lambda m: adamw(m, fused=True),
+    "foreach": lambda m: adamw(m, foreach=True),
+    "amsgrad": lambda m: adamw(m, amsgrad=True, foreach=False),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2),
+    "partial": lambda m: torch.optim.Adam(list(m.parameters())[:3], lr=1e-2),
+}
+
+
+def optimizers(rank: int, folder: str) -> list[str]:
+    """Names of optimizers that do not continue bit for bit in another stage, after steps and before any."""
+    wrong = []
+    models = {stage: compiled(make("mlp"), stage) for stage in (3, 2, 0)}
+    start = values(models[3])
+    for name, make_optimizer in OPTIMIZERS.items():
+        for steps in (0, SAVED):
+            model, optimizer = models[3], make_optimizer(models[3])
+            model.load_full_state_dict(start)
+            train(model, optimizer, "mlp", range(steps))
+            model.save_checkpoint(f"{folder}/{name}", optimizer)
+            want = train(model, optimizer, "mlp", range(steps, steps + 2)), values(model)
+            for stage in (0, 2):
+                model, optimizer = models[stage], make_optimizer(models[stage])
+                train(model, optimizer, "mlp", range(5, 6))
+                model.load_checkpoint(f"{folder}/{name}", optimizer)
+                got = train(model, optimizer, "mlp", range(steps, steps + 2)), values(model)
+                if got[0] != want[0] or not same(got[1], want[1]):
+                    wrong.append(f"{name} after {steps} steps, in stage {stage}")
+    return wrong
+
+
+def test_the_state_of_optimizers(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, optimizers, str(tmp_path)) == [[], []]
+
+
+def other_way_of_stepping(rank: int, folder: str) -> bool:
+    model = compiled(make("mlp"), 0)
+    optimizer = adamw(model, fused=True)
+    optimizer.param_groups[0]["lr"] = 0.125
+    train(model, optimizer, "mlp", range(1))
+    model.save_checkpoint(folder, optimizer)
+    model = compiled(make("mlp"), 3)
+    optimizer = adamw(model, foreach=True)
+    model.load_checkpoint(folder, optimizer)
+    train(model, optimizer, "mlp", range(1, 2))
+    group = optimizer.param_groups[0]
+    return group["lr"] == 0.125 and group["foreach"] and not group["fused"]
+
+
+def test_options_come_from_the_checkpoint_but_not_how_a_step_is_computed(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, other_way_of_stepping, str(tmp_path / "c")) == [True, True]
+
+
+def through_torch(rank: int, folder: str, stage: int) -> list[float]:
+    """torch's own functions, without ours."""
+    model = compiled(make("mlp", seed=stage), stage)
+    optimizer = adamw(model)
+    if stage == 3:
+        train(model, optimizer, "mlp", range(SAVED))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    if stage == 3:
+        dcp.async_save(state, checkpoint_id=folder).result()
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return train(model, optimizer, "mlp", range(SAVED, SAVED + MORE))
+
+
+def test_states_go_through_torchs_own_functions(ranks: Ranks, tmp_path: Path) -> None:
+    want = ranks.run(2, through_torch, str(tmp_path / "c"), 3)
+    assert ranks.run(2, through_torch, str(tmp_path / "c"), 1) == want
+    for losses in ranks.run(3, through_torch, str(tmp_path / "c"), 2):
+        assert losses == pytest.approx(want[0], rel=1e-5)
+
+
+# -- asynchronous ----------------------------------------------------------------------------------------------------
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
+    write = checkpoint.Writer.write_data
+
+    def slow(self: checkpoint.Writer, *args: Any) -> Any:
+        before()
+        return write(self, *args)
+
+    monkeypatch.setattr(checkpoint.Writer, "write_data", slow)
+
+
+def save_while_training(rank: int, folder: str, stage: int) -> list[bool]:
+    model = compiled(make("mlp"), stage)
+    optimizer = adamw(model)
+    train(model, optimizer, "mlp", range(SAVED))
+    want = values(model)
+    with pytest.MonkeyPatch.context() as patch:
+        slow_writes(patch, lambda: time.sleep(0.5))
+        save = model.save_checkpoint(folder, optimizer, extra={"lr": 1}, asynchronous=True)
+        losses = train(model, optimizer, "mlp", range(SAVED, SAVED + MORE))
+        facts = [not save.done(), not Path(folder).exists()]
+        model.save_checkpoint(f"{folder}-2", asynchronous=True)  # waits for the first
+        facts += [save.done(), save.result() == Path(folder)]
+        assert model.load_checkpoint(folder, optimizer) == {"lr": 1}
+    facts += [Path(f"{folder}-2").exists(), same(values(model), want)]
+    return [*facts, train(model, optimizer, "mlp", range(SAVED, SAVED + MORE)) == losses]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_training_goes_on_while_the_values_of_the_save_are_written(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    assert ranks.run(2, save_while_training, str(tmp_path / "c"), stage) == [[True] * 7] * 2
+
+
+def fail_while_training(rank: int, folder: str) -> list[str]:
+    model = compiled(make("mlp"), 2)
+
+    def fail() -> None:
+        if rank == 1:
+            raise OSError("no space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        slow_writes(patch, fail)
+        first = model.save_checkpoint(folder, asynchronous=True)
+        found = [error_of(first.result)]
+        model.save_checkpoint(folder, asynchronous=True)
+        found.append(error_of(lambda: model.save_checkpoint(folder)))  # nobody asked the one before
+    model.save_checkpoint(folder)
+    return found
+
+
+def test_a_failed_save_is_an_error_for_whoever_comes_next(ranks: Ranks, tmp_path: Path) -> None:
+    one, two = ranks.run(2, fail_while_training, str(tmp_path / "c"))
+    assert one == two
+    assert all("rank 1 failed: OSError: no space left on device" in text for text in one)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+# -- complete or absent ----------------------------------------------------------------------------------------------
+
+
+def mark(model: zcompile.CompiledModule, value: float) -> None:
+    with torch.no_grad():
+        model.scale.fill_(value)
+
+
+def killed_save(rank: int, folder: str) -> None:
+    model = compiled(make("mlp"), 3)
+    mark(model, 1.0)
+    model.save_checkpoint(folder)
+    mark(model, 2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            slow_writes(patch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            model.save_checkpoint(folder)
+        except StateError:
+            os._exit(3)
+
+
+def scale_of(rank: int, folder: str) -> float:
+    model = compiled(make("mlp"), 1)
+    model.load_checkpoint(folder)
+    loaded = values(model)["scale"].item()
+    mark(model, 5.0)
+    model.save_checkpoint(folder)
+    mark(model, 6.0)
+    model.load_checkpoint(folder)
+    assert values(model)["scale"].item() == 5.0, "the next save works"
+    return loaded
+
+
+def test_the_previous_checkpoint_survives_a_kill(ranks: Ranks, tmp_path: Path) -> None:
+    doomed = Ranks(2)
+    with pytest.raises(RankError):
+        doomed.run(2, killed_save, str(tmp_path / "c"), timeout=60)
+    doomed.close()
+    assert sorted(os.listdir(tmp_path)) == [".c.new", "c"]
+    assert ranks.run(2, scale_of, str(tmp_path / "c")) == [1.0, 1.0]
+    assert os.listdir(tmp_path) == ["c"]
+
+
+class Killed(BaseException):
+    """The process is gone at this point."""
+
+
+def kill_points(rank: int, folder: str) -> list[float]:
+    """What is loadable after a save over an older one was killed before its n-th touch of the disk, for every n."""
+    model = compiled(make("mlp"), 3)
+    loadable = []
+    for point in range(100):
+        shutil.rmtree(folder, ignore_errors=True)
+        mark(model, 1.0)
+        model.save_checkpoint(f"{folder}/c")
+        mark(model, 2.0)
+        count = 0
+
+        def counted(act: Callable[..., Any], point: int = point) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count > point:
+                    raise Killed
+                return act(*args, **kwargs)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree")):
+                patch.setattr(module, name, counted(getattr(module, name)))
+            for kind, name in ((Path, "mkdir"), (Path, "open"), (Path, "write_bytes"), (Path, "rename")):
+                patch.setattr(kind, name, counted(getattr(kind, name)))
+            try:
+                model.save_checkpoint(f"{folder}/c")
+            except (Killed, StateError):
+                finished = False
+            else:
+                finished = True
+        loadable.append(scale_of(rank, f"{folder}/c"))
+        if finished:
+            return loadable
+    raise AssertionError("the save has no end")
+
+
+def test_whenever_a_save_is_killed_a_complete_checkpoint_is_there(ranks: Ranks, tmp_path: Path) -> None:
+    (loadable,) = ranks.run(1, kill_points, str(tmp_path / "f"))
+    assert len(loadable) > 10
+    assert set(loadable) == {1.0, 2.0}
+    assert loadable == sorted(loadable), "the old one, and from some point on the new one"
+
+
+def load_damaged(rank: int, folders: list[str]) -> list[str]:
+    model = compiled(make("mlp", seed=9), 2)
+    optimizer = adamw(model)
+    train(model, optimizer, "mlp", range(1))
+    before, kept = values(model), repr(optimizer.state_dict())
+    texts = [error_of(lambda folder=folder: model.load_checkpoint(folder, optimizer)) for folder in folders]
+    assert same(values(model), before)
+    assert repr(optimizer.state_dict()) == kept
+    return texts
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": flip,
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "missing": lambda path: path.unlink(),
+}
+
+
+def save_one(rank: int, folder: str) -> None:
+    model = compiled(make("mlp"), 3)
+    optimizer = adamw(model)
+    train(model, optimizer, "mlp", range(SAVED))
+    model.save_checkpoint(folder, optimizer)
+
+
+def test_a_damaged_file_is_an_error_and_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, save_one, str(tmp_path / "whole"))
+    files = sorted(os.listdir(tmp_path / "whole"))
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "zcompile.json"]
+    damaged: dict[str, str] = {}
+    for file in files:
+        for name, damage in DAMAGES.items():
+            folder = tmp_path / f"{file} {name}"
+            shutil.copytree(tmp_path / "whole", folder)
+            damage(folder / file)
+            damaged[str(folder)] = file
+    one, two = ranks.run(2, load_damaged, list(damaged))
+    assert one == two
+    for text, (folder, file) in zip(one, damaged.items(), strict=True):
+        assert folder in text
+        assert file in text
+        assert "Fix: " in text
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def wrong_states(rank: int, stage: int) -> dict[str, str]:
+    """Each kind of wrong state dict on the last rank alone: every rank has the error, and its state as it was."""
+    model = compiled(make("mlp"), stage)
+    before, plain = values(model), make("mlp", seed=4).state_dict()
+    layer = plain["layers.1.weight"]
+    wrong: dict[str, Any] = {
+        "missing": {name: value for name, value in plain.items() if name != "layers.1.weight"},
+        "renamed": {f"module.{name}": value for name, value in plain.items()},
+        "unexpected": {**plain, "layers.1.wieght": layer},
+        "misshapen": {**plain, "layers.1.weight": layer.T},
+        "dtype": {**plain, "layers.1.weight": layer.double()},
+        "no tensor": {**plain, "layers.1.weight": layer.tolist()},
+    }
+    found = {}
+    for kind, state in wrong.items():
+        state = state if rank == dist.get_world_size() - 1 else plain
+        found[kind] = error_of(lambda state=state: model.load_state_dict(state))
+        assert error_of(lambda state=state: model.load_full_state_dict(state)) == found[kind]
+        assert same(values(model), before), kind
+    found["none"] = error_of(lambda: model.load_full_state_dict(None))
+    found["assign"] = error_of(lambda: model.load_state_dict(plain, assign=True))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_wrong_state_dicts_are_refused_on_every_rank(ranks: Ranks, stage: int) -> None:
+    one, two = ranks.run(2, wrong_states, stage)
+    assert one == two
+    assert one["missing"].startswith("layers.1.weight: is missing from the state dict.\n  Fix: ")
+    assert "did you mean 'module.scale'" in one["renamed"]
+    assert one["unexpected"].startswith("layers.1.wieght: is in the state dict, but is no parameter or buffer of")
+    assert "did you mean 'layers.1.weight'" in one["unexpected"]
+    assert one["misshapen"].startswith("layers.1.weight: has shape [13, 5] in the state dict, and [5, 13] in the model")
+    assert "value.to(torch.float32)" in one["dtype"]
+    assert one["no tensor"].startswith("layers.1.weight: is a list in the state dict")
+
+
+def not_strict(rank: int) -> tuple[list[str], list[str], bool]:
+    model = compiled(make("mlp"), 3)
+    keys = model.load_state_dict({"scale": torch.tensor(4.0), "more": torch.ones(1)}, strict=False)
+    return sorted(keys.missing_keys)[:1], keys.unexpected_keys, values(model)["scale"].item() == 4.0
+
+
+def test_names_may_be_left_out_when_not_strict(ranks: Ranks) -> None:
+    assert ranks.run(2, not_strict) == [(["layers.0.bias"], ["more"], True)] * 2
+
+
+def wrong_checkpoints(rank: int, folder: str) -> dict[str, str]:
+    root = Path(folder)
+    model = compiled(make("mlp"), 2)
+    optimizer = adamw(model)
+    model.save_checkpoint(root / "model")
+    model.save_checkpoint(root / "adamw", optimizer)
+    before = values(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=root / "torchs")
+    if rank == 0:
+        (root / "other").mkdir(exist_ok=True)
+        (root / "other" / "thesis.tex").touch()
+    dist.barrier()
+    conv, sgd = compiled(make("conv"), 1), torch.optim.SGD(model.parameters(), lr=0.1)
+    regrouped = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.dim() > 1] + [model.scale]}, {"params": [model.layers[0].bias]}]
+    )
+    attempts: dict[str, Callable[[], object]] = {
+        "absent": lambda: model.load_checkpoint(root / "absent"),
+        "torchs": lambda: model.load_checkpoint(root / "torchs"),
+        "other": lambda: model.load_checkpoint(root / "other"),
+        "over": lambda: model.save_checkpoint(root / "other"),
+        "conv": lambda: conv.load_checkpoint(root / "model"),
+        "no optimizer": lambda: model.load_checkpoint(root / "model", optimizer),
+        "sgd": lambda: model.load_checkpoint(root / "adamw", sgd),
+        "one group": lambda: model.load_checkpoint(root / "adamw", torch.optim.AdamW(model.parameters())),
+        "groups": lambda: model.load_checkpoint(root / "adamw", regrouped),
+        "extra": lambda: model.save_checkpoint(root / "extra", extra=(lambda: 0) if rank else None),
+    }
+    found = {name: error_of(attempt) for name, attempt in attempts.items()}
+    with pytest.raises(zcompile.OptimizerError, match="parameter 0 of group 0"):
+        model.save_checkpoint(root / "foreign", torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    assert (root / "other" / "thesis.tex").exists()
+    assert same(values(model), before)
+    return found
+
+
+def test_wrong_checkpoints_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    one, two = ranks.run(2, wrong_checkpoints, str(tmp_path))
+    assert one == two
+    said = {
+        "absent": "does not exist",
+        "torchs": "was not written by compiled.save_checkpoint",
+        "other": "is no checkpoint, or a partial one",
+        "over": "holds other things than a checkpoint",
+        "conv": "stages.0.0.weight: is missing from ",
+        "no optimizer": "holds no optimizer state",
+        "sgd": "optimizer: is SGD, the checkpoint holds the state of AdamW",
+        "one group": "optimizer: has 1 parameter groups, the checkpoint's has 2",
+        "groups": "scale: is not in the checkpoint's group 0",
+        "extra": "extra: cannot be pickled",
+    }
+    assert {name: text for name, text in one.items() if said[name] not in text} == {}
+
+
+def apart(rank: int, folder: str) -> str:
+    model = compiled(make("mlp"), 3)
+    with pytest.raises(zcompile.AgreementError) as caught:
+        model.save_checkpoint(f"{folder}/{rank}")
+    return str(caught.value)
+
+
+def test_ranks_that_save_to_different_folders_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    one, _ = ranks.run(2, apart, str(tmp_path))
+    assert "/0')" in one
+    assert "/1')" in one
+
+
+# -- whole -----------------------------------------------------------------------------------------------------------
+
+
+def export(rank: int, folder: str, stage: int) -> list[bool]:
+    torch.manual_seed(2)
+    model = compiled(Droppy(), stage)
+    whole = model.full_state_dict()
+    assert bool(whole) == (rank == 0)
+    everywhere = model.full_state_dict(rank0_only=False)
+    model.save_full_state_dict(f"{folder}/whole.safetensors")
+    model.save_full_state_dict(f"{folder}/whole.pt")
+    from safetensors.torch import load_file
+
+    plain = Droppy()
+    facts = [str(plain.load_state_dict(everywhere, strict=True)) == "<All keys matched successfully>"]
+    facts.append(everywhere["head.weight"].data_ptr() != everywhere["embed.weight"].data_ptr())
+    facts.append(same(dict(sorted(load_file(f"{folder}/whole.safetensors").items())), dict(sorted(everywhere.items()))))
+    facts.append(same(torch.load(f"{folder}/whole.pt"), everywhere))
+    facts += [not isinstance(value, DTensor) and value.is_contiguous() for value in everywhere.values()]
+    return facts
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_full_state_loads_into_the_plain_model(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("safetensors")
+    for facts in ranks.run(3, export, str(tmp_path), stage):
+        assert all(facts), facts
+    assert sorted(os.listdir(tmp_path)) == ["whole.pt", "whole.safetensors"]
+
+
+def take_whole(rank: int, kind: str, stage: int) -> list[bool]:
+    model, want = compiled(make(kind), stage), dict(make(kind, seed=8).state_dict())
+    model(*part(kind, 0)) if stage < 3 else None  # stages 1 and 2 keep a copy, which must not be used again
+    model.load_full_state_dict(want)
+    facts = [same(values(model), want)]
+    other = dict(make(kind, seed=9).state_dict())
+    model.load_full_state_dict(other if rank == 0 else None)
+    facts.append(same(values(model), other))
+    model.load_full_state_dict(model.full_state_dict())
+    facts.append(same(values(model), other))
+    plain = make(kind, seed=9)
+    loss = plain(*part(kind, 1))
+    return [*facts, torch.equal(model(*part(kind, 1)), loss)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+def test_a_full_state_is_taken_by_every_rank_or_sent_by_the_first(ranks: Ranks, kind: str, stage: int) -> None:
+    for facts in ranks.run(3, take_whole, kind, stage):
+        assert facts == [True] * 4
+
+
+def kept_in_lower_precision(rank: int, folder: str) -> list[bool]:
+    facts = []
+    for stage in (0, 1):
+        model = zcompile.compile(make("mlp"), stage=stage, dtype=torch.bfloat16, backend="eager")
+        before = model(*part("mlp", 0)).item()
+        model.save_checkpoint(folder)
+        mark(model, 9.0)
+        facts.append(model(*part("mlp", 0)).item() != before)
+        model.load_checkpoint(folder)
+        facts.append(model(*part("mlp", 0)).item() == before)
+    return facts
+
+
+def test_copies_in_lower_precision_follow_what_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, kept_in_lower_precision, str(tmp_path / "c")) == [[True] * 4] * 2
+
+
+def backward_after_load(rank: int, stage: int) -> bool:
+    model = compiled(make("mlp"), stage)
+    loss = model(*part("mlp", 0))
+    model.load_full_state_dict(make("mlp", seed=1).state_dict())
+    with pytest.raises(zcompile.BackwardError, match="parameters changed"):
+        loss.backward()
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_backward_over_values_from_before_a_load_is_refused(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, backward_after_load, stage) == [True, True]
+
+
+def without_safetensors(rank: int, folder: str) -> str:
+    model = compiled(make("mlp"), 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "safetensors.torch", None)
+        return error_of(lambda: model.save_full_state_dict(f"{folder}/a.safetensors"))
+
+
+def test_safetensors_missing_is_an_error_that_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    (text,) = ranks.run(1, without_safetensors, str(tmp_path))
+    assert "pip install 'zcompile[safetensors]'" in text
+
+
+def hugging_face(rank: int, folder: str) -> bool:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=2, n_head=2)
+    model = compiled(GPT2LMHeadModel(config), 3)
+    model.save_full_state_dict(f"{folder}/model.safetensors")
+    if rank == 0:
+        config.save_pretrained(folder)
+        loaded, report = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    whole = values(model)
+    return rank > 0 or all(torch.equal(value, whole[name]) for name, value in loaded.state_dict().items())
+
+
+def test_hugging_face_loads_the_file(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert ranks.run(2, hugging_face, str(tmp_path)) == [True, True]
