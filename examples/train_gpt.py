@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from checkpoints import recall, remember
 from errors import FixableError
 from gpt import GPT, GPTConfig
 from ranks import INTERRUPTED, Ranks, joined, launch, launched, speaks_first
@@ -55,6 +56,9 @@ class Options:
     dump: Path
     seed: int
     explain: bool
+    checkpoint: Path | None
+    every: int
+    resume: bool
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,16 @@ class Run:
     config: GPTConfig
     ranks: Ranks
     corpus: Corpus
-    model: nn.Module  # compiled: called like a GPT, its parameters sharded
+    model: zcompile.CompiledModule  # called like a GPT, its parameters sharded
     parameters: int  # of the whole model
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
+    data: torch.Generator  # chooses the batches, others on each rank
+    done: int  # steps of the run that this one goes on from
+
+
+class NothingLeft(FixableError):
+    """The checkpoint has all the steps that were asked for."""
 
 
 def parse(arguments: list[str]) -> Options:
@@ -85,7 +95,13 @@ def parse(arguments: list[str]) -> Options:
     add("--dump", type=Path, default=Path("zcompile_dump"), metavar="DIR", help="where the program is written")
     add("--seed", type=at_least(0), default=0, metavar="N", help="of the weights and the batches (0)")
     add("--explain", action="store_true", help="end with a page on what was communicated when")
-    return Options(**vars(parser.parse_args(arguments)))
+    add("--checkpoint", type=Path, metavar="DIR", help="where the state is saved every --every steps and at the end")
+    add("--every", type=at_least(1), default=100, metavar="N", help="steps from one checkpoint to the next (100)")
+    add("--resume", action="store_true", help="go on from the state in --checkpoint, whatever ranks and stage it had")
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.resume and options.checkpoint is None:
+        parser.error("--resume needs --checkpoint DIR, the folder to go on from")
+    return options
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -109,7 +125,7 @@ def main(arguments: list[str]) -> int:
             return launch(__file__, arguments, options.ranks or 2)
         with joined(options.ranks) as ranks:
             train(options, ranks, Console(quiet=not ranks.first))
-    except FixableError as error:
+    except (FixableError, zcompile.StateError) as error:
         return leave(f"train_gpt: {error}", status=2)
     except KeyboardInterrupt:
         return leave("train_gpt: interrupted", status=INTERRUPTED)
@@ -157,7 +173,13 @@ def prepare(options: Options, ranks: Ranks) -> Run:
     )
     optimizer = make_optimizer(compiled)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, options.steps))
-    return Run(options, config, ranks, corpus, compiled, parameters, optimizer, schedule)
+    data = torch.Generator().manual_seed(options.seed + 1 + ranks.rank)
+    done = 0
+    if options.resume and options.checkpoint:
+        done = recall(compiled.load_checkpoint(options.checkpoint, optimizer), ranks.rank, schedule, data)
+        if done >= options.steps:
+            raise NothingLeft(f"the run in {options.checkpoint} has done {done} steps", "ask for more with --steps")
+    return Run(options, config, ranks, corpus, compiled, parameters, optimizer, schedule, data, done)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
@@ -198,21 +220,23 @@ def readings(run: Run) -> Iterator[Reading]:
     """
     tokens = run.options.batch * run.config.context * run.ranks.count
     kept = formula(run.options.stage)
-    generator = torch.Generator().manual_seed(run.options.seed + 1 + run.ranks.rank)  # other batches on each rank
-    before, first, held = mark(run), None, 0
-    for step in range(1, run.options.steps + 1):
-        loss = forward_backward(run, generator)
+    before, first, held, saving = mark(run), None, 0, None
+    for count, step in enumerate(range(run.done + 1, run.options.steps + 1)):
+        loss = forward_backward(run)
         run.optimizer.step()
         held = held or held_bytes(run.model.parameters(), run.optimizer)
         run.optimizer.zero_grad()
         run.schedule.step()
+        if run.options.checkpoint and (step % run.options.every == 0 or step == run.options.steps):
+            extra = remember(step, run.ranks.rank, run.schedule, run.data)
+            saving = run.model.save_checkpoint(run.options.checkpoint, run.optimizer, extra=extra, asynchronous=True)
         now = mark(run)
         first = first or now
         in_flight, waited = now.in_flight - first.in_flight, now.waited - first.waited
         yield Reading(
             step=step,
             loss=loss,
-            tokens_per_second=tokens * (step - 1) / (now.time - first.time) if step > 1 else None,
+            tokens_per_second=tokens * count / (now.time - first.time) if count else None,
             held=held,
             expected=kept.bytes(run.parameters, run.ranks.count),
             formula=str(kept),
@@ -222,11 +246,13 @@ def readings(run: Run) -> Iterator[Reading]:
             waited=waited,
         )
         before = now
+    if saving:
+        saving.result()
 
 
-def forward_backward(run: Run, generator: torch.Generator) -> float:
+def forward_backward(run: Run) -> float:
     """Leave the clipped gradient of a new batch in the parameters; return its loss, the mean over all ranks."""
-    tokens, targets = sample_batch(run.corpus.train, run.options.batch, run.config.context, generator)
+    tokens, targets = sample_batch(run.corpus.train, run.options.batch, run.config.context, run.data)
     loss = run.model(tokens.to(run.ranks.device), targets.to(run.ranks.device))
     loss.backward()
     nn.utils.clip_grad_norm_(run.model.parameters(), CLIP)
@@ -292,7 +318,7 @@ def summary(run: Run, history: list[Reading], validation: float, elapsed: float)
     table.add_row("held per rank", f"{size(last.held)} measured, {last.formula} = {size(last.expected)} by the formula")
     if copy:
         table.add_row("", f"and a whole copy of the parameters, {copy}Ψ = {size(copy * run.parameters)}, not measured")
-    table.add_row("sent per rank", f"{size(last.sent_step)} a step, {size(last.sent)} in {last.step} steps")
+    table.add_row("sent per rank", f"{size(last.sent_step)} a step, {size(last.sent)} in {len(history)} steps")
     table.add_row("communication", f"{share(last.hidden)} of its time in flight hidden behind compute")
     table.add_row("", f"{last.waited:.1f} s waited for it, the first step left out")
     table.add_row("elapsed", f"{elapsed:.0f} s")
