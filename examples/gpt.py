@@ -83,9 +83,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self._initialise()
+        self.init_weights()
 
-    def _initialise(self) -> None:
+    def init_weights(self) -> None:
         """GPT-2's: N(0, 0.02) for every matrix, smaller where a block writes to the residual stream."""
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():

@@ -213,6 +213,13 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
         raise GroupError("process group", f"has no backend for the model's device {device}", fix) from error
 
 
+def default_device(mesh: DeviceMesh | None) -> torch.device:
+    """Where a model without memory is to live: where the mesh's, or else the default group's, collectives run."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    kind = mesh.device_type if mesh is not None else "cuda" if nccl else "cpu"
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
 def resolve_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh:
     """The data-parallel mesh: the one given, or all ranks; without torchrun, a world of one is made.
 

@@ -336,9 +336,10 @@ def test_a_model_without_parameters() -> None:
         zcompile.compile(nn.ReLU())
 
 
+@pytest.mark.gpu
 def test_parameters_on_several_devices() -> None:
     model = make("mlp")
-    model.layers[2].to("meta")
+    model.layers[2].to("cuda")
     with pytest.raises(zcompile.ModelError, match=r"layers\.2\.weight"):
         zcompile.compile(model)
 

@@ -29,10 +29,11 @@ from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimiz
 from zcompile.pipeline import Journal, Pass, Pipeline
 from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.groups import Communicator, Traffic, resolve_mesh
+from zcompile.runtime.groups import Communicator, Traffic, default_device, resolve_mesh
 from zcompile.sharding import Retired, Site, shard_model
 from zcompile.state import ModelState, Save
 from zcompile.units import make_layout
+from zcompile.weights import Source, open_weights
 
 
 def compile(
@@ -48,6 +49,7 @@ def compile(
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
+    weights: Source | None = None,
 ) -> CompiledModule:
     """Shard `model` by ZeRO and compile its training step into a program of regions and communications.
 
@@ -55,65 +57,66 @@ def compile(
     The model itself holds the shards now; call the returned module in its place. Collective: every rank calls it.
 
     Args:
-        model: Any module whose parameters are all on one device. Its code is not touched.
+        model: Any module, all on one device or on meta, where its own code gives values. Its code is not touched.
         optimizer: One that was built over the model's parameters (or several): its groups and state are pointed at the
             shards. An optimizer built afterwards over `compiled.parameters()` needs no mention.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         prefetch: How many units are gathered ahead of the one that computes; 0 means none.
         mesh: The data-parallel `DeviceMesh` of one dimension; by default all ranks. Without `torchrun` a world of one.
-        units: Module paths (shell wildcards allowed) whose parameters are gathered together; by default the
-            repeated blocks of the model.
+        units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         dtype: In which floating-point parameters are gathered and computed with, under `torch.autocast` of that dtype;
             shards, gradients and optimizer state keep the model's. By default everything is in the model's dtype.
         reduce_dtype: In which gradients are averaged over the ranks; by default float32 where `dtype` is given.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
+        weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
     Raises:
-        OptionError: a stage, prefetch, backend or unit pattern that cannot be meant.
+        OptionError: a stage, prefetch, backend or unit pattern that cannot be meant, or weights that cannot be read.
         PipelineError: a pass that is unknown, missing or out of place.
-        ModelError: no parameters, parameters on several devices, or a model that is sharded already.
+        ModelError: no parameters, several devices, sharded, on meta without values, or weights of another model.
         OptimizerError: `optimizer` holds none of the model's parameters.
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
     options = Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump or os.environ.get("ZCOMPILE_DUMP"))
-    device = _device(model)
+    given = None if weights is None else open_weights(weights)
+    device = _device(model, mesh)
     communicator = Communicator(resolve_mesh(mesh, device), device)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
     check_optimizers(optimizers, model)
     layout = make_layout(model, STAGES[stage], communicator.size, units, options.precision)
     agreement = Agreement(communicator)
     agreement.reach("the model", [str(options), *_model_lines(model, layout)])
-    shards, sites, retired = shard_model(model, layout, communicator)
+    shards, sites, retired = shard_model(model, layout, communicator, given)
     point_at_shards(optimizers, shards.values(), retired)
     return CompiledModule(model, Engine(layout, shards, communicator, agreement, options), sites, retired)
 
 
-def _device(model: nn.Module) -> torch.device:
+def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """The device of the model's parameters; where all are on meta, the one that they are for."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise ModelError(name, "is a DTensor already", "compile a plain model, and compile it once")
-        if param.is_meta:
-            raise ModelError(
-                name, "is on the meta device and has no values", "materialise the model before compiling it"
-            )
-        devices.setdefault(param.device, name)
-    if not devices:
+        if not param.is_meta:
+            devices.setdefault(param.device, name)
+    if next(model.parameters(), None) is None:
         raise ModelError(type(model).__name__, "has no parameters", "compile a model that has something to train")
     _refuse_shared_storage(model)
     if len(devices) > 1:
         found = ", ".join(f"{name} is on {device}" for device, name in devices.items())
         raise ModelError("parameters", f"on several devices: {found}", "move the model to one device: model.to(device)")
-    return next(iter(devices))
+    return next(iter(devices)) if devices else default_device(mesh)
 
 
 def _refuse_shared_storage(model: nn.Module) -> None:
     """Two parameters in one memory are one to an optimizer, and would be two once sharded."""
     places = sorted(
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in model.named_parameters() if p.numel()
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n)
+        for n, p in model.named_parameters()
+        if p.numel() and not p.is_meta
     )
     for (_, end, name), (start, _, other) in itertools.pairwise(places):
         if start < end:

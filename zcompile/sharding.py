@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from zcompile.layout import Layout
+from zcompile.materialise import Materialiser, trim
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import UnitShards
+from zcompile.weights import Weights
 
 Retired = dict[int, tuple[nn.Parameter, str]]
 """Parameters from before `compile`, with their names, by identity."""
@@ -28,14 +30,18 @@ class Site:
 
 
 def shard_model(
-    model: nn.Module, layout: Layout, communicator: Communicator
+    model: nn.Module, layout: Layout, communicator: Communicator, weights: Weights | None = None
 ) -> tuple[dict[str, UnitShards], list[Site], Retired]:
     """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective.
 
+    What has no values yet gets them unit by unit, or all is read from `weights`: see `zcompile.materialise`.
+
     Returns the shards by unit, the places in the module tree, and the parameters that were replaced.
+
+    Raises:
+        ModelError: a parameter or buffer gets no values, or `weights` do not fit the model.
     """
     originals = dict(model.named_parameters())
-    device = next(iter(originals.values())).device
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, registered in module._parameters.items():
@@ -45,19 +51,25 @@ def shard_model(
     sites: list[Site] = []
     retired: Retired = {}
     with torch.no_grad():
+        values = Materialiser(model, layout, communicator, weights)
         for unit in layout.units:
-            shards[unit.name] = held = UnitShards(unit, communicator, device)
-            for param in unit.params:
+            shards[unit.name] = held = UnitShards(unit, communicator, communicator.device)
+            for param, full in values.full(unit):
                 old = originals[param.name]
                 plain = not layout.stage.optimizer_sharded
-                shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)
-                husk = shard if plain and not param.compute_dtype else husk_of(old, param.full_dtype)
-                for owner, key in places[id(old)]:
-                    owner._parameters[key] = shard
-                    sites.append(Site(owner, key, param.name, shard, husk))
-                if not plain:
+                shard = held.adopt_plain(param, full) if plain else held.adopt(param, full)
+                husk = shard if plain and not param.compute_dtype else husk_of(full, param.full_dtype)
+                sites += [Site(owner, key, param.name, shard, husk) for owner, key in places[id(old)]]
+                if shard is not old:
                     retired[id(old)] = (old, param.name)
-                    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+                if not plain:
+                    full.data = torch.empty(0, dtype=full.dtype, device=full.device)
+            if communicator.device.type == "cpu":
+                trim()
+        values.place_buffers()
+        # Last: the model's code, while it gives values, never meets a shard, and an error leaves meta as it was.
+        for site in sites:
+            site.owner._parameters[site.key] = site.shard
         for buffer in model.buffers():
             communicator.broadcast(buffer)
     return shards, sites, retired
