@@ -1,7 +1,6 @@
 """Fine-tune a Hugging Face causal LM with Accelerate's loop, its state sharded by zcompile.
 
-    accelerate launch --cpu --num_processes 2 examples/finetune_accelerate.py
-    torchrun --standalone --nproc-per-node 2 examples/finetune_accelerate.py              the same
+    torchrun --standalone --nproc-per-node 2 examples/finetune_accelerate.py
 
 Accelerate starts the process group, divides the data among the ranks, accumulates and logs. The model is not given to
 `accelerator.prepare`, which would wrap it in DistributedDataParallel: zcompile has already prepared it.
