@@ -95,7 +95,7 @@ def vit() -> nn.Module:
         patch_size=4,
         num_labels=7,
         problem_type="single_label_classification",
-        initializer_range=0.2,
+        initializer_range=0.1,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
