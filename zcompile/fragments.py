@@ -32,7 +32,7 @@ from zcompile.calls import ModelCall
 from zcompile.capture import Names
 from zcompile.engine import Engine
 from zcompile.errors import CaptureError, ParameterError, ZcompileError
-from zcompile.report import Break
+from zcompile.report import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather, all_reduce, reduce_scatter
 from zcompile.runtime.gradients import Delivery
 from zcompile.sharding import Retired, Site
@@ -129,8 +129,10 @@ class Fragment:
 
     def _split(self, error: Exception) -> None:
         found = Break.of(self.path, type(self.module).__name__, error)
-        warnings.warn(f"zcompile: {found}", stacklevel=2)
-        self.tree.engine.breaks.append(found)
+        breaks = self.tree.engine.breaks
+        if all(found.where != known.where for known in breaks):
+            warnings.warn(f"zcompile: {explain_breaks([found])}", stacklevel=2)
+        breaks.append(found)
         self.is_split = True
         self.tree.make_fragments(self.module)
 

@@ -20,28 +20,32 @@ from zcompile.tensor_type import human_bytes
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A module whose code cannot be traced into one graph: where, and why."""
+    """A line that cannot be traced into a graph, and one of the modules that run as plain Python because of it."""
 
-    path: str
-    kind: str
+    module: str
     where: str
     reason: str
 
     @classmethod
     def of(cls, path: str, kind: str, error: Exception) -> Break:
-        """Read off what torch.compile raised."""
+        """Read off what torch.compile raised when it traced the module at `path`, of the class `kind`."""
         stack = getattr(error, "real_stack", None) or ()
-        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
+        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         explanation = [line for line in lines[1:] if line.startswith("Explanation:")]
-        return cls(path, kind, where, " ".join([*lines[:1], *explanation[:1]]))
+        return cls(f"{path} ({kind})" if path else kind, where, " ".join([*lines[:1], *explanation[:1]]))
 
-    def __str__(self) -> str:
-        subject = f"{self.path} ({self.kind})" if self.path else f"the model ({self.kind})"
-        return (
-            f"{subject} runs as plain Python, its submodules as programs of their own: "
-            f"its graph breaks at {self.where}: {self.reason}"
-        )
+
+def explain_breaks(breaks: Sequence[Break]) -> str:
+    """Where graphs break and why, and which modules run as plain Python for it."""
+    modules: dict[tuple[str, str], list[str]] = {}
+    for found in breaks:
+        modules.setdefault((found.where, found.reason), []).append(found.module)
+    return "\n".join(
+        f"graph break at {where}\n  {reason}\n"
+        f"  So these run as plain Python, their submodules as programs of their own: {', '.join(names)}"
+        for (where, reason), names in modules.items()
+    )
 
 
 def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: Sequence[Break] = ()) -> str:
@@ -52,8 +56,8 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     count = sum(param.numel for param in layout.params)
     console.print(f"stage {layout.stage.number}, world {layout.world}: {count:,} parameters, {human_bytes(psi)}")
     console.print(_unit_table(programs[0].layout if programs and not breaks else layout))
-    for found in breaks:
-        console.print(f"graph break: {found}", soft_wrap=True, markup=False, highlight=False)
+    if breaks:
+        console.print(explain_breaks(breaks), soft_wrap=True, markup=False, highlight=False)
     if not programs:
         console.print("No program yet: the model is traced at its first call.")
     for number, program in enumerate(programs):
