@@ -28,6 +28,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
 
 
@@ -53,6 +54,8 @@ class Engine:
         self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded)
         self._session = Session(self.shards, self.delivery, self._agree, self.freshness.refresh)
         self.precision = options.precision
+        seeds = agreement.share("the seed of random numbers", str(torch.initial_seed()))
+        self._seeded_alike = len(set(seeds)) < communicator.size
         self._dump = Path(options.dump) if options.dump else None
         self._agreed: set[str] = set()
 
@@ -88,6 +91,12 @@ class Engine:
         if self.precision.dtype in (None, torch.float32):
             return contextlib.nullcontext()
         return torch.autocast(self.communicator.device.type, dtype=self.precision.dtype)
+
+    def random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """What a call of the model draws random numbers under: each rank its own, unless the user has seen to it."""
+        if not self._seeded_alike:
+            return contextlib.nullcontext()
+        return numbers_of_rank(self.communicator.rank, self.communicator.device)
 
     def computes_in_float16(self) -> bool:
         """True where gradients may be float16, by `dtype` or by the user's autocast: losses are scaled then."""

@@ -60,7 +60,7 @@ class Tree:
         """Call the model; what its backward needs is watched."""
         self.engine.delivery.forget()
         try:
-            with self.engine.autocast():
+            with self.engine.random_numbers(), self.engine.autocast():
                 scaled = self.engine.computes_in_float16()
                 self.call = call = ModelCall(self.engine.version, self.engine.delivery, scaled=scaled)
                 result = self.root(*args, **kwargs)

@@ -111,7 +111,8 @@ class Backend:
         engine.delivery.forget()
         self._follow_zero_grad()
         call = ModelCall(engine.version, engine.delivery, scaled=engine.computes_in_float16())
-        result = compiled(*(self._husk(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
+        with engine.random_numbers():
+            result = compiled(*(self._husk(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
         call.watch(result)
         return result
 
