@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from zcompile._torch import tree_leaves
+from zcompile.errors import ParameterError
 from zcompile.layout import Layout
 from zcompile.materialise import Materialiser, trim
 from zcompile.runtime.groups import Communicator
@@ -27,6 +31,36 @@ class Site:
     shard: nn.Parameter
     husk: nn.Parameter
     """What stands here while a call runs: the full parameter's shape without memory, for the tracer to see."""
+
+
+class RetiredParameter(nn.Parameter):
+    """A parameter from before `compile`: whoever still holds it is told, whatever he does with it."""
+
+    zcompile_name: str
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"RetiredParameter({self.zcompile_name!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Refuse every use.
+
+        Raises:
+            ParameterError: always.
+        """
+        found = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
+        name = getattr(found, "zcompile_name", "a parameter")
+        fix = "take it from compiled.parameters(), in the model's code as an attribute of its module, not from a list"
+        raise ParameterError(name, "is held from before zcompile.compile, and has neither values nor gradient", fix)
+
+
+def retire(parameter: nn.Parameter, name: str) -> None:
+    """Let every use of `parameter` be an error that says `name`."""
+    if type(parameter) is nn.Parameter:
+        parameter.zcompile_name = name  # type: ignore[attr-defined]
+        parameter.__class__ = RetiredParameter
 
 
 def shard_model(
@@ -70,6 +104,8 @@ def shard_model(
         # Last: the model's code, while it gives values, never meets a shard, and an error leaves meta as it was.
         for site in sites:
             site.owner._parameters[site.key] = site.shard
+        for old, name in retired.values():
+            retire(old, name)
         for buffer in model.buffers():
             communicator.broadcast(buffer)
     return shards, sites, retired
