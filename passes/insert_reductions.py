@@ -19,6 +19,7 @@ from zcompile.ops import (
     Item,
     Phase,
     Reduce,
+    Release,
     Results,
     Shards,
     WaitReduce,
@@ -87,10 +88,13 @@ def _has_view_beside_it(grad: fx.Node) -> bool:
 
 
 def _next_line(program: Program, last: fx.Node) -> fx.Node:
-    """The line of the backward before which the reduction may stand, reductions already there in front."""
+    """The line of the backward before which the reduction may stand: releases and earlier reductions are in front.
+
+    What is released first does not stand beside the copies that a reduction makes.
+    """
     if data(last).phase is Phase.FORWARD or last.op == "placeholder":
         return next(n for n in program.nodes(phase=Phase.BACKWARD) if n.op != "placeholder")
     following = after_items(last).next
-    while isinstance(data(following).op, (Copy, Reduce, WaitReduce)):
+    while isinstance(data(following).op, (Copy, Reduce, Release, WaitReduce)):
         following = following.next
     return following

@@ -38,7 +38,7 @@ class RetiredParameter(nn.Parameter):
 
     zcompile_name: str
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"RetiredParameter({self.zcompile_name!r})"
 
     @classmethod
