@@ -54,8 +54,7 @@ class Engine:
         self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded)
         self._session = Session(self.shards, self.delivery, self._agree, self.freshness.refresh)
         self.precision = options.precision
-        seeds = agreement.share("the seed of random numbers", str(torch.initial_seed()))
-        self._seeded_alike = len(set(seeds)) < communicator.size
+        self._seeded_alike: bool | None = None
         self._dump = Path(options.dump) if options.dump else None
         self._agreed: set[str] = set()
 
@@ -93,7 +92,13 @@ class Engine:
         return torch.autocast(self.communicator.device.type, dtype=self.precision.dtype)
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """What a call of the model draws random numbers under: each rank its own, unless the user has seen to it."""
+        """What a call of the model draws random numbers under: each rank its own, unless the user has seen to it.
+
+        The first call tells: collective.
+        """
+        if self._seeded_alike is None:
+            seeds = self.agreement.share("the seed of random numbers", str(torch.initial_seed()))
+            self._seeded_alike = len(set(seeds)) < self.communicator.size
         if not self._seeded_alike:
             return contextlib.nullcontext()
         return numbers_of_rank(self.communicator.rank, self.communicator.device)
