@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from zcompile._torch import local_tensor
 from zcompile.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.parameter import sharded
 
 
 class Full:
@@ -91,7 +92,9 @@ class UnitShards:
             local.copy_(value[start:stop])
         else:
             local = value.clone(memory_format=torch.contiguous_format)
-        return nn.Parameter(self.distribute(param, local), requires_grad=param.trainable)
+        made = nn.Parameter(self.distribute(param, local), requires_grad=param.trainable)
+        sharded(made, param.name)
+        return made
 
     def distribute(self, param: Param, local: torch.Tensor) -> DTensor:
         """`local` as this rank's part of a tensor shaped like `param`."""

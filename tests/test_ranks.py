@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,3 +190,38 @@ def test_facts_are_checked_without_ranks() -> None:
     compiled(*batch("mlp", 0, 0))
     facts = [fact for step in compiled.pipeline.passes for fact in step.ensures]
     verify(compiled._engine.steps[0].program, facts, "the finished program")
+
+
+def touched(rank: int) -> list[object]:
+    """What user code gets that computes with a sharded parameter outside of the model's call."""
+    compiled = zcompile.compile(make("mlp"), backend="eager")
+    weight, plain = compiled.layers[0].weight, make("mlp").layers[0].weight
+    loss = compiled(*batch("mlp", rank, 0))
+    uses: list[Callable[[], object]] = [
+        lambda: weight.sum(),
+        lambda: loss + weight.sum(),
+        lambda: weight.pow(2).mean(),
+        lambda: torch.linalg.vector_norm(weight).item(),
+        lambda: weight.detach() + torch.ones(13, 7),
+    ]
+    refused = [refusal(use)[1].partition("\n")[0] for use in uses]
+    with torch.no_grad():
+        right = [weight.sum().item() - plain.sum().item(), weight.norm().item() - plain.norm().item()]
+    right += [weight.detach().sum().item() - plain.sum().item(), weight.data.mean().item() - plain.mean().item()]
+    right += [float((weight.full_tensor() - plain).abs().max())]
+    term = weight.full_tensor().square().sum()
+    (loss + term).backward()
+    expected = make("mlp")
+    for other in range(2):
+        (expected(*batch("mlp", other, 0)) / 2).backward()
+    right += [float((weight.grad.full_tensor() - expected.layers[0].weight.grad - 2 * plain).abs().max())]
+    return [refused, max(map(abs, right)) < 1e-5]
+
+
+def test_arithmetic_on_a_sharded_parameter_is_refused_or_right(ranks: Ranks) -> None:
+    for refused, right in ranks.run(2, touched):
+        names = ["sum", "sum", "pow", "linalg_vector_norm", "add"]
+        for message, name in zip(refused, names, strict=True):
+            assert message.startswith("layers.0.weight: ")
+            assert f"{name} reads this parameter outside of the model's call" in message
+        assert right

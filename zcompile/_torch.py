@@ -11,12 +11,12 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._C import _current_graph_task_id
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
 from torch._dynamo.callback import callback_handler  # called around each compilation
@@ -33,6 +33,7 @@ from torch._guards import TracingContext, tracing  # a graph compiled again for 
 from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
 from torch._subclasses.fake_tensor import FakeTensorMode  # values of a parsed program
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
@@ -61,9 +62,11 @@ __all__ = [
     "local_tensor",
     "min_cut_rematerialization_partition",
     "no_donated_buffers",
+    "no_torch_function",
     "path_of_input",
     "post_accumulate_hooks",
     "retracing",
+    "supports_foreach",
     "tracing_context",
     "tree_leaves",
     "tree_map_only",
@@ -119,6 +122,22 @@ def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any], backend: str)
     compiled: Any = compile_fx(module, list(inputs))
     run: Callable[..., Any] = compiled
     return run
+
+
+def no_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a tensor subclass's `__torch_function__` is not called."""
+    return DisableTorchFunctionSubclass()
+
+
+T = TypeVar("T", bound=type)
+
+
+def supports_foreach(kind: T) -> T:
+    """Tell optimizers that the foreach kernels take this kind of DTensor, as torch tells them of DTensor itself."""
+    kinds: list[Any] = _foreach_supported_types
+    if kind not in kinds:
+        kinds.append(kind)
+    return kind
 
 
 def keeps_graph() -> bool:

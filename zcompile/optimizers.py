@@ -89,12 +89,14 @@ def _pointed(
         state: dict[str, Any] = optimizer.state.pop(old)
         name = next(name for name, param in unit.parameters.items() if param is new)
         optimizer.state[new] = {
-            key: unit.shard_of(name, value)
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == new.shape
-            else value
-            for key, value in state.items()
+            key: unit.shard_of(name, value) if _is_like(key, value, new) else value for key, value in state.items()
         }
     return new
+
+
+def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """True for state that follows its parameter; a count of steps does not, though it may have a scalar's shape."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
 
 
 def _called_by_scaler() -> bool:

@@ -1,0 +1,73 @@
+"""The parameters that users hold: DTensors that refuse arithmetic of which the result would be silently wrong.
+
+A sum over a `Shard(0)` DTensor is this rank's part of it, placed `Partial`, and torch reads such a scalar as it is:
+`item()`, and adding it to a loss, give another number on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from zcompile._torch import no_torch_function, supports_foreach, tree_leaves, tree_map_only
+from zcompile.errors import ParameterError
+
+
+@supports_foreach
+class ShardedParameter(DTensor):
+    """A sharded `nn.Parameter`. What optimizers, clipping and checkpoints do with a DTensor works unchanged."""
+
+    zcompile_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do `func`; sums over the shards are made whole, which is a small message, collective.
+
+        Raises:
+            ParameterError: the result is differentiable, a term of a loss outside of the model's call; or `func` mixes
+                the parameter with a plain tensor.
+        """
+        try:
+            with no_torch_function():
+                result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise _refusal(args, func) from error
+            raise
+        if func in _SAME_VALUES:
+            return sharded(result, args[0].zcompile_name)
+        if isinstance(result, (torch.Tensor, list, tuple)):
+            if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
+                raise _refusal(args, func)
+            return tree_map_only(DTensor, _whole, result)
+        return result
+
+
+_SAME_VALUES = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]
+
+
+def sharded(tensor: torch.Tensor, name: str) -> ShardedParameter:
+    """`tensor` as a ShardedParameter: nn.Parameter, given one, would make a DTensor of it."""
+    tensor.__class__ = ShardedParameter
+    assert isinstance(tensor, ShardedParameter), "its class was set"
+    tensor.zcompile_name = name
+    return tensor
+
+
+def _whole(result: DTensor) -> DTensor:
+    if any(placement.is_partial() for placement in result.placements):
+        return result.redistribute(placements=[Replicate()] * result.device_mesh.ndim)
+    return result
+
+
+def _refusal(args: Any, func: Callable[..., Any]) -> ParameterError:
+    held = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
+    called = getattr(func, "__name__", "an operation")
+    found = f"{called} reads this parameter outside of the model's call, where it is sharded"
+    fix = "let the model's forward compute it, or take its full_tensor() on every rank"
+    return ParameterError(held.zcompile_name, found, fix)
