@@ -41,7 +41,8 @@ class ShardedParameter(DTensor):
             raise
         if func in _SAME_VALUES:
             return sharded(result, args[0].zcompile_name)
-        if isinstance(result, (torch.Tensor, list, tuple)):
+        is_attribute = getattr(func, "__name__", "") == "__get__"  # of `.grad`, say, which is what it is
+        if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
                 raise _refusal(args, func)
             return tree_map_only(DTensor, _whole, result)
@@ -68,6 +69,6 @@ def _whole(result: DTensor) -> DTensor:
 def _refusal(args: Any, func: Callable[..., Any]) -> ParameterError:
     held = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
     called = getattr(func, "__name__", "an operation")
-    found = f"{called} reads this parameter outside of the model's call, where it is sharded"
-    fix = "let the model's forward compute it, or take its full_tensor() on every rank"
+    found = f"{called} reads this parameter outside of a program, where it is sharded"
+    fix = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
     return ParameterError(held.zcompile_name, found, fix)

@@ -223,5 +223,5 @@ def test_arithmetic_on_a_sharded_parameter_is_refused_or_right(ranks: Ranks) -> 
         names = ["sum", "sum", "pow", "linalg_vector_norm", "add"]
         for message, name in zip(refused, names, strict=True):
             assert message.startswith("layers.0.weight: ")
-            assert f"{name} reads this parameter outside of the model's call" in message
+            assert f"{name} reads this parameter outside of a program" in message
         assert right

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -163,10 +162,6 @@ class Fragment:
             for site in own:
                 site.owner._parameters[site.key] = leaves[site.name]
             yield
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise _read_outside(self.path, error) from error
-            raise
         finally:
             for site in own:
                 site.owner._parameters[site.key] = site.shard
@@ -239,15 +234,6 @@ class Leaves:
 
 def _gradient(leaf: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _read_outside(path: str, error: RuntimeError) -> ParameterError:
-    """The error for Python code of the module at `path` that read another module's parameter."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "its code"
-    found = f"reads a parameter of another module where it is sharded, outside of any program, at {where}"
-    fix = "call the module that owns the parameter, or make that code traceable: explain() says what broke the graph"
-    return ParameterError(path or "the model", found, fix)
 
 
 def _traced_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
