@@ -1,0 +1,127 @@
+"""A world of one on a CUDA device: streams, NCCL and float16 for real, where the CPU tests have several ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from tests.models import batch, make
+from tests.test_fragments import make as make_broken
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def own_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def on_gpu(kind: str) -> nn.Module:
+    return make(kind).cuda()
+
+
+def gpu_batch(kind: str, step: int) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.cuda() for tensor in batch(kind, 0, step))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_training_is_that_of_plain_pytorch(backend: str, stage: int) -> None:
+    reference = on_gpu("gpt")
+    compiled = zcompile.compile(copy.deepcopy(reference), stage=stage, backend=backend)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (compiled, reference)]
+    for step in range(4):
+        for model, optimizer in zip((compiled, reference), optimizers, strict=True):
+            model(*gpu_batch("gpt", step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mixed_precision_follows_autocast(dtype: torch.dtype) -> None:
+    reference = on_gpu("gpt")
+    compiled = zcompile.compile(copy.deepcopy(reference), dtype=dtype)
+    curves = []
+    for model, theirs in ((compiled, False), (reference, True)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
+        losses = []
+        for step in range(60):
+            with torch.autocast("cuda", dtype=dtype, enabled=theirs):
+                loss = model(*gpu_batch("gpt", step % 10))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(torch.tensor(losses).view(-1, 10).mean(1))
+    assert float(((curves[0] - curves[1]).abs() / curves[1]).max()) < 0.02
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_broken_graphs_and_micro_batches(stage: int) -> None:
+    reference = make_broken("Own").cuda()
+    compiled = zcompile.compile(copy.deepcopy(reference), stage=stage, backend="eager")
+    for step in range(3):
+        x = torch.randn(4, 6, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        with compiled.no_sync():
+            compiled(x).square().mean().backward()
+        compiled(2 * x).square().mean().backward()
+        for one in (x, 2 * x):
+            reference(one).square().mean().backward()
+    for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_on_a_side_stream() -> None:
+    """Delivery runs on the stream that calls backward: it must wait for the gradients of the other one."""
+    reference = on_gpu("gpt")
+    compiled = zcompile.compile(copy.deepcopy(reference), backend="eager")
+    stream = torch.cuda.Stream()
+    for step in range(3):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            loss = compiled(*gpu_batch("gpt", step))
+        torch.cuda.current_stream().wait_stream(stream)
+        loss.backward()
+        reference(*gpu_batch("gpt", step)).backward()
+    for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_through_torch_compile() -> None:
+    reference = on_gpu("mlp")
+    model = copy.deepcopy(reference)
+    called = torch.compile(model, backend=zcompile.backend(stage=3))
+    called(*gpu_batch("mlp", 0)).backward()
+    reference(*gpu_batch("mlp", 0)).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_after_a_step_is_that_of_the_shards() -> None:
+    compiled = zcompile.compile(on_gpu("gpt"), backend="eager")
+    psi = sum(param.nbytes for param in compiled.layout.params)
+    compiled(*gpu_batch("gpt", 0)).backward()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() < 2.6 * psi, "parameters and gradients once, nothing full kept"
