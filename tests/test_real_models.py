@@ -129,9 +129,10 @@ def test_other_stages_train_as_one_process_on_the_joined_batch(ranks: Ranks, kin
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", sorted(zoo.MODELS))
-def test_inductor_trains_as_eager_pytorch_to_the_rounding_of_fused_code(ranks: Ranks, kind: str) -> None:
-    check(ranks, 2, kind, 3, "inductor")
+def test_inductor_trains_as_eager_pytorch_to_the_rounding_of_fused_code(ranks: Ranks, kind: str, stage: int) -> None:
+    check(ranks, 2, kind, stage, "inductor")
 
 
 def broken(rank: int, kind: str) -> str:

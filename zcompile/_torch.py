@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+from torch._dispatch.python import enable_python_dispatcher  # kernels that can do with sizes that vary
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
 from torch._dynamo.callback import callback_handler  # called around each compilation
 from torch._dynamo.exc import (  # what a capture can raise
@@ -31,7 +32,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing  # a graph compiled again for other parameters
 from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
-from torch._subclasses.fake_tensor import FakeTensorMode  # values of a parsed program
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
@@ -57,6 +58,7 @@ __all__ = [
     "default_store",
     "group_timeout",
     "has_gradient_hooks",
+    "inductor_decompositions",
     "is_symbolic",
     "keeps_graph",
     "local_tensor",
@@ -67,6 +69,7 @@ __all__ = [
     "post_accumulate_hooks",
     "retracing",
     "supports_foreach",
+    "tracing_again",
     "tracing_context",
     "tree_leaves",
     "tree_map_only",
@@ -177,6 +180,28 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     with _quiet("torch._inductor.standalone_compile"):
         compiled: Callable[..., Any] = standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph")
     return compiled
+
+
+def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """What Inductor replaces operations by before it compiles a graph."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: Mapping[Any, Callable[..., Any]] = select_decomp_table()
+    return table
+
+
+@contextlib.contextmanager
+def tracing_again(values: Sequence[Any]) -> Iterator[None]:
+    """Trace a graph of these fake values once more, sizes that vary included, as AOTAutograd does."""
+    modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(enable_python_dispatcher())
+        for mode in modes.values():
+            stack.enter_context(mode)
+            if mode.shape_env is not None:  # sizes that depend on data get new symbols, which nobody is to bind
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        yield
 
 
 @contextlib.contextmanager

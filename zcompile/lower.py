@@ -20,6 +20,7 @@ from zcompile.program import Program, Region
 from zcompile.runtime.executor import BoundUnit, load
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.shards import Full, UnitShards
+from zcompile.strides import keep_strides
 
 
 @dataclass
@@ -51,7 +52,9 @@ def _compile(found: Region, backend: str) -> Callable[..., Any]:
         setattr(root, name, module)
     module = fx.GraphModule(root, graph)
     if backend == "inductor" and not _replays_random(graph):
-        run = compile_with_inductor(module, [node.meta["val"] for node in graph.find_nodes(op="placeholder")])
+        inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        keep_strides(module, inputs)
+        run = compile_with_inductor(module, inputs)
     else:
         run = module.forward
     takes, single = found.takes, len(found_outputs) == 1

@@ -1,0 +1,102 @@
+"""What Inductor compiles keeps the strides that were recorded when the step was traced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import zcompile
+from zcompile._torch import FakeTensorMode, compile_with_inductor
+from zcompile.strides import keep_strides
+
+WIDTH, HEADS, GROUPS = 32, 4, 2
+
+
+def rotated(x: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return x * 0.8 + torch.cat((-right, left), -1) * 0.6
+
+
+class Block(nn.Module):
+    """Grouped-query attention with rotated halves and Hugging Face's cache: an empty tensor, and one to append."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = WIDTH // HEADS
+        self.q, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k, self.v = (nn.Linear(WIDTH, GROUPS * size, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = rotated(q), rotated(k)
+        k, v = (torch.cat([torch.empty(0, device=x.device), part], -2) for part in (k, v))
+        keys, values = (part.repeat_interleave(HEADS // GROUPS, 1) for part in (k, v))
+        mixed = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2)), k
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        kept = []
+        for layer in self.layers:
+            x, keys = layer(x)
+            kept.append(keys)
+        return x.square().mean(), kept
+
+
+def test_attention_with_a_cache_trains_as_eager_and_returns_its_strides() -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    reference = copy.deepcopy(model)
+    compiled = zcompile.compile(model, stage=3, backend="inductor")
+    for size in (3, 5):  # the second makes the size of a batch vary
+        x = torch.randn(size, 12, WIDTH)
+        (loss, kept), (want, reference_kept) = compiled(x), reference(x)
+        (loss + kept[0].mean()).backward()
+        (want + reference_kept[0].mean()).backward()
+        assert [keys.stride() for keys in kept] == [keys.stride() for keys in reference_kept]
+    for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def cat(x: Tensor) -> Tensor:
+    return torch.ops.aten.cat.default([(x * 2).transpose(1, 2)], -1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        cat,
+        lambda x: cat(x)[..., :3],
+        lambda x: cat(x).unsqueeze(1).expand(-1, 3, -1, -1),
+        lambda x: cat(x.transpose(0, 1)).transpose(0, 2),
+    ],
+    ids=["dense", "sliced", "expanded", "transposed"],
+)
+def test_results_of_inductor_have_the_recorded_strides(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4, 6, 8)
+    graph = make_fx(lambda x: (function(x),), tracing_mode="fake")(x)
+    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    keep_strides(graph, inputs)
+    (result,), want = compile_with_inductor(graph, inputs)(x), function(x)
+    assert torch.equal(result, want)
+    assert result.stride() == want.stride()
+
+
+def test_a_graph_is_left_alone_whose_strides_inductor_keeps() -> None:
+    with FakeTensorMode():
+        x = torch.empty(4, 6, 8)
+    graph = make_fx(lambda x: F.layer_norm(x.transpose(1, 2).softmax(-1), (6,)), tracing_mode="fake")(x)
+    before = graph.code
+    keep_strides(graph, [x])
+    assert graph.code == before

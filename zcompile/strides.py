@@ -1,0 +1,99 @@
+"""Regions whose values keep the strides that were recorded when the step was traced, whatever Inductor decomposes.
+
+Inductor replaces some operations before it compiles, and the replacement may lay its result out otherwise: `cat` of one
+tensor becomes a clone, which keeps strides that `cat` does not. A view that was traced of the value may not exist then,
+and a region that reads it is compiled for the recorded strides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from zcompile._torch import inductor_decompositions, is_symbolic, tracing_again
+
+Order = tuple[int, ...]
+"""Dimensions from the one with the largest stride to the one with the smallest."""
+
+
+def keep_strides(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Copy, in the graph of `module`, what Inductor would lay out otherwise than recorded; it fuses such copies."""
+    found = _Decomposed(module)
+    with tracing_again([node.meta.get("val") for node in module.graph.nodes]):
+        make_fx(found.run, decomposition_table=inductor_decompositions())(*inputs)
+    for node, order in found.differing.items():
+        _copy(node, order)
+    module.recompile()
+
+
+class _Decomposed(fx.Interpreter):
+    """Finds the values that get other strides than recorded, each as if those before it had theirs."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.differing: dict[fx.Node, Order] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result, recorded = super().run_node(n), n.meta.get("val")
+        if not isinstance(result, Tensor) or not isinstance(recorded, Tensor) or _same_strides(result, recorded):
+            return result
+        order = _order(recorded)
+        if order is None:
+            return result
+        self.differing[n] = order
+        return result.permute(order).clone(memory_format=torch.contiguous_format).permute(_inverse(order))
+
+
+def _same_strides(one: Tensor, other: Tensor) -> bool:
+    """True if it is certain, for all sizes; the stride of a dimension of size one is of no matter."""
+    return all(
+        statically_known_true(size == 1) or statically_known_true(mine == theirs)
+        for size, mine, theirs in zip(one.shape, one.stride(), other.stride(), strict=True)
+    )
+
+
+def _order(value: Tensor) -> Order | None:
+    """The order of a traced value; None if it is not dense.
+
+    A varying size counts as it was traced, and says the same as any other: the strides of a dense tensor are products
+    of its sizes, and where a size of one makes two of them equal, the order of the dimensions decides.
+    """
+    shape, strides = _traced(value.shape), _traced(value.stride())
+    if shape is None or strides is None:
+        return None
+    order = tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim]))
+    expected = [math.prod(shape[dim] for dim in order[i + 1 :]) for i in range(len(order))]
+    dense = all(shape[dim] == 1 or strides[dim] == stride for dim, stride in zip(order, expected, strict=True))
+    return order if dense else None
+
+
+def _traced(sizes: Sequence[Any]) -> list[int] | None:
+    """Sizes as they were traced, without a guard on those that vary; None if one depends on data."""
+    if not all(size.node.has_hint() for size in sizes if is_symbolic(size)):
+        return None
+    return [int(size.node.hint) if is_symbolic(size) else size for size in sizes]
+
+
+def _inverse(order: Order) -> Order:
+    return tuple(order.index(dim) for dim in range(len(order)))
+
+
+def _copy(node: fx.Node, order: Order) -> None:
+    """Let the users of `node` read a copy of it that is dense in `order`."""
+    graph, users = node.graph, list(node.users)
+    with graph.inserting_after(node):
+        first = graph.call_function(torch.ops.aten.permute.default, (node, order))
+    with graph.inserting_after(first):
+        contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
+        copied = graph.call_function(torch.ops.aten.clone.default, (first,), contiguous)
+    with graph.inserting_after(copied):
+        last = graph.call_function(torch.ops.aten.permute.default, (copied, _inverse(order)))
+    last.meta = dict(node.meta)
+    for user in users:
+        user.replace_input_with(node, last)
