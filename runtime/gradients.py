@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile._torch import after_backward, backward_number, local_tensor, post_accumulate_hooks
+from zcompile.errors import ParameterError
 from zcompile.layout import Unit
 from zcompile.runtime.executor import BoundUnit, Gradients, all_reduce, reduce_scatter
 from zcompile.runtime.shards import UnitShards
@@ -24,6 +25,7 @@ class _Backward:
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     events: list[torch.cuda.Event] = field(default_factory=list)
     may_overflow: bool = False
+    discarded: bool = False
 
 
 class Delivery:
@@ -37,14 +39,14 @@ class Delivery:
         self.units, self.scatter = units, scatter
         self.synchronises = True
         """False under `no_sync`: stages that keep full gradients hold them back."""
+        self.before_delivery: Callable[[], None] = lambda: None
+        """Called when a backward has ended, before anything is delivered: what it raises leaves `.grad` as it was."""
         self._running: dict[int, _Backward] = {}
 
     def forget(self) -> None:
         """Drop what backwards that failed have left; called where no backward runs."""
-        if self._running and backward_number() is None:
+        if backward_number() is None:
             self._running.clear()
-            for unit in self.units.values():
-                unit.give_back()
 
     def add(self, gradients: Sequence[Gradients]) -> None:
         """Take gradients of the backward that runs now, for delivery at its end."""
@@ -62,6 +64,15 @@ class Delivery:
         """The backward that runs now carries scaled float16 gradients, of which an overflow must reach every rank."""
         self._current().may_overflow = True
 
+    def discard(self) -> None:
+        """The backward that runs now was not asked for gradients of parameters: deliver none."""
+        self._current().discarded = True
+
+    def reduce(self, bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
+        """Average gradients of a unit over the ranks, now."""
+        reduce = reduce_scatter if self.scatter else all_reduce
+        return reduce(bound, grads, dtype=bound.unit.reduction_dtype).wait()
+
     def _current(self) -> _Backward:
         number = backward_number()
         assert number is not None, "gradients come from a backward"
@@ -73,41 +84,65 @@ class Delivery:
     @torch.no_grad()
     def _finish(self, number: int) -> None:
         ended = self._running[number]
+        if ended.discarded:
+            del self._running[number]
+            return
         for event in ended.events:
             torch.cuda.current_stream().wait_event(event)
         for reduce in ended.late:
             ended.gradients += reduce()
         if self.synchronises:
             ended.gradients += self._reduce_rest()
+        self.before_delivery()
         del self._running[number]
-        changed: dict[nn.Parameter, None] = {}
+        changed: dict[nn.Parameter, nn.Parameter | None] = {}
         for gradients in ended.gradients:
             for name, tensor in gradients.tensors.items():
                 if gradients.held:
                     gradients.shards.hold(name, tensor)
                 else:
+                    gradients.shards.settle(name, number)
                     _accumulate(gradients, name, tensor)
-                    changed[gradients.shards.parameters[name]] = None
+                    changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
         if ended.may_overflow:
             _spread_overflow(changed)
-        for parameter in changed:
-            for hook in post_accumulate_hooks(parameter):
-                hook(parameter)
+        for parameter, twin in changed.items():
+            for holder in (parameter, twin) if twin is not None else (parameter,):
+                for hook in post_accumulate_hooks(holder):
+                    if not isinstance(hook, Refusal):
+                        hook(holder)
 
     def _reduce_rest(self) -> list[Gradients]:
         """Reduce what is held back of parameters that this backward did not reach."""
-        reduce = reduce_scatter if self.scatter else all_reduce
         rest = []
         for unit in self.units.values():
-            waiting = [name for name in unit.names_held() if (held := unit.held(name)) and not held.taken]
+            waiting = [
+                name for name in unit.names_held() if (held := unit.held(name)) and held.taken != backward_number()
+            ]
             if waiting:
                 bound = BoundUnit(unit, Unit(unit.unit.name, tuple(p for p in unit.unit.params if p.name in waiting)))
                 # Zeros, to which the reduction adds what is held back.
                 zeros = [
                     torch.zeros(p.shape, dtype=p.dtype, device=unit.communicator.device) for p in bound.unit.params
                 ]
-                rest.append(reduce(bound, zeros, dtype=bound.unit.reduction_dtype).wait())
+                rest.append(self.reduce(bound, zeros))
         return rest
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A hook on a parameter without memory: a gradient that autograd carries there comes from reading it."""
+
+    name: str
+
+    def __call__(self, _: torch.Tensor) -> None:
+        """Refuse the gradient.
+
+        Raises:
+            ParameterError: always.
+        """
+        fix = "let torch.compile trace that code (fullgraph=True shows what breaks the graph), or use zcompile.compile"
+        raise ParameterError(self.name, "was read outside of compiled graphs, where it is sharded", fix)
 
 
 def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
@@ -128,7 +163,6 @@ def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
 
 
 def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
-    gradients.shards.settle(name)
     parameter, twin = gradients.shards.parameters[name], gradients.shards.twins.get(name)
     if twin is not None and twin.grad is None:
         parameter.grad = None  # the user has dropped it by the parameter that he knows

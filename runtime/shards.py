@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from zcompile._torch import local_tensor
+from zcompile._torch import backward_number, local_tensor
 from zcompile.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.parameter import sharded
@@ -45,13 +45,11 @@ class Held:
     """This rank's own gradient of a parameter, held back by `no_sync` until a later backward reduces it."""
 
     total: torch.Tensor
-    """Full, in the parameter's dtype."""
+    """Full, in the parameter's dtype. Its average over the ranks is the gradient, what was averaged before included."""
     shown: torch.Tensor
     """What stands in `.grad` meanwhile; once it does not, the user has dropped the gradient."""
-    before: torch.Tensor | None
-    """What stood in `.grad` before: an averaged gradient, or nothing."""
-    taken: bool = False
-    """True from the reduction on that adds it until the end of that backward."""
+    taken: int | None = None
+    """The number of the backward whose reduction adds it; of no account once that has failed."""
 
 
 class UnitShards:
@@ -141,18 +139,29 @@ class UnitShards:
         if (held := self.held(name)) is not None:
             held.total.add_(gradient)
             return
+        if parameter.grad is not None:
+            self._add_averaged(name, gradient, parameter.grad)
         shown = gradient
         if isinstance(parameter, DTensor):
             shown = DTensor.from_local(gradient, self.communicator.mesh, [Partial("avg")], run_check=False)
-        self._held[name] = Held(gradient, shown, parameter.grad)
+        self._held[name] = Held(gradient, shown)
         self._show(name, shown)
+
+    def _add_averaged(self, name: str, gradient: torch.Tensor, averaged: torch.Tensor) -> None:
+        """Add an averaged gradient to this rank's own, so that the average of the sum holds it once."""
+        param = self.unit.params[self.unit.index(name)]
+        if param.shards:
+            start, stop = param.shard_rows(self.communicator.rank)
+            assert isinstance(averaged, DTensor), "gradients are placed as their shards"
+            gradient[start:stop].add_(local_tensor(averaged), alpha=self.communicator.size)
+        else:
+            gradient.add_(local_tensor(averaged) if isinstance(averaged, DTensor) else averaged)
 
     def held(self, name: str) -> Held | None:
         """What is held back for the parameter `name`, unless the user has dropped it from `.grad`."""
         held = self._held.get(name)
         holders = [parameter for parameter in (self.parameters[name], self.twins.get(name)) if parameter is not None]
         if held is not None and any(holder.grad is not held.shown for holder in holders):
-            del self._held[name]
             return None
         return held
 
@@ -163,21 +172,21 @@ class UnitShards:
 
     def with_held(self, param: Param, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient`, which the caller owns, with what is held back for `param` added, once in a backward."""
-        held = self.held(param.name)
-        if held is None or held.taken:
+        held, running = self.held(param.name), backward_number()
+        if held is None or held.taken == running:
             return gradient
-        held.taken = True
+        held.taken = running
         return gradient.to(param.dtype).add_(held.total)
 
-    def settle(self, name: str) -> None:
-        """The gradient held back for `name` has been reduced: `.grad` is again what it was before."""
-        if (held := self.held(name)) is not None and held.taken:
-            self._show(name, self._held.pop(name).before)
+    def is_taken(self, name: str) -> bool:
+        """True if the backward that runs now has taken the gradient held back for `name` into a reduction."""
+        held = self.held(name)
+        return held is not None and held.taken == backward_number()
 
-    def give_back(self) -> None:
-        """A backward has failed: what its reductions took is still to be reduced."""
-        for held in self._held.values():
-            held.taken = False
+    def settle(self, name: str, backward: int) -> None:
+        """What `backward` took of the gradient held back for `name` has been reduced: it leaves `.grad`."""
+        if (held := self.held(name)) is not None and held.taken == backward:
+            self._show(name, None)
 
     def names_held(self) -> list[str]:
         """Parameters with gradients that wait for their reduction."""

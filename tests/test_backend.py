@@ -243,4 +243,4 @@ def test_explain_and_programs() -> None:
     torch.compile(model, backend=made)(*batch("gpt", 0, 0)).backward()
     assert "blocks.1" in made.explain()
     assert [program.name for program in made.programs] == ["forward", "backward"]
-    assert set(made.parameters()) == set(dict(model.named_parameters()))
+    assert set(made.shards()) == set(dict(model.named_parameters()))

@@ -10,13 +10,14 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id, _will_engine_execute_node
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._dispatch.python import enable_python_dispatcher  # kernels that can do with sizes that vary
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
@@ -33,6 +34,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._guards import TracingContext, tracing  # a graph compiled again for other parameters
 from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
@@ -67,12 +69,14 @@ __all__ = [
     "no_torch_function",
     "path_of_input",
     "post_accumulate_hooks",
+    "promise_no_donated_buffers",
     "retracing",
     "supports_foreach",
     "tracing_again",
     "tracing_context",
     "tree_leaves",
     "tree_map_only",
+    "wants_gradient",
     "with_local",
 ]
 
@@ -91,24 +95,30 @@ def tracing_context() -> Any:
     return TracingContext.try_get()
 
 
-def around_compiling(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Call `before` when Dynamo begins to compile, and `after` when it has ended; returns what undoes that."""
+@dataclass(frozen=True)
+class AroundCompiling:
+    """Calls around each compilation of Dynamo's; `torch.compiler.reset()` forgets them."""
 
-    def start(*_: object) -> None:
-        before()
+    start: Callable[..., None]
+    end: Callable[..., None]
 
-    def end(*_: object) -> None:
-        after()
+    def ensure(self) -> None:
+        """Register the calls, unless they are."""
+        if self.start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self.start)
+            callback_handler.register_end_callback(self.end)
 
-    callback_handler.register_start_callback(start)
-    callback_handler.register_end_callback(end)
+    def remove(self) -> None:
+        if self.start in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self.start)
+            callback_handler.remove_end_callback(self.end)
 
-    def remove() -> None:
-        with contextlib.suppress(ValueError):  # torch.compiler.reset() has removed them already
-            callback_handler.remove_start_callback(start)
-            callback_handler.remove_end_callback(end)
 
-    return remove
+def around_compiling(before: Callable[[], None], after: Callable[[], None]) -> AroundCompiling:
+    """Call `before` when Dynamo begins to compile, and `after` when it has ended."""
+    calls = AroundCompiling(lambda *_: before(), lambda *_: after())
+    calls.ensure()
+    return calls
 
 
 def retracing(context: Any) -> contextlib.AbstractContextManager[Any]:
@@ -127,6 +137,14 @@ def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any], backend: str)
     return run
 
 
+def wants_gradient(accumulator: Node) -> bool:
+    """Within a backward: true if it brings gradients to this leaf, which `torch.autograd.grad` and `inputs=` do not."""
+    try:
+        return bool(_will_engine_execute_node(accumulator))
+    except RuntimeError:  # torch.autograd.grad was asked for something else, or for this very leaf
+        return False
+
+
 def no_torch_function() -> contextlib.AbstractContextManager[Any]:
     """Inside, a tensor subclass's `__torch_function__` is not called."""
     return DisableTorchFunctionSubclass()
@@ -141,6 +159,13 @@ def supports_foreach(kind: T) -> T:
     if kind not in kinds:
         kinds.append(kind)
     return kind
+
+
+def promise_no_donated_buffers() -> None:
+    """While a backward is compiled: write down that none was donated. Left out, it counts as some at the next one."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def keeps_graph() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from zcompile._torch import backward_number, keeps_graph, tree_leaves
+from zcompile._torch import backward_number, keeps_graph, tree_leaves, wants_gradient
 from zcompile.errors import BackwardError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients import Delivery
@@ -25,7 +25,7 @@ class ModelCall:
     delivery: Delivery
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     """Reductions to make once a backward of this call has come to its end, the same ones on every rank."""
-    scaled: bool = False
+    may_overflow: bool = False
     """True if gradients are float16, and may be scaled."""
     _seen: int = field(init=False)
     _begun: int | None = None
@@ -33,11 +33,15 @@ class ModelCall:
     def __post_init__(self) -> None:
         self._seen = self.version()
 
-    def watch(self, result: Any) -> None:
-        """Refuse, when it comes, a backward that would be wrong: a second one, or one after parameters changed."""
-        ends = [tensor.grad_fn for tensor in _tensors_in(result) if tensor.grad_fn is not None]
-        for node in _compiled_nodes(ends, all_of_them=bool(self.late)):
-            node.register_prehook(_Check(self).before)
+    def watch(self, result: Any, given: Any = ()) -> None:
+        """Refuse, when it comes, a backward that would be wrong: a second one, or one after parameters changed.
+
+        `given`: the call's arguments, where its graph begins.
+        """
+        ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
+        begins = {tensor.grad_fn for tensor in tensors_in(given) if tensor.grad_fn is not None}
+        for node in _compiled_nodes(ends, begins, all_of_them=bool(self.late)):
+            node.register_prehook(_Check(self, _accumulator(node)).before)
         if self.late:
             for node in set(ends):
                 node.register_prehook(self.begin)
@@ -55,7 +59,7 @@ class ModelCall:
         if self.version() != self._seen:
             fix = "call backward before optimizer.step(), once for each forward"
             raise BackwardError("backward", "parameters changed since the forward whose graph this is", fix)
-        if self.scaled:
+        if self.may_overflow:
             self.delivery.expect_overflow()
         for reduce in self.late:
             self.delivery.at_end(reduce)
@@ -66,33 +70,55 @@ class _Check:
     """One compiled part of a call."""
 
     call: ModelCall
+    accumulator: Node | None
+    """Where autograd would bring the gradient of one of its parameters."""
     freed: bool = False
 
     def before(self, grads: object) -> None:
         """Runs before this part's backward.
 
         Raises:
-            BackwardError: the graph was freed by an earlier backward.
+            BackwardError: the graph was freed by an earlier backward, or a graph of the backward is asked for.
         """
         if self.freed:
             fix = "call the model again, or the first backward with retain_graph=True"
             raise BackwardError("backward", "the graph of this forward was freed by an earlier backward", fix)
+        if torch.is_grad_enabled():
+            fix = "leave create_graph=True out; compute what needs gradients of gradients in plain PyTorch"
+            raise BackwardError("backward", "compiled programs have no gradients of gradients", fix)
         self.call.begin(grads)
+        if self.accumulator is not None and not wants_gradient(self.accumulator):
+            self.call.delivery.discard()  # torch.autograd.grad, or backward(inputs=...)
         self.freed = not keeps_graph()
 
 
-def _tensors_in(result: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in what a model returns: containers, dataclasses and other objects with attributes."""
+def tensors_in(result: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in what a model takes or returns: containers, dataclasses and other objects with attributes."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
-            yield from _tensors_in(list(vars(leaf).values()), depth - 1)
+        elif depth and not isinstance(leaf, (type, nn.Module, str, bytes)):
+            yield from tensors_in(_parts(leaf), depth - 1)
 
 
-def _compiled_nodes(ends: Sequence[Node], *, all_of_them: bool) -> Iterator[Node]:
-    """Nodes of compiled functions in the graph behind `ends`; unless all are wanted, none behind another one."""
-    seen: set[Node] = set()
+def _parts(value: Any) -> list[Any]:
+    """What an object holds: the members of a set or mapping, its attributes, with or without `__slots__`."""
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    slots = [slot for kind in type(value).__mro__ for slot in _names(getattr(kind, "__slots__", ()))]
+    attributes = list(getattr(value, "__dict__", {}).values())
+    return attributes + [getattr(value, slot) for slot in slots if hasattr(value, slot)]
+
+
+def _names(slots: str | Sequence[str]) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _compiled_nodes(ends: Sequence[Node], begins: set[Node], *, all_of_them: bool) -> Iterator[Node]:
+    """Nodes of compiled functions between `begins` and `ends`; unless all are wanted, none behind another one."""
+    seen = set(begins)
     left = list(ends)
     while left:
         node = left.pop()
@@ -104,3 +130,8 @@ def _compiled_nodes(ends: Sequence[Node], *, all_of_them: bool) -> Iterator[Node
             yield node
         if not compiled or all_of_them:
             left += [following for following, _ in node.next_functions if following is not None]
+
+
+def _accumulator(node: Node) -> Node | None:
+    following = (one for one, _ in node.next_functions if one is not None)
+    return next((one for one in following if isinstance(getattr(one, "variable", None), nn.Parameter)), None)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from zcompile._torch import aot_autograd, is_symbolic, no_donated_buffers
+from zcompile._torch import aot_autograd, is_symbolic, no_donated_buffers, promise_no_donated_buffers
 from zcompile.derived import is_view
 from zcompile.errors import CaptureError
 from zcompile.layout import Layout, identifier
@@ -113,6 +113,7 @@ class Capture:
         return _boxed(self.runner.forward)
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        promise_no_donated_buffers()
         assert self.runner is not None, "AOTAutograd partitions before it compiles"
         return _boxed(self.runner.backward)
 

@@ -100,6 +100,8 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise ModelError(name, "is a DTensor already", "compile a plain model, and compile it once")
+        if param.grad is not None:
+            raise ModelError(name, "has a gradient, which would be lost", "step or zero_grad() before zcompile.compile")
         if not param.is_meta:
             devices.setdefault(param.device, name)
     if next(model.parameters(), None) is None:
@@ -160,7 +162,7 @@ class CompiledModule(nn.Module):
             AgreementError: another rank runs other communications.
             ParameterError: a parameter was replaced since `zcompile.compile`, or is read where it is not full.
         """
-        return self._tree.run(*args, **kwargs)
+        return self._tree.run(self._tree.root, args, kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients over micro-batches: `with compiled.no_sync(): compiled(batch).backward()`.

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
+from zcompile.errors import AgreementError
 from zcompile.layout import Layout, Unit
 from zcompile.lower import RegionCache, Session, Step
 from zcompile.ops import Parameter, Phase, op_of
@@ -52,11 +54,14 @@ class Engine:
         self.regions = RegionCache(options.backend)
         self.freshness = Freshness(self.shards, communicator)
         self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded)
-        self._session = Session(self.shards, self.delivery, self._agree, self.freshness.refresh)
-        self.precision = options.precision
+        self._session = Session(self.shards, self.delivery, self._agree, self.note, self.freshness.refresh)
         self._seeded_alike: bool | None = None
         self._dump = Path(options.dump) if options.dump else None
         self._agreed: set[str] = set()
+        self._trained: set[str] = set()
+        self._ran = 0
+        """What has run since the last backward ended, in order, as one number."""
+        self.delivery.before_delivery = self._compare_runs
 
     def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
         """Take in parameters that were not known before."""
@@ -87,9 +92,9 @@ class Engine:
 
         Where the user has set autocast of the same dtype himself, this changes nothing.
         """
-        if self.precision.dtype in (None, torch.float32):
+        if self.options.dtype in (None, torch.float32):
             return contextlib.nullcontext()
-        return torch.autocast(self.communicator.device.type, dtype=self.precision.dtype)
+        return torch.autocast(self.communicator.device.type, dtype=self.options.dtype)
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """What a call of the model draws random numbers under: each rank its own, unless the user has seen to it.
@@ -103,11 +108,13 @@ class Engine:
             return contextlib.nullcontext()
         return numbers_of_rank(self.communicator.rank, self.communicator.device)
 
-    def computes_in_float16(self) -> bool:
-        """True where gradients may be float16, by `dtype` or by the user's autocast: losses are scaled then."""
+    def new_call(self) -> ModelCall:
+        """A call of the model, or of one graph of it."""
         kind = self.communicator.device.type
-        low = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
-        return low and self.layout.stage.optimizer_sharded and self.layout.world > 1
+        # By `dtype` or by the user's autocast. Whole gradients (stage 0) carry an overflow to every rank by themselves.
+        float16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+        spread = float16 and self.layout.stage.optimizer_sharded and self.layout.world > 1
+        return ModelCall(self.version, self.delivery, may_overflow=spread)
 
     def _lower(self, traced: Program) -> Runner:
         journal = Journal()
@@ -128,6 +135,28 @@ class Engine:
         if digest not in self._agreed:
             self.agreement.reach("the program's communications", program.communications())
             self._agreed.add(digest)
+            if program.has_backward:
+                self._trained.add(digest)
+
+    def note(self, run: str) -> None:
+        """Take note that communications of this digest run now."""
+        self._ran = (self._ran * 1_000_003 + int(run[:12], 16)) % 2**62
+
+    def _compare_runs(self) -> None:
+        """Where ranks could have run different programs, which collectives of equal sizes do not tell, compare.
+
+        Raises:
+            AgreementError: on every rank: nothing has been added to any gradient.
+        """
+        ran, self._ran = self._ran, 0
+        if len(self._trained) < 2 or self.communicator.size == 1:
+            return
+        device = self.communicator.device
+        most, least = self.communicator.any_rank(torch.tensor([ran, -ran], dtype=torch.int64, device=device)).tolist()
+        if most != -least:
+            found = "ranks have run different ones, or in different orders: their gathers and gradients were mixed"
+            fix = "let every rank call the same modules in the same order, whatever its data"
+            raise AgreementError("the programs of this step", found, fix)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -149,7 +178,7 @@ class Engine:
 
     @property
     def programs(self) -> list[Program]:
-        """The rewritten programs in the order of their capture: forward, backward (if any), forward, ..."""
+        """The rewritten programs in the order of their capture: forward, backward, that of `no_sync` if any, ..."""
         found = []
         for step in self.steps:
             phases = Phase if step.program.has_backward else (Phase.FORWARD,)

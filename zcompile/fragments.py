@@ -12,6 +12,7 @@ import functools
 import inspect
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from zcompile._torch import (
     InternalTorchDynamoError,
     Unsupported,
     UserError,
+    backward_number,
     has_gradient_hooks,
 )
 from zcompile.calls import ModelCall
@@ -32,7 +34,7 @@ from zcompile.capture import Names
 from zcompile.engine import Engine
 from zcompile.errors import CaptureError, ParameterError, ZcompileError
 from zcompile.report import Break, explain_breaks
-from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather, all_reduce, reduce_scatter
+from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather
 from zcompile.runtime.gradients import Delivery
 from zcompile.sharding import Retired, Site
 
@@ -40,7 +42,7 @@ BREAKS = (Unsupported, UserError, InternalTorchDynamoError)
 """What torch.compile raises, before anything has run, where code cannot be traced into one graph."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Tree:
     """A sharded model's module tree: the places of its parameters, and its fragments."""
 
@@ -55,17 +57,16 @@ class Tree:
         self._paths = {id(module): path for path, module in self.model.named_modules()}
         self._fragments: dict[int, Fragment] = {id(self.model): self.root}
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; what its backward needs is watched."""
+    def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or a module of it; what its backward needs is watched."""
         self.engine.delivery.forget()
         try:
             with self.engine.random_numbers(), self.engine.autocast():
-                scaled = self.engine.computes_in_float16()
-                self.call = call = ModelCall(self.engine.version, self.engine.delivery, scaled=scaled)
-                result = self.root(*args, **kwargs)
+                self.call = call = self.engine.new_call()
+                result = fragment(*args, **kwargs)
         finally:
             self.call = None
-        call.watch(result)
+        call.watch(result, (args, kwargs))
         return result
 
     def make_fragments(self, module: nn.Module) -> None:
@@ -98,7 +99,7 @@ class Fragment:
         owners = {id(owner) for owner in module.modules()}
         self.sites = [site for site in tree.sites if id(site.owner) in owners]
         self.is_split = False
-        self._traced = torch.compile(_fresh(_traced_call(module, forward)), backend=self._capture, fullgraph=True)
+        self._traced = torch.compile(_fresh(_traced_call(module, forward)), backend=_backend(self), fullgraph=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Collective.
@@ -140,22 +141,22 @@ class Fragment:
     @contextlib.contextmanager
     def _husks_in_place(self) -> Iterator[None]:
         """Husks in the module's tree while a traced call runs; shards at all other times, also after an exception."""
-        self._check(self.sites)
+        before = self._check(self.sites)
         try:
             for site in self.sites:
                 site.husk.requires_grad_(site.shard.requires_grad)
                 site.owner._parameters[site.key] = site.husk
             yield
         finally:
-            for site in self.sites:
-                site.owner._parameters[site.key] = site.shard
+            for site, parameter in zip(self.sites, before, strict=True):
+                site.owner._parameters[site.key] = parameter
 
     @contextlib.contextmanager
     def _own_parameters_full(self) -> Iterator[None]:
         """The module's own parameters gathered, as leaves of autograd, while its code runs as plain Python."""
         owners = {id(owner) for owner in _owners(self.module)}
         own = [site for site in self.sites if id(site.owner) in owners]
-        self._check(own)
+        before = self._check(own)
         leaves = self._gathered(own)
         versions = {name: leaf._version for name, leaf in leaves.items()}
         try:
@@ -163,36 +164,46 @@ class Fragment:
                 site.owner._parameters[site.key] = leaves[site.name]
             yield
         finally:
-            for site in own:
-                site.owner._parameters[site.key] = site.shard
+            for site, parameter in zip(own, before, strict=True):
+                site.owner._parameters[site.key] = parameter
         for name, leaf in leaves.items():
             if leaf._version != versions[name]:
                 fix = "keep what changes in a buffer, or change parameters between steps"
                 raise CaptureError(name, "the model's forward writes to this parameter", fix)
 
-    def _gathered(self, own: Sequence[Site]) -> dict[str, nn.Parameter]:
+    def _gathered(self, own: Sequence[Site]) -> dict[str, _Leaf]:
         engine = self.tree.engine
         trainable = {site.name: site.shard.requires_grad for site in own}
-        leaves: dict[str, nn.Parameter] = {}
+        leaves: dict[str, _Leaf] = {}
         for unit in engine.layout.restricted(trainable).units:
             bound = BoundUnit(engine.shards[unit.name], unit)
             with torch.inference_mode(False), torch.no_grad():
                 full = all_gather(bound, dtype=unit.compute_dtype).wait()
-            made = {n: nn.Parameter(full[i], requires_grad=trainable[n]) for i, n in enumerate(unit.names)}
+            made = {n: _Leaf(full[i], requires_grad=trainable[n]) for i, n in enumerate(unit.names)}
             leaves |= made
-            call = self.tree.call
-            if call is not None and torch.is_grad_enabled() and any(trainable[name] for name in unit.names):
-                call.late.append(Leaves(bound, made, engine.delivery).reduce)
+            if torch.is_grad_enabled() and any(trainable[name] for name in unit.names):
+                self._reduce_later(Leaves(bound, made, engine.delivery))
         return leaves
 
-    def _check(self, sites: Sequence[Site]) -> None:
+    def _reduce_later(self, leaves: Leaves) -> None:
+        if self.tree.call is not None:
+            self.tree.call.late.append(leaves.reduce)
+        else:  # a reentrant checkpoint, which runs the forward again within a backward and then its backward
+            leaves.delivery.at_end(leaves.reduce)
+
+    def _check(self, sites: Sequence[Site]) -> list[nn.Parameter | None]:
+        """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
+        found: list[nn.Parameter | None] = []
         for site in sites:
-            if site.owner._parameters[site.key] is not site.shard:
+            current = site.owner._parameters[site.key]
+            if current is not site.shard and not isinstance(current, _Leaf):
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
                 raise ParameterError(site.name, "was replaced after zcompile.compile", fix)
             if has_gradient_hooks(site.shard):
                 fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
                 raise ParameterError(site.name, "has a hook of register_hook, which would not run", fix)
+            found.append(current)
+        return found
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -213,27 +224,40 @@ class Leaves:
     """Parameters of a unit, full for one call of plain Python, whose gradients autograd collects."""
 
     bound: BoundUnit
-    tensors: dict[str, nn.Parameter]
+    tensors: dict[str, _Leaf]
     delivery: Delivery
 
     def reduce(self) -> Sequence[Gradients]:
         """Average over the ranks what autograd has collected; what one rank's code did not reach counts as zero."""
-        communicator = self.bound.shards.communicator
-        leaves = list(self.tensors.values())
-        flags = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.int32, device=communicator.device)
-        reached = communicator.any_rank(flags).tolist()
+        shards, leaves = self.bound.shards, self.tensors
+        own = [leaf.grad for leaf in leaves.values()]
         with torch.no_grad():
-            grads = [_gradient(leaf) if on_any else None for leaf, on_any in zip(leaves, reached, strict=True)]
-            for leaf in leaves:
+            for leaf in leaves.values():
                 leaf.grad = None
             if not self.delivery.synchronises:
-                return [accumulate(self.bound, grads)]
-            reduce = reduce_scatter if self.delivery.scatter else all_reduce
-            return [reduce(self.bound, grads, dtype=self.bound.unit.reduction_dtype).wait()]
+                return [accumulate(self.bound, own)]
+            reached = [g is not None or shards.held(name) is not None for name, g in zip(leaves, own, strict=True)]
+            flags = torch.tensor(reached, dtype=torch.int32, device=shards.communicator.device)
+            on_any = shards.communicator.any_rank(flags).tolist()
+            zipped = zip(leaves.values(), own, on_any, strict=True)
+            grads = [(torch.zeros_like(leaf) if g is None else g) if wanted else None for leaf, g, wanted in zipped]
+            return [self.delivery.reduce(self.bound, grads)]
 
 
-def _gradient(leaf: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+class _Leaf(nn.Parameter):
+    """A full parameter that stands in the module tree while plain Python runs."""
+
+
+def _backend(fragment: Fragment) -> Callable[..., Any]:
+    """What torch.compile calls for `fragment`. torch remembers it for good, and must not keep the model alive by it."""
+    weak = weakref.ref(fragment)
+
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        alive = weak()
+        assert alive is not None, "a fragment is alive while it is called"
+        return alive._capture(module, inputs)
+
+    return backend
 
 
 def _traced_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,10 +273,12 @@ def _traced_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[...
 
 def _function(fragment: Fragment) -> Callable[..., Any]:
     """`fragment` as a function with the signature of the forward that it stands for."""
+    tree = fragment.tree
 
     @functools.wraps(fragment.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return fragment(*args, **kwargs)
+        alone = tree.call is None and backward_number() is None  # called by the user, past the model
+        return tree.run(fragment, args, kwargs) if alone else fragment(*args, **kwargs)
 
     return forward
 

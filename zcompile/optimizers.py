@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -31,7 +32,14 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
         names = {id(param): name for shards in engine.shards.values() for name, param in shards.parameters.items()}
         return {names[id(param)] for param in _parameters_of(optimizer) if id(param) in names}
 
-    def before(optimizer: Optimizer, *_: object) -> None:
+    def refuse_held(names: set[str]) -> None:
+        if held := names.intersection(engine.names_held()):
+            found = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
+            raise OptimizerError(min(held), found, "run the last micro-batch's backward outside of no_sync")
+
+    def before(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         kind = type(optimizer).__name__
         for param in _parameters_of(optimizer):
             if id(param) in retired:
@@ -40,13 +48,23 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
                 raise OptimizerError(retired[id(param)][1], found, fix)
         names = names_in(optimizer)
         if not names:
-            return
-        if held := names.intersection(engine.names_held()):
-            found = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
-            raise OptimizerError(min(held), found, "run the last micro-batch's backward outside of no_sync")
-        if engine.precision.dtype is torch.bfloat16 and _called_by_scaler():
+            return None
+        if engine.options.dtype is torch.bfloat16 and _called_by_scaler():
             found = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
             raise OptimizerError("GradScaler", found, "leave it out, or give it enabled=False")
+        bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+        closure = bound.arguments.get("closure")
+        if closure is None:
+            refuse_held(names)
+            return None
+
+        def closed() -> Any:
+            loss = closure()  # it runs the backwards of this step
+            refuse_held(names)
+            return loss
+
+        bound.arguments["closure"] = closed
+        return bound.args, bound.kwargs
 
     def after(optimizer: Optimizer, *_: object) -> None:
         if names_in(optimizer):
@@ -75,7 +93,7 @@ def point_at_shards(optimizers: Iterable[Optimizer], shards: Iterable[UnitShards
     stands_for |= {id(param): (unit, param) for unit, param in by_name.values()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [_pointed(optimizer, param, stands_for) for param in group["params"]]
+            group["params"][:] = [_pointed(optimizer, param, stands_for) for param in group["params"]]
 
 
 def _pointed(
@@ -86,17 +104,19 @@ def _pointed(
         return old
     unit, new = stands_for[id(old)]
     if old is not new and old in optimizer.state:
-        state: dict[str, Any] = optimizer.state.pop(old)
+        state: dict[str, Any] = optimizer.state[old]
         name = next(name for name, param in unit.parameters.items() if param is new)
         optimizer.state[new] = {
             key: unit.shard_of(name, value) if _is_like(key, value, new) else value for key, value in state.items()
         }
+        del optimizer.state[old]
     return new
 
 
 def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     """True for state that follows its parameter; a count of steps does not, though it may have a scalar's shape."""
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_plain and value.shape == parameter.shape and key != "step"
 
 
 def _called_by_scaler() -> bool:

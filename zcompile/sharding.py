@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ class Site:
     key: str
     name: str
     shard: nn.Parameter
-    husk: nn.Parameter
+    husk: nn.Parameter = field(repr=False)
     """What stands here while a call runs: the full parameter's shape without memory, for the tracer to see."""
 
 
@@ -92,7 +92,7 @@ def shard_model(
                 old = originals[param.name]
                 plain = not layout.stage.optimizer_sharded
                 shard = held.adopt_plain(param, full) if plain else held.adopt(param, full)
-                husk = shard if plain and not param.compute_dtype else husk_of(full, param.full_dtype)
+                husk = husk_of(full, param.full_dtype)
                 sites += [Site(owner, key, param.name, shard, husk) for owner, key in places[id(old)]]
                 if shard is not old:
                     retired[id(old)] = (old, param.name)

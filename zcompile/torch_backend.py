@@ -14,16 +14,23 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zcompile._torch import around_compiling, compile_plainly, path_of_input, retracing, tracing_context
-from zcompile.calls import ModelCall
+from zcompile._torch import (
+    around_compiling,
+    compile_plainly,
+    copyable,
+    has_gradient_hooks,
+    path_of_input,
+    retracing,
+    tracing_context,
+)
 from zcompile.capture import Names
 from zcompile.configuration import Options
 from zcompile.engine import Engine
@@ -33,6 +40,7 @@ from zcompile.optimizers import point_at_shards, watch_optimizers
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.gradients import Refusal
 from zcompile.runtime.groups import Communicator, resolve_mesh
 from zcompile.runtime.shards import UnitShards
 from zcompile.sharding import husk_of
@@ -57,6 +65,10 @@ class Backend:
         self.options, self.mesh = options, mesh
         self._known: dict[int, _Known] = {}
         self._engine: Engine | None = None
+        self._stepping: weakref.ref[Optimizer] | None = None
+        """The optimizer whose step runs now: its closure may be what first calls the model."""
+        self._watch_steps()
+        self._versions: dict[int, int] = {}
         self._hidden: dict[int, torch.Tensor] = {}
         self._nan: dict[torch.dtype, torch.Tensor] = {}
 
@@ -69,6 +81,7 @@ class Backend:
             ModelError: a parameter that cannot be sharded in place.
             CaptureError: the code writes to a parameter, or returns one.
         """
+        self._around_compiling.ensure()
         self._take_in(module, inputs)
         if self._engine is None:
             return compile_plainly(module, inputs, self.options.backend)
@@ -109,11 +122,11 @@ class Backend:
     def _run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         engine = self.engine
         engine.delivery.forget()
-        self._follow_zero_grad()
-        call = ModelCall(engine.version, engine.delivery, scaled=engine.computes_in_float16())
+        self._follow_users()
+        call = engine.new_call()
         with engine.random_numbers():
             result = compiled(*(self._husk(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
-        call.watch(result)
+        call.watch(result, args)
         return result
 
     # -- sharding -------------------------------------------------------------------------------------------------
@@ -145,11 +158,21 @@ class Backend:
         communicator = Communicator(resolve_mesh(self.mesh, device), device)
         layout = Layout((), STAGES[options.stage], communicator.size)
         engine = Engine(layout, {}, communicator, Agreement(communicator), options)
+        watch_optimizers(self, engine, {})
+        return engine
+
+    def _watch_steps(self) -> None:
+        """Call back before and after steps of optimizers and what Dynamo compiles, as long as this backend lives."""
         weak = weakref.ref(self)
 
-        def point(optimizer: Optimizer, *_: object) -> None:
+        def before(optimizer: Optimizer, *_: object) -> None:
             if (backend := weak()) is not None:
+                backend._stepping = weakref.ref(optimizer)
                 backend._point(optimizer)
+
+        def after(*_: object) -> None:
+            if (backend := weak()) is not None:
+                backend._stepping = None
 
         def hide() -> None:
             if (backend := weak()) is not None:
@@ -159,10 +182,10 @@ class Backend:
             if (backend := weak()) is not None:
                 backend._show_gradients()
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(point).remove)
-        weakref.finalize(self, around_compiling(hide, show))
-        watch_optimizers(self, engine, {})
-        return engine
+        weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(after).remove)
+        self._around_compiling = around_compiling(hide, show)
+        weakref.finalize(self, self._around_compiling.remove)
 
     def _shard(self, engine: Engine, fresh: Mapping[str, nn.Parameter]) -> None:
         layout, communicator = engine.layout, engine.communicator
@@ -171,6 +194,7 @@ class Backend:
         units = list(make_units(fresh, blocks, layout.stage, layout.world, self.options.precision, taken=taken))
         plain = not layout.stage.optimizer_sharded
         shards: dict[str, UnitShards] = {}
+        made: dict[int, _Known] = {}
         if not plain:
             self._make_nan(fresh.values())
         with torch.no_grad():
@@ -179,13 +203,18 @@ class Backend:
                 for param in unit.params:
                     old = fresh[param.name]
                     shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)
-                    husk = old if plain and not param.compute_dtype else husk_of(old, param.full_dtype)
-                    self._known[id(old)] = _Known(param.name, old, husk)
-                    old.zcompile_backend = self  # type: ignore[attr-defined]
+                    made[id(old)] = _Known(param.name, old, husk_of(old, param.full_dtype))
+                    old.zcompile_backend = weakref.ref(self)  # type: ignore[attr-defined]
+                    old.requires_grad_(True).register_post_accumulate_grad_hook(Refusal(param.name))
+                    old.requires_grad_(param.trainable)
                     if not plain:
                         held.twins[param.name] = old
                         self._give_up(held, param.name, old, shard)
         engine.extend(units, shards)
+        self._known |= made
+        stepping = self._stepping() if self._stepping else None
+        if stepping is not None:
+            self._point(stepping)
 
     def _make_nan(self, params: Iterable[nn.Parameter]) -> None:
         """One piece of memory for each dtype, large enough for any of `params`, that all of them show."""
@@ -196,10 +225,11 @@ class Backend:
     def _give_up(self, held: UnitShards, name: str, old: nn.Parameter, shard: nn.Parameter) -> None:
         """Free the memory of `old`. Code outside of compiled graphs reads NaN in it, and its backward is refused."""
         old.data = self._nan[old.dtype][: old.numel()].view(old.shape)
-        old.register_post_accumulate_grad_hook(partial(_refuse_gradient, name))
         # nn.Module's state_dict takes `detach()` of a parameter, its load_state_dict `copy_(value)`: the shard's.
-        old.detach = shard.detach  # type: ignore[method-assign]
+        old.detach = lambda: copyable(cast(DTensor, shard.detach()))  # type: ignore[method-assign]
         old.copy_ = partial(_copy, held, name)  # type: ignore[method-assign]
+        old.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]
+        self._versions[id(old)] = old._version
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -226,29 +256,54 @@ class Backend:
 
         Raises:
             OptimizerError: it holds others that have a gradient, which nobody has averaged.
+            ParameterError: a parameter was written to, or given a gradient that is no shard's.
         """
-        self._follow_zero_grad()
+        known = self._known.keys() | {id(param) for param in self.shards().values()}
+        if not any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
+            return
+        self._follow_users()
         self._refuse_strangers(optimizer)
         twins = {id(known.parameter): (known.parameter, known.name) for known in self._known.values()}
         point_at_shards([optimizer], self.engine.shards.values(), twins)
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
-        known = {id(param) for param in self.parameters().values()} | self._known.keys()
+        known = {id(param) for param in self.shards().values()} | self._known.keys()
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if self.engine.layout.world > 1 and any(id(param) in known for param in params):
+        if self.engine.layout.world > 1:
             for index, param in enumerate(params):
-                if id(param) not in known and param.grad is not None:
+                others = isinstance(param, DTensor) or hasattr(param, "zcompile_backend")
+                if id(param) not in known and not others and param.grad is not None:
                     found = "was in no compiled graph, so its gradient is this rank's own"
                     fix = "let torch.compile trace the code that reads it, or use zcompile.compile"
                     raise OptimizerError(f"parameter {index} of {type(optimizer).__name__}", found, fix)
 
-    def _follow_zero_grad(self) -> None:
-        """A gradient dropped from a parameter or from its shard is dropped from both."""
+    def _follow_users(self) -> None:
+        """Take over what the user did to the parameters that he knows.
+
+        A gradient dropped from a parameter or from its shard is dropped from both; one put in its place is the shard's.
+
+        Raises:
+            ParameterError: a write to a parameter, a gradient that is no shard's, or a hook that would not run.
+        """
+        for known in self._known.values():
+            if has_gradient_hooks(known.parameter):
+                fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
+                raise ParameterError(known.name, "has a hook of register_hook, which would not run", fix)
         for held in self.engine.shards.values():
             for name, twin in held.twins.items():
+                if twin._version != self._versions[id(twin)]:
+                    fix = "write before the first call, through model.load_state_dict, or to backend.shards()[name]"
+                    raise ParameterError(name, "was written to, where it has no memory any more", fix)
                 shard = held.parameters[name]
-                if shard.grad is not twin.grad:
+                if shard.grad is twin.grad:
+                    continue
+                if shard.grad is None or twin.grad is None:
                     shard.grad = twin.grad = None
+                elif isinstance(twin.grad, DTensor):
+                    shard.grad = twin.grad
+                else:
+                    fix = "change its gradient in place, or put a DTensor there that was computed from it"
+                    raise ParameterError(name, "has a plain tensor in .grad, which is no shard's gradient", fix)
 
     # -- looking inside -------------------------------------------------------------------------------------------
 
@@ -268,9 +323,9 @@ class Backend:
         """The rewritten programs in the order of their capture."""
         return self.engine.programs
 
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def shards(self) -> dict[str, nn.Parameter]:
         """The shards by name, as far as graphs have brought them."""
-        shards = self.engine.shards.values()
+        shards = self._engine.shards.values() if self._engine else ()
         return {name: param for held in shards for name, param in held.parameters.items()}
 
     def explain(self) -> str:
@@ -316,7 +371,7 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
     for option in options or {}:
         if option not in known:
             raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, known))
-    found = (getattr(value, "zcompile_backend", None) for value in inputs)
+    found = (value.zcompile_backend() for value in inputs if hasattr(value, "zcompile_backend"))
     made: Backend = next((one for one in found if one is not None), None) or backend(**(options or {}))
     return made(module, inputs)
 
@@ -330,13 +385,15 @@ def _check(fresh: Mapping[str, nn.Parameter]) -> None:
         if not param.is_contiguous():
             fix = "make it contiguous before torch.compile, or use zcompile.compile"
             raise ModelError(name, f"has strides {param.stride()}, of which the graph was traced", fix)
+        if param.grad is not None:
+            raise ModelError(name, "has a gradient from before its first compiled call", "call zero_grad() before it")
         if len(devices) > 1:
             raise ModelError(name, f"is on {param.device}, others elsewhere", "move the model to one device")
 
 
-def _refuse_gradient(name: str, _: torch.Tensor) -> None:
-    fix = "let torch.compile trace that code (fullgraph=True shows what breaks the graph), or use zcompile.compile"
-    raise ParameterError(name, "was read outside of compiled graphs, where it is not full: the result was NaN", fix)
+def _refuse_copy(name: str, _: object) -> NoReturn:
+    fix = "copy the model before its first compiled call, or its state_dict()"
+    raise ParameterError(name, "cannot be copied: it has no memory, its shard has", fix)
 
 
 def _copy(held: UnitShards, name: str, value: torch.Tensor, *_: object) -> torch.Tensor:

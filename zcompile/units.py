@@ -71,6 +71,10 @@ def _matches(path: str, pattern: str) -> bool:
     return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
 
 
+_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
+"""What `torch.autocast` casts: float64, say, stays."""
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Mixed precision: shards keep the model's dtype.
@@ -84,7 +88,7 @@ class Precision:
 
     def compute(self, param: torch.Tensor) -> torch.dtype | None:
         """What `param` is cast to for a gather; None where it is not."""
-        return self.dtype if param.is_floating_point() and param.dtype != self.dtype else None
+        return self.dtype if param.dtype in _AUTOCAST and param.dtype != self.dtype else None
 
     def reduction(self, param: torch.Tensor, compute: torch.dtype | None) -> torch.dtype | None:
         """What the gradient of `param` is cast to for its reduction; None where it is not."""
