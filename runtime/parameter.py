@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from zcompile._torch import no_torch_function, supports_foreach, tree_leaves, tree_map_only
+from zcompile._torch import (
+    local_tensor,
+    no_torch_function,
+    supports_foreach,
+    tree_leaves,
+    tree_map_only,
+    with_local,
+)
 from zcompile.errors import ParameterError
 
 
@@ -21,6 +28,11 @@ class ShardedParameter(DTensor):
     """A sharded `nn.Parameter`. What optimizers, clipping and checkpoints do with a DTensor works unchanged."""
 
     zcompile_name: str
+
+    def __deepcopy__(self, _: object) -> ShardedParameter:
+        """A parameter with memory of its own; torch's own way fails on a view of a larger storage."""
+        copied = torch.nn.Parameter(with_local(self, local_tensor(self).clone()), requires_grad=self.requires_grad)
+        return sharded(copied, self.zcompile_name)
 
     @classmethod
     def __torch_function__(

@@ -33,17 +33,18 @@ class ModelCall:
     def __post_init__(self) -> None:
         self._seen = self.version()
 
-    def watch(self, result: Any, given: Any = ()) -> None:
-        """Refuse, when it comes, a backward that would be wrong: a second one, or one after parameters changed.
+    def watch(self, result: Any, given: Any) -> None:
+        """Refuse, when it comes, a backward of a compiled graph that would be wrong: a second one, or a late one.
 
-        `given`: the call's arguments, where its graph begins.
+        `given`: the graph's arguments, behind which other graphs lie.
         """
-        ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
-        begins = {tensor.grad_fn for tensor in tensors_in(given) if tensor.grad_fn is not None}
-        for node in _compiled_nodes(ends, begins, all_of_them=bool(self.late)):
+        for node in _compiled_nodes(_nodes_of(result), _nodes_of(given)):
             node.register_prehook(_Check(self, _accumulator(node)).before)
+
+    def end(self, result: Any) -> None:
+        """The model has returned `result`: a backward of it makes the late reductions."""
         if self.late:
-            for node in set(ends):
+            for node in _nodes_of(result):
                 node.register_prehook(self.begin)
 
     def begin(self, _: object) -> None:
@@ -116,8 +117,12 @@ def _names(slots: str | Sequence[str]) -> Sequence[str]:
     return (slots,) if isinstance(slots, str) else slots
 
 
-def _compiled_nodes(ends: Sequence[Node], begins: set[Node], *, all_of_them: bool) -> Iterator[Node]:
-    """Nodes of compiled functions between `begins` and `ends`; unless all are wanted, none behind another one."""
+def _nodes_of(value: Any) -> set[Node]:
+    return {tensor.grad_fn for tensor in tensors_in(value) if tensor.grad_fn is not None}
+
+
+def _compiled_nodes(ends: set[Node], begins: set[Node]) -> Iterator[Node]:
+    """The nodes of compiled functions that are met first on the way from `ends` to `begins`."""
     seen = set(begins)
     left = list(ends)
     while left:
@@ -125,10 +130,9 @@ def _compiled_nodes(ends: Sequence[Node], begins: set[Node], *, all_of_them: boo
         if node in seen:
             continue
         seen.add(node)
-        compiled = "CompiledFunction" in node.name()
-        if compiled:
+        if "CompiledFunction" in node.name():
             yield node
-        if not compiled or all_of_them:
+        else:
             left += [following for following, _ in node.next_functions if following is not None]
 
 

@@ -185,6 +185,10 @@ class CompiledModule(nn.Module):
         fix = "move or convert the model before zcompile.compile"
         raise ParameterError(type(self._model).__name__, "a sharded model cannot be moved or converted", fix)
 
+    def __deepcopy__(self, _: object) -> NoReturn:
+        fix = "copy the model before zcompile.compile; for an average of weights, average clones of its parameters"
+        raise ModelError(type(self._model).__name__, "a compiled model cannot be copied", fix)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

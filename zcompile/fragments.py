@@ -29,7 +29,7 @@ from zcompile._torch import (
     backward_number,
     has_gradient_hooks,
 )
-from zcompile.calls import ModelCall
+from zcompile.calls import ModelCall, tensors_in
 from zcompile.capture import Names
 from zcompile.engine import Engine
 from zcompile.errors import CaptureError, ParameterError, ZcompileError
@@ -66,7 +66,11 @@ class Tree:
                 result = fragment(*args, **kwargs)
         finally:
             self.call = None
-        call.watch(result, (args, kwargs))
+        for tensor in tensors_in(result):
+            if isinstance(tensor, _Leaf):
+                found = "the model returns this parameter, which is not full after the call"
+                raise CaptureError(tensor.zcompile_name, found, "return a copy: .clone()")
+        call.end(result)
         return result
 
     def make_fragments(self, module: nn.Module) -> None:
@@ -111,9 +115,14 @@ class Fragment:
         if not self.is_split:
             try:
                 with self._husks_in_place(), _typed_errors():
-                    return self._traced(*args, **kwargs)
+                    result = self._traced(*args, **kwargs)
             except BREAKS as error:
                 self._split(error)
+            else:
+                # In a recomputation, within a backward, there is no call: gradients come by the graph of the first run.
+                if self.tree.call is not None:
+                    self.tree.call.watch(result, (args, kwargs))
+                return result
         with self._own_parameters_full():
             return self.forward(*args, **kwargs)
 
@@ -180,6 +189,8 @@ class Fragment:
             with torch.inference_mode(False), torch.no_grad():
                 full = all_gather(bound, dtype=unit.compute_dtype).wait()
             made = {n: _Leaf(full[i], requires_grad=trainable[n]) for i, n in enumerate(unit.names)}
+            for name, leaf in made.items():
+                leaf.zcompile_name = name
             leaves |= made
             if torch.is_grad_enabled() and any(trainable[name] for name in unit.names):
                 self._reduce_later(Leaves(bound, made, engine.delivery))
@@ -246,6 +257,8 @@ class Leaves:
 
 class _Leaf(nn.Parameter):
     """A full parameter that stands in the module tree while plain Python runs."""
+
+    zcompile_name: str
 
 
 def _backend(fragment: Fragment) -> Callable[..., Any]:

@@ -127,6 +127,7 @@ class Backend:
         with engine.random_numbers():
             result = compiled(*(self._husk(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
         call.watch(result, args)
+        call.end(result)
         return result
 
     # -- sharding -------------------------------------------------------------------------------------------------
