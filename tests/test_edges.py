@@ -1,0 +1,389 @@
+"""Where a training loop leaves the beaten path: what plain PyTorch does, or a typed error; never another number."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+X = torch.ones(2, 4)
+Gradients = dict[str, torch.Tensor | None]
+
+
+def gradients(model: nn.Module) -> Gradients:
+    found = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def assert_as_plain(model: nn.Module, use: Callable[[nn.Module], Any], **options: Any) -> None:
+    """`use` leaves the same gradients on the compiled model as on the plain one."""
+    compiled = zcompile.compile(copy.deepcopy(model), backend="eager", **options)
+    use(model)
+    use(compiled)
+    got, want = gradients(compiled), gradients(model)
+    for name, grad in want.items():
+        assert (got[name] is None) == (grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(got[name], grad, msg=name)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+class Own(nn.Module):
+    """Breaks the graph, has a parameter of its own, and calls a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.linear = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return self.linear(x) @ self.weight
+
+
+# -- gradients that were not asked for, or asked for in another way ----------------------------------------------------
+
+
+def grad_of_the_input(model: nn.Module) -> None:
+    x = X.clone().requires_grad_()
+    loss = model(x).sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+
+
+def backward_into_the_input(model: nn.Module) -> None:
+    x = X.clone().requires_grad_()
+    model(x).sum().backward(inputs=[x])
+
+
+def retained_after_a_plain_one(model: nn.Module) -> None:
+    model(X).sum().backward()
+    loss = model(X).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("use", [grad_of_the_input, backward_into_the_input, retained_after_a_plain_one])
+@pytest.mark.parametrize("made", [net, Own])
+def test_ways_to_ask_for_gradients(made: Callable[[], nn.Module], use: Callable[[nn.Module], None]) -> None:
+    assert_as_plain(made(), use)
+
+
+class Force(nn.Module):
+    """A forward that differentiates: an interatomic force field."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.energy(x).sum()
+        (force,) = torch.autograd.grad(energy, x, retain_graph=True)
+        return energy + 0 * force.sum()
+
+
+def test_a_forward_that_differentiates() -> None:
+    assert_as_plain(Force(), lambda model: model(X))
+    assert_as_plain(Force(), lambda model: model(X).backward())
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    compiled = zcompile.compile(net(), backend="eager")
+    with pytest.raises(zcompile.BackwardError, match="no gradients of gradients"):
+        compiled(X).sum().backward(create_graph=True)
+
+
+# -- models whose graph breaks -----------------------------------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.head, self.reentrant = Own(), nn.Linear(4, 1), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_broken_module_under_a_checkpoint(reentrant: bool) -> None:
+    assert_as_plain(Outer(reentrant), lambda model: model(X.clone().requires_grad_()).sum().backward())
+
+
+def test_a_submodule_of_a_broken_model_called_by_itself() -> None:
+    def use(model: nn.Module) -> None:
+        model(X.clone().requires_grad_()).sum().backward()
+        model.inner(X).sum().backward()
+
+    assert_as_plain(Outer(False), use)
+
+
+@dataclass(slots=True)
+class Slotted:
+    loss: torch.Tensor
+
+
+class Hides(Own):
+    def forward(self, x: torch.Tensor) -> Slotted:
+        return Slotted(super().forward(x).sum())
+
+
+def test_a_result_with_slots() -> None:
+    assert_as_plain(Hides(), lambda model: model(X).loss.backward())
+
+
+class Returns(Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x)
+        return self.weight
+
+
+def test_a_broken_model_that_returns_its_parameter() -> None:
+    compiled = zcompile.compile(Returns(), backend="eager")
+    with pytest.raises(zcompile.CaptureError, match=r"^weight: the model returns this parameter"):
+        compiled(X)
+
+
+class Recursive(Own):
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = super().forward(x)
+        return self(x, depth - 1) if depth else x
+
+
+def test_a_module_that_calls_itself() -> None:
+    assert_as_plain(Recursive(), lambda model: model(X).sum().backward())
+
+
+def test_the_backward_of_another_model_is_none_of_its_business() -> None:
+    generator, critic = (zcompile.compile(made, backend="eager") for made in (nn.Linear(4, 4), Own()))
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    fake = generator(X)
+    critic(fake).sum().backward(retain_graph=True)
+    optimizer.step()
+    fake.sum().backward()
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_closure_that_synchronises_and_one_that_does_not() -> None:
+    compiled = zcompile.compile(net(), stage=1, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+
+    def closure(hold: bool = False) -> torch.Tensor:
+        with compiled.no_sync():
+            compiled(X).sum().backward()
+        if not hold:
+            compiled(X).sum().backward()
+        return torch.tensor(0.0)
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    with pytest.raises(zcompile.OptimizerError, match="held back by no_sync"):
+        optimizer.step(lambda: closure(hold=True))
+
+
+def test_a_gradient_from_before_compile_is_refused() -> None:
+    model = net()
+    model(X).sum().backward()
+    with pytest.raises(zcompile.ModelError, match=r"0\.weight: has a gradient, which would be lost"):
+        zcompile.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("change", ["zero_", "mul_"])
+def test_gradients_changed_in_place_between_micro_batches(stage: int, change: str) -> None:
+    def use(model: nn.Module) -> None:
+        model(X).sum().backward()
+        for _ in range(1) if not hasattr(model, "no_sync") else ():
+            (2 * model(X)).sum().backward()
+        if hasattr(model, "no_sync"):
+            with model.no_sync():
+                (2 * model(X)).sum().backward()
+        for param in model.parameters():
+            getattr(param.grad, change)(*([] if change == "zero_" else [3.0]))
+        model(X).sum().backward()
+
+    assert_as_plain(net(), use, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_hooks_after_accumulation_run_once_with_the_gradient(stage: int) -> None:
+    compiled = zcompile.compile(net(), stage=stage, backend="eager")
+    seen: list[bool] = []
+    for param in compiled.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    compiled(X).sum().backward()
+    assert seen == [True] * 4
+
+
+def test_copies_are_refused_or_whole() -> None:
+    compiled = zcompile.compile(net(), backend="eager")
+    with pytest.raises(zcompile.ModelError, match="a compiled model cannot be copied"):
+        copy.deepcopy(compiled)
+    for param in compiled.parameters():
+        copied = copy.deepcopy(param)
+        assert torch.equal(copied.full_tensor(), param.full_tensor())
+        assert copied.to_local().data_ptr() != param.to_local().data_ptr()
+    assert "Sequential" in repr(compiled)
+    repr(compiled._tree)
+
+
+# -- ranks that differ -------------------------------------------------------------------------------------------------
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.experts[which](x).sum()
+
+
+def chosen_apart(rank: int) -> str:
+    """Two programs that both ranks know, run crosswise: their collectives have equal sizes."""
+    compiled = zcompile.compile(Chooses(), backend="eager")
+    for which in (0, 1):
+        compiled(X, which).backward()
+    before = [param.grad.to_local().clone() for param in compiled.parameters()]
+    try:
+        compiled(X, rank).backward()
+    except zcompile.AgreementError as error:
+        after = [param.grad.to_local() for param in compiled.parameters()]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        return str(error)
+    return ""
+
+
+def test_ranks_that_run_different_programs_are_told(ranks: Ranks) -> None:
+    for message in ranks.run(2, chosen_apart):
+        assert "the programs of this step: ranks have run different ones" in message
+
+
+# -- through torch.compile ---------------------------------------------------------------------------------------------
+
+
+def compiled_by_torch(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend=zcompile.backend(backend="eager", **options))
+
+
+def test_frozen_parameters_and_other_optimizers() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    called = compiled_by_torch(model)
+    called(X).sum().backward()
+    assert model[0].weight.grad is None
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    torch.optim.SGD([other], lr=0.1).step()
+
+
+def test_a_gradient_put_in_place_is_the_shards() -> None:
+    model, plain = net(), net()
+    called = compiled_by_torch(model)
+    for one, params in ((called, model), (plain, plain)):
+        optimizer = torch.optim.SGD(params.parameters(), lr=0.1)
+        one(X).sum().backward()
+        for param in params.parameters():
+            param.grad = param.grad / 2
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), plain.state_dict()[name])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_on_the_users_parameters(stage: int) -> None:
+    model = net()
+    seen: list[bool] = []
+    called = compiled_by_torch(model, stage=stage)
+    called(X)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    called(X).sum().backward()
+    assert seen == [True] * 4
+    model[0].weight.register_hook(lambda grad: grad)
+    with pytest.raises(zcompile.ParameterError, match="register_hook, which would not run"):
+        called(X)
+
+
+def test_a_write_to_a_parameter_without_memory() -> None:
+    model = net()
+    called = compiled_by_torch(model)
+    called(X)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(zcompile.ParameterError, match="was written to, where it has no memory"):
+        called(X)
+
+
+def test_a_step_whose_closure_calls_the_model_first() -> None:
+    model, plain = net(), net()
+    called = compiled_by_torch(model)
+    for one, params in ((called, model), (plain, plain)):
+        optimizer = torch.optim.SGD(params.parameters(), lr=0.1)
+
+        def closure(one: Any = one, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = one(X).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), plain.state_dict()[name])
+
+
+def test_optimizer_state_loads_again(tmp_path: Any) -> None:
+    model = net()
+    called = compiled_by_torch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    called(X).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    again = torch.optim.AdamW(model.parameters(), lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    called(X).sum().backward()
+    again.step()
+    assert len(again.state) == 4
+
+
+def test_a_model_without_memory_is_not_copied() -> None:
+    model = make("mlp")
+    compiled_by_torch(model)(*batch("mlp", 0, 0))
+    with pytest.raises(zcompile.ParameterError, match="cannot be copied"):
+        copy.deepcopy(model)
+
+
+def by_name_with_a_break(rank: int) -> int:
+    """Each graph makes a backend of its own; one optimizer holds the parameters of both."""
+    model = Own()
+    called = torch.compile(model, backend="zcompile", options={"backend": "eager"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        called(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sum(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+
+
+def test_several_backends_under_one_optimizer(ranks: Ranks) -> None:
+    assert ranks.run(2, by_name_with_a_break) == [3, 3]
