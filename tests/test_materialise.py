@@ -568,3 +568,32 @@ def test_a_start_on_meta_takes_one_unit_beside_the_shards() -> None:
     room = found["phases"]["start"]["peak"] - tiny["phases"]["start"]["peak"]
     assert room < 1.05 * (found["shards"] + sum(found["units"]))
     assert room < 0.4 * 4 * found["parameters"]
+
+
+def fails_half_way(rank: int, meta: bool) -> str:
+    """A source of which the third tensor cannot be read."""
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    values = {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
+
+    class Cut(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            if name == "1.weight" and reading:
+                raise OSError("input/output error")
+            return super().__getitem__(name)
+
+    reading = False
+    weights = Cut(values)
+    reading = True
+    try:
+        zcompile.compile(model, weights=weights, backend="eager")
+    except zcompile.OptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_weights_that_cannot_be_read_half_way_are_told_on_every_rank(ranks: Ranks, meta: bool) -> None:
+    first, second = ranks.run(2, fails_half_way, meta)
+    assert "1.weight of the mapping cannot be read: OSError: input/output error" in first
+    assert "1.weight of the mapping cannot be read: the first rank cannot read it" in second

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile.errors import ModelError
+from zcompile.errors import ModelError, OptionError
 from zcompile.layout import Layout, Param, Unit
 from zcompile.runtime.groups import Communicator
 from zcompile.weights import Weights
@@ -104,12 +104,29 @@ class Materialiser:
 
     def _stored(self, original: torch.Tensor) -> torch.Tensor:
         """The weights for `original`, in its own memory if it has any; on other ranks memory that is broadcast to."""
-        assert self.weights is not None, "only weights are stored"
         device = self.device if original.is_meta else original.device
-        if self.communicator.rank:
+        value = self._read(self.stored[id(original)])
+        if value is None:
             return torch.empty(original.shape, dtype=original.dtype, device=device) if original.is_meta else original
-        value = self.weights.read(self.stored[id(original)])
         return value.to(device, original.dtype) if original.is_meta else original.copy_(value)
+
+    def _read(self, name: str) -> torch.Tensor | None:
+        """The weights called `name`, on the first rank. Collective.
+
+        Raises:
+            OptionError: on every rank: the first one cannot read them.
+        """
+        assert self.weights is not None, "only weights are read"
+        value, why = None, "the first rank cannot read it"
+        try:
+            value = None if self.communicator.rank else self.weights.read(name)
+        except Exception as error:  # a disk, a network, a file that somebody cuts while it is read
+            why = f"{type(error).__name__}: {error}"
+        failed = self.communicator.rank == 0 and value is None
+        if self.communicator.any_rank(torch.tensor([failed], dtype=torch.int32, device=self.device)).item():
+            fix = "mend the source, build the model again and repeat: values of this one may be gone"
+            raise OptionError("weights", f"{name} of {self.weights.source} cannot be read: {why}", fix)
+        return value
 
     # -- the model's own code -------------------------------------------------------------------------------------
 
