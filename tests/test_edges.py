@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -245,6 +247,21 @@ def test_copies_are_refused_or_whole() -> None:
         assert copied.to_local().data_ptr() != param.to_local().data_ptr()
     assert "Sequential" in repr(compiled)
     repr(compiled._tree)
+
+
+@pytest.mark.parametrize("made", [net, Own])
+def test_a_model_that_nobody_holds_is_gone_and_its_loss_still_has_a_backward(made: Callable[[], nn.Module]) -> None:
+    def call() -> tuple[torch.Tensor, list[nn.Parameter], weakref.ref[Any]]:
+        compiled = zcompile.compile(made(), backend="eager")
+        return compiled(X).sum(), list(compiled.parameters()), weakref.ref(compiled._engine)
+
+    loss, params, engine = call()
+    gc.collect()
+    loss.backward()
+    assert all(param.grad is not None for param in params)
+    del loss
+    gc.collect()
+    assert engine() is None
 
 
 # -- ranks that differ -------------------------------------------------------------------------------------------------

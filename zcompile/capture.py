@@ -28,7 +28,7 @@ from zcompile.tensor_type import TensorType
 
 
 class Runner(Protocol):
-    """A rewritten step that runs, with AOTAutograd's calling convention."""
+    """A rewritten step that runs, with AOTAutograd's calling convention; it may be a weak proxy."""
 
     saved: Sequence[fx.Node]
     """Values that the forward hands to the backward, tensors first, then sizes."""
@@ -110,17 +110,20 @@ class Capture:
 
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self.runner is not None, "AOTAutograd partitions before it compiles"
-        return _boxed(self.runner.forward)
+        runner = self.runner
+        return _boxed(lambda box: runner.forward(box))
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         promise_no_donated_buffers()
         assert self.runner is not None, "AOTAutograd partitions before it compiles"
-        return _boxed(self.runner.backward)
+        runner = self.runner
+        return _boxed(lambda box: runner.backward(box))
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         (results,) = module.graph.output_node().args
         count = len(results) if isinstance(results, (list, tuple)) else 1
-        return _boxed(self.lower(read_joint(module, count, self.inputs, self.names, self.layout)).forward)
+        runner = self.lower(read_joint(module, count, self.inputs, self.names, self.layout))
+        return _boxed(lambda box: runner.forward(box))
 
 
 def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,9 +82,14 @@ class Engine:
 
         `whole`: the graph is the whole model's; a part of it gathers only those parameters that it reads.
         """
+        weak = weakref.ref(self)
 
         def lower(traced: Program) -> Runner:
-            return self._lower(traced if whole else _restricted(traced))
+            # Dynamo keeps what it compiled until `torch.compiler.reset()`; the model must not live as long by it.
+            engine = weak()
+            assert engine is not None, "an engine is alive while it compiles"
+            runner: Runner = weakref.proxy(engine._lower(traced if whole else _restricted(traced)))
+            return runner
 
         return Capture(names, self.layout.with_trainable(trainable), lower)(module, inputs)
 
