@@ -108,15 +108,24 @@ def check(ranks: Ranks, world: int, kind: str, stage: int, backend: str = "eager
     return answers
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+def usually(kinds: set[str]) -> list[Any]:
+    """All models; those not in `kinds` take their time in `make test-all`."""
+    return [pytest.param(kind, marks=[] if kind in kinds else pytest.mark.slow) for kind in sorted(zoo.MODELS)]
+
+
 @pytest.mark.parametrize("kind", sorted(zoo.MODELS))
-def test_two_ranks_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str, stage: int) -> None:
-    for answer in check(ranks, 2, kind, stage):
+def test_two_ranks_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str) -> None:
+    for answer in check(ranks, 2, kind, 3):
         if kind in WHOLE:
             assert answer["programs"] == 2, "one forward and one backward"
 
 
-@pytest.mark.parametrize("kind", sorted(zoo.MODELS))
+@pytest.mark.parametrize("kind", usually({"gpt2", "resnet"}))
+def test_two_ranks_without_sharding(ranks: Ranks, kind: str) -> None:
+    check(ranks, 2, kind, 0)
+
+
+@pytest.mark.parametrize("kind", usually({"llama", "mixtral_loop", "resnet"}))
 def test_three_ranks_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str) -> None:
     check(ranks, 3, kind, 3)
 
