@@ -153,7 +153,7 @@ def train(rank: int, kind: str, world: int, stage: int, backend: str) -> list[st
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: int) -> None:
-    for world in (2, 3):
+    for world in (2, 3) if stage in (0, 3) else (2,):
         assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
 
 

@@ -307,7 +307,7 @@ def twin(compiled: nn.Module) -> nn.Module:
     return model.eval()
 
 
-@every
+@both
 def test_evaluation_between_steps_leaves_training_alone(ranks: Ranks, stage: int) -> None:
     for names, worst in ranks.run(2, evaluate_between, stage):
         assert names == []
@@ -492,7 +492,7 @@ def undisturbed(rank: int, stage: int, kind: str) -> list[str]:
     return differing(*ends, 0)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_after_an_exception_on_all_ranks_training_goes_on(ranks: Ranks, stage: int, kind: str) -> None:
     assert ranks.run(2, undisturbed, stage, kind) == [[], []]

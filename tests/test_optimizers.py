@@ -63,7 +63,7 @@ def pointed(rank: int, kind: str, stage: int, stepped: bool) -> list[str]:
     return [name for name, want in theirs_model.named_parameters() if not torch.equal(got[name], want)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_goes_on_with_shards(ranks: Ranks, kind: str, stage: int, stepped: bool) -> None:
