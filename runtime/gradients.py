@@ -40,7 +40,7 @@ class Delivery:
         self.synchronises = True
         """False under `no_sync`: stages that keep full gradients hold them back."""
         self.before_delivery: Callable[[], None] = lambda: None
-        """Called when a backward has ended, before anything is delivered: what it raises leaves `.grad` as it was."""
+        """Called when a backward that communicates has ended: what it raises leaves every `.grad` as it was."""
         self._running: dict[int, _Backward] = {}
 
     def forget(self) -> None:
@@ -93,7 +93,7 @@ class Delivery:
             ended.gradients += reduce()
         if self.synchronises:
             ended.gradients += self._reduce_rest()
-        self.before_delivery()
+            self.before_delivery()
         del self._running[number]
         changed: dict[nn.Parameter, nn.Parameter | None] = {}
         for gradients in ended.gradients:
@@ -116,9 +116,7 @@ class Delivery:
         """Reduce what is held back of parameters that this backward did not reach."""
         rest = []
         for unit in self.units.values():
-            waiting = [
-                name for name in unit.names_held() if (held := unit.held(name)) and held.taken != backward_number()
-            ]
+            waiting = [name for name in unit.names_held() if not unit.is_taken(name)]
             if waiting:
                 bound = BoundUnit(unit, Unit(unit.unit.name, tuple(p for p in unit.unit.params if p.name in waiting)))
                 # Zeros, to which the reduction adds what is held back.

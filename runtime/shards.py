@@ -187,10 +187,12 @@ class UnitShards:
         """What `backward` took of the gradient held back for `name` has been reduced: it leaves `.grad`."""
         if (held := self.held(name)) is not None and held.taken == backward:
             self._show(name, None)
+            del self._held[name]
 
     def names_held(self) -> list[str]:
-        """Parameters with gradients that wait for their reduction."""
-        return [name for name in list(self._held) if self.held(name) is not None]
+        """Parameters with gradients that wait for their reduction; the memory of those that were dropped is freed."""
+        self._held = {name: held for name, held in self._held.items() if self.held(name) is held}
+        return list(self._held)
 
     def version(self) -> int:
         """A number that grows with every write in place that autograd sees."""

@@ -151,6 +151,25 @@ def test_gradients_averaged_before_no_sync_are_kept(stage: int) -> None:
     assert all(torch.allclose(got[name], want[name], rtol=1e-5) for name in want)
 
 
+def apart(rank: int, stage: int) -> int:
+    """Ranks hold back another number of micro-batches, of several programs: nothing communicates until the last one."""
+    compiled = zcompile.compile(Switch(), stage=stage, backend="eager")
+    x = torch.ones(2, 3)
+    for which in ("a", "b"):
+        compiled(x, which).backward()
+    with compiled.no_sync():
+        for _ in range(rank + 1):
+            compiled(x, "a").backward()
+        with torch.no_grad():
+            compiled(x, "b" if rank else "a")
+    compiled(x, "a").backward()
+    return sum(len(shards._held) for shards in compiled._engine.shards.values())
+
+
+def test_ranks_may_hold_back_unequal_numbers_and_keep_nothing_afterwards(ranks: Ranks) -> None:
+    assert ranks.run(2, apart, 0) == [0, 0]
+
+
 class Fails(torch.autograd.Function):
     """Fails in the backward when told to."""
 

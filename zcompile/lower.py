@@ -81,7 +81,7 @@ class Session:
     before_first_run: Callable[[Program], None]
     """Called with the program before it communicates for the first time: the ranks agree on it."""
     note: Callable[[str], None]
-    """Called with the program's digest whenever one of its phases runs."""
+    """Called with the program's digest whenever a phase of it that communicates runs."""
     refresh: Callable[[], None]
     """Called before every forward that uses kept full copies: those out of date are dropped."""
 
@@ -109,6 +109,7 @@ class Step:
         self._units = {unit.name: BoundUnit(session.shards[unit.name], unit) for unit in program.layout.units}
         self._agreed = False
         self._digest = program.digest()
+        self._forward_communicates = program.phase(Phase.FORWARD).volume() > 0
         self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
         self._regions = {name: regions.get(found) for name, found in program.regions.items()}
         self._forward = self._load(program, Phase.FORWARD)
@@ -140,7 +141,8 @@ class Step:
         if not self._agreed:
             self.session.before_first_run(self.program)
             self._agreed = True
-        self.session.note(self._digest)
+        if self._forward_communicates:
+            self.session.note(self._digest)
         if self._keeps:
             self.session.refresh()
         husks = [box[index] for index in self.reread]
@@ -165,7 +167,8 @@ class Step:
     def backward(self, box: list[Any]) -> list[Any]:
         """Run the backward, deliver the gradients of parameters; gives those of the other inputs."""
         assert self._backward is not None, "a program without a backward has no gradients"
-        self.session.note(self._digest)
+        if self.session.delivery.synchronises:
+            self.session.note(self._digest)
         count = {True: 0, False: 0}
         for node in self.saved:
             count[is_symbolic(node.meta.get("val"))] += 1
