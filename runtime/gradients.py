@@ -52,7 +52,7 @@ class Delivery:
         """Take gradients of the backward that runs now, for delivery at its end."""
         running = self._current()
         running.gradients += gradients
-        if gradients and torch.cuda.is_available():
+        if any(one.shards.communicator.device.type == "cuda" for one in gradients):
             # Delivery runs on the caller's stream, which autograd joins only with the streams of its leaves.
             running.events.append(torch.cuda.current_stream().record_event())
 
@@ -89,6 +89,10 @@ class Delivery:
             return
         for event in ended.events:
             torch.cuda.current_stream().wait_event(event)
+        for tensor in (tensor for gradients in ended.gradients for tensor in gradients.tensors.values()):
+            if tensor.is_cuda:
+                # The backward's stream owns the memory: freed, it must not be used there while this one still reads.
+                tensor.record_stream(torch.cuda.current_stream())
         for reduce in ended.late:
             ended.gradients += reduce()
         if self.synchronises:

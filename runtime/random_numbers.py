@@ -17,7 +17,8 @@ def numbers_of_rank(rank: int, device: torch.device) -> Iterator[None]:
     """
     generators = [torch.default_generator]
     if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
     states = [_reseeded(generator, rank) for generator in generators]
     try:
         yield

@@ -1,7 +1,7 @@
 """The engine: a model's shards, and everything that runs on them. It turns traced graphs into steps that run.
 
 What traces the graphs, and when husks stand in the module tree, is the business of those who call it: `fragments` for
-`zcompile.compile`, `backend` for `torch.compile`.
+`zcompile.compile`, `torch_backend` for `torch.compile`.
 """
 
 from __future__ import annotations

@@ -67,10 +67,10 @@ class Backend:
         self._engine: Engine | None = None
         self._stepping: weakref.ref[Optimizer] | None = None
         """The optimizer whose step runs now: its closure may be what first calls the model."""
-        self._watch_steps()
         self._versions: dict[int, int] = {}
         self._hidden: dict[int, torch.Tensor] = {}
         self._nan: dict[torch.dtype, torch.Tensor] = {}
+        self._watch_steps()
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
