@@ -17,8 +17,7 @@ def numbers_of_rank(rank: int, device: torch.device) -> Iterator[None]:
     """
     generators = [torch.default_generator]
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+        generators.append(torch.cuda.default_generators[torch.empty(0, device=device).get_device()])
     states = [_reseeded(generator, rank) for generator in generators]
     try:
         yield
