@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zcompile.layout import Param, Unit
-from zcompile.runtime.groups import Flight
+from zcompile.runtime.flights import Flight
 from zcompile.runtime.shards import Full, UnitShards
 
 
@@ -86,7 +86,6 @@ class Reduction:
         for message, arrived, flight in self.arrivals:
             if flight is not None:
                 flight.wait()
-            communicator.averaged(arrived)
             offset = 0
             for param in (unit.params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
@@ -170,7 +169,6 @@ def release(full: Full) -> None:
     On CUDA the allocator hands it only to later work of the current stream, which runs after the kernels that read it;
     a later gather into it starts only once the current stream has come to its launch.
     """
-    full.communicator.look()
     full.release()
 
 

@@ -1,12 +1,9 @@
-"""Process groups: the data-parallel mesh, collectives on it, and a meter of what they send."""
+"""Process groups: the data-parallel mesh, and collectives on it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,96 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile._torch import backend_name
 from zcompile.errors import GroupError
-
-
-@dataclass
-class Traffic:
-    """What this rank's collectives sent, and how long it stood waiting for them; all cumulative.
-
-    `bytes` counts one direction: (N-1)/N of the payload of a gather or a scatter, twice that for an all_reduce.
-    `seconds` is the time in which at least one collective was in flight and `exposed` the part of it in which the
-    program waited, measured on the host for groups whose wait blocks it, as gloo's does. What ends while a region
-    computes is taken to end in its middle.
-    """
-
-    world: int = 1
-    payload: int = 0
-    """Bytes of the tensors moved; those of an all_reduce count twice."""
-    messages: int = 0
-    seconds: float = 0.0
-    exposed: float = 0.0
-    counted_until: float = 0.0
-    """The moment up to which `seconds` has counted."""
-
-    def count(self, started: float, ended: float) -> None:
-        """Count the time of one collective, what it shares with one counted before left out."""
-        self.seconds += max(0.0, ended - max(started, self.counted_until))
-        self.counted_until = max(self.counted_until, ended)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that this rank sent."""
-        return self.payload * (self.world - 1) // self.world
-
-    @property
-    def hidden(self) -> float | None:
-        """Share of communication time hidden behind compute, 0 to 1; None where it was not measured."""
-        return max(0.0, 1 - self.exposed / self.seconds) if self.seconds else None
-
-
-@dataclass
-class Flight:
-    """One collective in flight, with the tensors that must outlive it."""
-
-    work: dist.Work | None
-    tensors: tuple[torch.Tensor, ...]
-    traffic: Traffic
-    finish: Callable[[], None] | None = None
-    """Runs on the waiting side once the bytes are there."""
-    started: float = field(default_factory=time.perf_counter)
-    seen: float = field(init=False)
-    """When it was last seen in flight."""
-    ended: float | None = None
-
-    def __post_init__(self) -> None:
-        self.seen = self.started
-
-    def look(self) -> None:
-        """Note whether it is done by now; called between the lines of a program.
-
-        A callback of the group's thread would know the moment, but it needs Python's lock, and a thread that waits for
-        it while a region computes moves no bytes.
-        """
-        if self.tensors and self.tensors[0].device.type != "cpu":
-            return  # the host does not wait for these, so there is nothing to measure on it
-        now = time.perf_counter()
-        if self.ended is None and self.work is not None:
-            if self.work.is_completed():
-                self.ended = (self.seen + now) / 2
-            else:
-                self.seen = now
-
-    def wait(self) -> None:
-        """Block the host (gloo) or make the current stream wait (NCCL) until the collective is done.
-
-        On CUDA the tensors were allocated on the current stream and the collective runs on the group's own stream,
-        which waited for the current one at launch; after this call every later kernel of the current stream runs after
-        the collective. So dropping the references here is safe: their memory can only be reused by later work of the
-        current stream.
-        """
-        assert self.work is not None, "a collective is waited for once"
-        self.look()
-        before = time.perf_counter()
-        with _typed():
-            self.work.wait()
-        after = time.perf_counter()
-        if self.tensors[0].device.type == "cpu":
-            exposed = 0.0 if self.ended is not None else after - before
-            self.traffic.exposed += exposed
-            self.traffic.count(self.started, after if self.ended is None else self.ended)
-        if self.finish is not None:
-            self.finish()
-        self.work, self.tensors, self.finish = None, (), None
+from zcompile.runtime.flights import Flight, HostFlight, Progress, StreamFlight, Traffic, typed
 
 
 class Communicator:
@@ -116,33 +24,71 @@ class Communicator:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.traffic = Traffic(self.size)
-        # gloo has no average: it sums, and the shard is divided afterwards. NCCL averages on the wire.
-        self.averages = _backend(self.group, device) == "nccl"
-        self._flights: list[Flight] = []
+        backend = _backend(self.group, device)
+        # gloo has no average: it sums, and the sum is divided afterwards. NCCL averages on the wire.
+        self._averages = backend == "nccl"
+        self._exchanges = backend == "gloo" and device.type == "cpu"
+        self._progress = Progress() if device.type == "cpu" and self.size > 1 else None
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Flight:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]."""
         self._count(full.nbytes)
-        work = _all_gather(full, shard, group=self.group, async_op=True)
-        return self._fly(Flight(work, (full, shard), self.traffic))
+        if not self._exchanges:
+            work = _all_gather(full, shard, group=self.group, async_op=True)
+            return self._fly([work], (full, shard))
+        rows = list(full.view(self.size, -1))
+        works = self._exchange([shard] * self.size, rows)
+        rows[self.rank].copy_(shard)
+        return self._fly(works, (full, shard))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Flight:
-        """Sum (or average) `full`, [size * shard.numel()], over the ranks; each gets its `shard`."""
+        """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`.
+
+        On gloo each rank gets the others' parts of its shard and sums them in the order of ranks: the result does not
+        depend on how gradients are packed into messages, and what is sent is half of what gloo's own would send.
+        """
         self._count(full.nbytes)
-        if self.averages:
+        if not self._exchanges:
             work = _reduce_scatter(shard, full, op=self._op, group=self.group, async_op=True)
-            return self._fly(Flight(work, (shard, full), self.traffic))
-        # gloo's reduce_scatter sends as many bytes as its all_reduce. An exchange sends half of them, and summing in
-        # the order of ranks makes the result independent of how gradients are packed into messages.
-        received = torch.empty_like(full).view(self.size, -1)
-        work = dist.all_to_all_single(received, full.view(self.size, -1), group=self.group, async_op=True)
-        return self._fly(Flight(work, (received, full), self.traffic, lambda: _sum_rows(shard, received)))
+            return self._fly([work], (shard, full), lambda: self._divide(shard))
+        rows = list(full.view(self.size, -1))
+        mine = rows[self.rank]
+        # The first of the others arrives where the sum is to be.
+        others = [*shard.view(1, -1), *torch.empty(self.size - 2, shard.numel(), dtype=full.dtype)]
+        arriving = [*others[: self.rank], mine, *others[self.rank :]]
+        works = self._exchange(rows, arriving)
+        return self._fly(works, (shard, full), lambda: _average(shard, arriving))
 
     def all_reduce(self, tensor: torch.Tensor) -> Flight:
-        """Sum (or average) `tensor` over the ranks in place."""
+        """Average `tensor` over the ranks in place."""
         self._count(2 * tensor.nbytes)
         work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
-        return self._fly(Flight(work, (tensor,), self.traffic))
+        return self._fly([work], (tensor,), lambda: self._divide(tensor))
+
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Send `sent[i]` to rank i and receive from it into `received[i]`, for every rank but this one.
+
+        All that is to be received is announced first: a sender waits for the announcement, which would else stand
+        behind what this rank itself sends (measured on a slow line: half the rate).
+        """
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        with typed():
+            receives = [dist.irecv(received[i], group=self.group, group_src=i, tag=_TAG) for i in reversed(others)]
+            sends = [dist.isend(sent[i], group=self.group, group_dst=i, tag=_TAG) for i in others]
+        return [work for work in (*receives, *sends) if work is not None]
+
+    def _fly(
+        self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
+    ) -> Flight:
+        if self._progress is None:
+            (work,) = works
+            return StreamFlight(work, tensors, finish)
+        return self._progress.follow(HostFlight(works, tensors, self.traffic, finish))
+
+    def _divide(self, total: torch.Tensor) -> None:
+        """Turn a sum into the average, in place."""
+        if not self._averages:
+            total.div_(self.size)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -156,53 +102,36 @@ class Communicator:
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""
-        with _typed():
+        with typed():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         return flags
 
-    def averaged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Turn a received sum into the average, in place."""
-        return tensor if self.averages or self.size == 1 else tensor.div_(self.size)
-
-    def look(self) -> None:
-        """Note which collectives are done by now."""
-        self._flights = [flight for flight in self._flights if flight.work is not None and flight.ended is None]
-        for flight in self._flights:
-            flight.look()
-
-    def _fly(self, flight: Flight) -> Flight:
-        self.look()
-        self._flights.append(flight)
-        return flight
-
     @property
     def _op(self) -> dist.ReduceOp.RedOpType:
-        return dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        return dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
 
     def _count(self, payload: int) -> None:
         self.traffic.payload += payload
         self.traffic.messages += 1
 
 
-def _sum_rows(total: torch.Tensor, rows: torch.Tensor) -> None:
-    torch.add(rows[0], rows[1], out=total)
-    for row in rows[2:]:
-        total.add_(row)
+def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+    """Average equal 1-D `rows`, summed in their order; `average` may be the first or, behind one row, the second."""
+    for piece, *parts in zip(*(row.split(_CACHED) for row in (average, *rows)), strict=True):
+        torch.add(parts[0], parts[1], out=piece)
+        for part in parts[2:]:
+            piece.add_(part)
+        piece.div_(len(rows))
 
+
+_CACHED = 2**17
+"""Elements that stay in a core's cache between the sum and the division."""
+_TAG = 0x7A63
+"""Of messages between ranks, to tell them from the user's own on the same group."""
 
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-@contextlib.contextmanager
-def _typed() -> Iterator[None]:
-    """A GroupError in place of what torch raises when another rank fails or stays away."""
-    try:
-        yield
-    except RuntimeError as error:
-        fix = "look for the first error on the other ranks; all must make the same calls in the same order"
-        raise GroupError("a collective", f"failed: {error}", fix) from error
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

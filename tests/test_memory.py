@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zcompile
 from tests.models import GPT, batch
 from tests.ranks import Ranks
-from zcompile.runtime import executor, groups
+from zcompile.runtime import executor
 
 WORLD = 2
 
@@ -125,14 +125,16 @@ def test_stage_3_holds_a_share_and_gathers_a_few_units(ranks: Ranks, prefetch: i
 
 
 class Wire:
-    """Counts the bytes of collectives where they are launched."""
+    """Counts the bytes that leave this rank where messages and collectives are launched."""
 
     def __init__(self) -> None:
         self.sent = 0.0
 
-    def counted(self, launch: Any, payload: Any) -> Any:
+    def counted(self, launch: Any, share: float) -> Any:
+        """`launch`, which sends `share` of the bytes of its first argument."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.sent += payload(*args).nbytes * (WORLD - 1) / WORLD
+            self.sent += args[0].nbytes * share
             return launch(*args, **kwargs)
 
         return call
@@ -143,21 +145,20 @@ def measure_bytes(rank: int, stage: int, steps: int) -> dict[str, float]:
     import torch.distributed as dist
 
     wire = Wire()
-    ordinary = groups._all_gather, dist.all_to_all_single, dist.all_reduce
+    ordinary = dist.isend, dist.all_reduce
     compiled = zcompile.compile(model(), stage=stage, backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     compiled(*batch("gpt", rank, 0)).backward()
     optimizer.step()
     before = compiled.traffic.bytes
     try:
-        groups._all_gather = wire.counted(ordinary[0], lambda full, *_: full)
-        dist.all_to_all_single = wire.counted(ordinary[1], lambda full, *_: full)
-        dist.all_reduce = wire.counted(wire.counted(ordinary[2], lambda full, *_: full), lambda full, *_: full)
+        dist.isend = wire.counted(ordinary[0], 1)
+        dist.all_reduce = wire.counted(ordinary[1], 2 * (WORLD - 1) / WORLD)
         for step in range(steps):
             compiled(*batch("gpt", rank, step)).backward()
             optimizer.step()
     finally:
-        groups._all_gather, dist.all_to_all_single, dist.all_reduce = ordinary
+        dist.isend, dist.all_reduce = ordinary
     step_program = compiled._engine.steps[0].program
     kept = sum(compiled.layout.unit(unit).nbytes for unit in (compiled.layout.units[-1].name,)) if stage == 3 else 0
     unread = compiled.layout.units[0].nbytes if stage == 3 else 0  # no backward of an embedding reads its weights

@@ -29,7 +29,8 @@ from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimiz
 from zcompile.pipeline import Journal, Pass, Pipeline
 from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.groups import Communicator, Traffic, default_device, resolve_mesh
+from zcompile.runtime.flights import Traffic
+from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
 from zcompile.sharding import Retired, Site, shard_model
 from zcompile.state import ModelState, Save
 from zcompile.units import make_layout

@@ -1,0 +1,162 @@
+"""Flights: collectives on their way, and the account of what was sent and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zcompile.errors import GroupError
+
+
+@dataclass
+class Traffic:
+    """What this rank's collectives sent, and how long it stood waiting for them; all cumulative.
+
+    `bytes` counts one direction: (N-1)/N of the payload of a gather or a scatter, twice that for an all_reduce.
+    `seconds` is the time in which at least one collective was in flight and `exposed` the part of it in which the
+    program waited, measured on the host for groups whose wait blocks it, as gloo's does.
+    """
+
+    world: int = 1
+    payload: int = 0
+    """Bytes of the tensors moved; those of an all_reduce count twice."""
+    messages: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    counted_until: float = 0.0
+    """The moment up to which `seconds` has counted."""
+
+    def count(self, started: float, ended: float) -> None:
+        """Count the time of one collective, what it shares with one counted before left out."""
+        self.seconds += max(0.0, ended - max(started, self.counted_until))
+        self.counted_until = max(self.counted_until, ended)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return self.payload * (self.world - 1) // self.world
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of communication time hidden behind compute, 0 to 1; None where it was not measured."""
+        return max(0.0, 1 - self.exposed / self.seconds) if self.seconds else None
+
+
+class Flight(ABC):
+    """One collective in flight. It holds the tensors that must outlive it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the program may use the result.
+
+        Raises:
+            GroupError: another rank failed or stayed away.
+        """
+
+
+class StreamFlight(Flight):
+    """A collective on a stream of its group, as NCCL's are: the current stream waits for it, the host does not.
+
+    The tensors were allocated on the current stream and the collective runs on the group's own, which waited for the
+    current one at launch; after `wait` every later kernel of the current stream runs after the collective. So dropping
+    the references then is safe: their memory can only be reused by later work of the current stream.
+    """
+
+    def __init__(
+        self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
+    ) -> None:
+        self._work, self._tensors, self._finish = work, tuple(tensors), finish
+
+    def wait(self) -> None:
+        with typed():
+            self._work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._tensors, self._finish = (), None
+
+
+class HostFlight(Flight):
+    """A collective whose wait blocks the thread that waits, as gloo's do."""
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        tensors: Sequence[torch.Tensor],
+        traffic: Traffic,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._works, self._tensors, self._finish = works, tuple(tensors), finish
+        self._traffic = traffic
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self.started = time.perf_counter()
+        self.ended = self.started
+        """The moment in which it was done; `started` until then."""
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait for the bytes and finish what is to be done with them; called on the progress thread."""
+        try:
+            for work in self._works:
+                work.wait()
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            self._error = error
+        self._works, self._tensors, self._finish = (), (), None
+        self.ended = time.perf_counter()
+        self._done.set()
+
+    def wait(self) -> None:
+        before = time.perf_counter()
+        self._done.wait()
+        self._traffic.exposed += max(0.0, self.ended - before)
+        self._traffic.count(self.started, self.ended)
+        if self._error is not None:
+            with typed():
+                raise self._error
+
+
+class Progress:
+    """A thread that lands flights in the order of their start.
+
+    gloo moves bytes on threads of its own, but its point-to-point works tell nobody when they are done except who waits
+    for them. The thread waits without Python's lock, so compute goes on; and what arrives is summed on it, beside a
+    compute thread that may be waiting for something else.
+    """
+
+    def __init__(self) -> None:
+        self._flights: queue.SimpleQueue[HostFlight | None] = queue.SimpleQueue()
+        # A daemon: a rank that fails must not stay until its last message's timeout.
+        threading.Thread(target=_land_all, args=(self._flights,), name="zcompile progress", daemon=True).start()
+        weakref.finalize(self, self._flights.put, None)
+
+    def follow(self, flight: HostFlight) -> HostFlight:
+        """Land `flight` after those that were given before; returns it."""
+        self._flights.put(flight)
+        return flight
+
+
+def _land_all(flights: queue.SimpleQueue[HostFlight | None]) -> None:
+    while (flight := flights.get()) is not None:
+        flight.land()
+        del flight  # while the thread waits for the next one, nothing keeps this one's result alive
+
+
+@contextlib.contextmanager
+def typed() -> Iterator[None]:
+    """A GroupError in place of what torch raises when another rank fails or stays away."""
+    try:
+        yield
+    except RuntimeError as error:
+        fix = "look for the first error on the other ranks; all must make the same calls in the same order"
+        raise GroupError("a collective", f"failed: {error}", fix) from error
