@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile._torch import backend_name
 from zcompile.errors import GroupError
+from zcompile.runtime.recorder import Recorder
 
 
 @dataclass
@@ -64,6 +65,8 @@ class Flight:
     seen: float = field(init=False)
     """When it was last seen in flight."""
     ended: float | None = None
+    waited: tuple[float, float] | None = None
+    """From when until when the host stood waiting; None where it does not."""
 
     def __post_init__(self) -> None:
         self.seen = self.started
@@ -100,7 +103,9 @@ class Flight:
         if self.tensors[0].device.type == "cpu":
             exposed = 0.0 if self.ended is not None else after - before
             self.traffic.exposed += exposed
-            self.traffic.count(self.started, after if self.ended is None else self.ended)
+            self.ended = after if self.ended is None else self.ended
+            self.traffic.count(self.started, self.ended)
+            self.waited = (before, after)
         if self.finish is not None:
             self.finish()
         self.work, self.tensors, self.finish = None, (), None
@@ -116,6 +121,7 @@ class Communicator:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.traffic = Traffic(self.size)
+        self.recorder = Recorder()
         # gloo has no average: it sums, and the shard is divided afterwards. NCCL averages on the wire.
         self.averages = _backend(self.group, device) == "nccl"
         self._flights: list[Flight] = []
@@ -156,7 +162,7 @@ class Communicator:
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""
-        with _typed():
+        with self.recorder.span("wait"), _typed():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         return flags
 
