@@ -5,6 +5,7 @@ One `Executor` serves one program: it knows in which messages each unit's parame
 
 from __future__ import annotations
 
+import functools
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import torch
 
 from zcompile.layout import Param, Unit
 from zcompile.runtime.flights import Flight
+from zcompile.runtime.groups import Communicator
+from zcompile.runtime.recorder import Message, Span, Track
 from zcompile.runtime.shards import Full, UnitShards
 
 
@@ -61,7 +64,7 @@ class Gather:
         ]
         for message, arrived, flight in self.arrivals:
             if flight is not None:
-                flight.wait()
+                _land(flight, "all_gather", unit.name, shards.communicator, arrived.nbytes)
             for index, tensor in zip(message, _unpacked(arrived, [unit.params[i] for i in message]), strict=True):
                 tensors[index] = tensor
         self.arrivals = []
@@ -85,7 +88,10 @@ class Reduction:
         found: dict[str, torch.Tensor] = {}
         for message, arrived, flight in self.arrivals:
             if flight is not None:
-                flight.wait()
+                if self.scattered and unit.params[message[0]].shards:
+                    _land(flight, "reduce_scatter", unit.name, communicator, arrived.nbytes * communicator.size)
+                else:
+                    _land(flight, "all_reduce", unit.name, communicator, 2 * arrived.nbytes)
             offset = 0
             for param in (unit.params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
@@ -261,6 +267,15 @@ def _part(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) ->
     return arrived[offset : offset + (stop - start) * row].view(stop - start, *param.shape[1:])
 
 
+def _land(flight: Flight, operation: str, unit: str, communicator: Communicator, payload: int) -> None:
+    """Wait for a collective, and note when it flew."""
+    recorder, size = communicator.recorder, communicator.size
+    start = recorder.now()
+    flight.wait()
+    waited = Span("wait", start, recorder.now())
+    recorder.add_message(Message(operation, unit, payload * (size - 1) // size, flight.started, flight.ended, waited))
+
+
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "unbox": unbox,
     "all_gather": all_gather,
@@ -273,13 +288,18 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def load(text: str, name: str, regions: Mapping[str, Callable[..., Any]], filename: str) -> Callable[[list[Any]], Any]:
-    """The function `name` of a printed program, with `regions` to call.
+def load(
+    text: str, name: str, regions: Mapping[str, Callable[..., Any]], filename: str, track: Track | None = None
+) -> Callable[[list[Any]], Any]:
+    """The function `name` of a printed program, with `regions` to call; its lines leave on `track` when they ran.
 
     The text is known to `linecache` under `filename`, so that a traceback shows the program's own lines.
     """
-    namespace: dict[str, Any] = {"torch": torch, **OPERATIONS, **regions}
+    functions = {**OPERATIONS, **regions}
+    if track is not None:
+        functions = {called: track.timed(function) for called, function in functions.items()}
+    namespace: dict[str, Any] = {"torch": torch, **functions}
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     exec(compile(text, filename, "exec"), namespace)
     function: Callable[[list[Any]], Any] = namespace[name]
-    return function
+    return function if track is None else functools.partial(track.run, function)

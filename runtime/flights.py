@@ -54,6 +54,11 @@ class Traffic:
 class Flight(ABC):
     """One collective in flight. It holds the tensors that must outlive it."""
 
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.ended: float | None = None
+        """The moment in which it was done; None until then, and where the host cannot tell."""
+
     @abstractmethod
     def wait(self) -> None:
         """Return when the program may use the result.
@@ -74,6 +79,7 @@ class StreamFlight(Flight):
     def __init__(
         self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
     ) -> None:
+        super().__init__()
         self._work, self._tensors, self._finish = work, tuple(tensors), finish
 
     def wait(self) -> None:
@@ -94,13 +100,11 @@ class HostFlight(Flight):
         traffic: Traffic,
         finish: Callable[[], None] | None = None,
     ) -> None:
+        super().__init__()
         self._works, self._tensors, self._finish = works, tuple(tensors), finish
         self._traffic = traffic
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self.started = time.perf_counter()
-        self.ended = self.started
-        """The moment in which it was done; `started` until then."""
 
     @torch.no_grad()
     def land(self) -> None:
@@ -119,6 +123,7 @@ class HostFlight(Flight):
     def wait(self) -> None:
         before = time.perf_counter()
         self._done.wait()
+        assert self.ended is not None, "it has landed"
         self._traffic.exposed += max(0.0, self.ended - before)
         self._traffic.count(self.started, self.ended)
         if self._error is not None:

@@ -14,6 +14,7 @@ from zcompile._torch import after_backward, backward_number, local_tensor, post_
 from zcompile.errors import ParameterError
 from zcompile.layout import Unit
 from zcompile.runtime.executor import BoundUnit, Gradients, all_reduce, reduce_scatter
+from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
 
 
@@ -35,8 +36,8 @@ class Delivery:
     sum, and hooks of `register_post_accumulate_grad_hook` run once.
     """
 
-    def __init__(self, units: Mapping[str, UnitShards], *, scatter: bool) -> None:
-        self.units, self.scatter = units, scatter
+    def __init__(self, units: Mapping[str, UnitShards], *, scatter: bool, recorder: Recorder) -> None:
+        self.units, self.scatter, self.recorder = units, scatter, recorder
         self.synchronises = True
         """False under `no_sync`: stages that keep full gradients hold them back."""
         self.before_delivery: Callable[[], None] = lambda: None
@@ -78,8 +79,12 @@ class Delivery:
         assert number is not None, "gradients come from a backward"
         if number not in self._running:
             self._running[number] = _Backward()
-            after_backward(lambda: self._finish(number))
+            after_backward(lambda: self._end(number))
         return self._running[number]
+
+    def _end(self, number: int) -> None:
+        with self.recorder.span("delivery"):
+            self._finish(number)
 
     @torch.no_grad()
     def _finish(self, number: int) -> None:

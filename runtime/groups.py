@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile._torch import backend_name
 from zcompile.errors import GroupError
 from zcompile.runtime.flights import Flight, HostFlight, Progress, StreamFlight, Traffic, typed
+from zcompile.runtime.recorder import Recorder
 
 
 class Communicator:
@@ -29,6 +30,7 @@ class Communicator:
         self._averages = backend == "nccl"
         self._exchanges = backend == "gloo" and device.type == "cpu"
         self._progress = Progress() if device.type == "cpu" and self.size > 1 else None
+        self.recorder = Recorder()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Flight:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]."""
@@ -102,7 +104,7 @@ class Communicator:
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""
-        with typed():
+        with self.recorder.span("wait"), typed():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         return flags
 

@@ -125,3 +125,18 @@ def test_memory_after_a_step_is_that_of_the_shards() -> None:
     compiled(*gpu_batch("gpt", 0)).backward()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() < 2.6 * psi, "parameters and gradients once, nothing full kept"
+
+
+def test_a_timeline_of_the_stream() -> None:
+    compiled = zcompile.compile(on_gpu("gpt"), backend="eager")
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    compiled.record_timeline(device=True)
+    for step in range(3):
+        compiled(*gpu_batch("gpt", step)).backward()
+        optimizer.step()
+    timeline = compiled.timeline
+    parts = [timeline.compute, timeline.exposed, timeline.optimizer, timeline.overhead, timeline.idle]
+    assert timeline.device
+    assert sum(parts) == pytest.approx(timeline.seconds, rel=1e-6)
+    assert timeline.compute > 0 < timeline.optimizer
+    assert min(parts) > -1e-4, "the device's clock counts half microseconds"

@@ -14,6 +14,7 @@ from zcompile.errors import (
     PipelineError,
     ProgramError,
     StateError,
+    TimelineError,
     ZcompileError,
 )
 from zcompile.facts import Fact, Violation, verify
@@ -21,6 +22,7 @@ from zcompile.parser import parse
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.pipelines import pipeline
 from zcompile.program import Program, Region
+from zcompile.timeline import Timeline
 from zcompile.torch_backend import Backend, backend
 
 __version__ = "0.1.0"
@@ -45,6 +47,8 @@ __all__ = [
     "ProgramError",
     "Region",
     "StateError",
+    "Timeline",
+    "TimelineError",
     "Violation",
     "ZcompileError",
     "backend",

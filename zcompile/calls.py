@@ -23,15 +23,18 @@ class ModelCall:
     version: Callable[[], int]
     """Grows with every change of a parameter."""
     delivery: Delivery
+    returned: Callable[[], None]
+    """Called when the model has returned."""
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     """Reductions to make once a backward of this call has come to its end, the same ones on every rank."""
     may_overflow: bool = False
     """True if gradients are float16, and may be scaled."""
-    _seen: int = field(init=False)
+    seen: int = field(init=False)
+    """The version at its beginning."""
     _begun: int | None = None
 
     def __post_init__(self) -> None:
-        self._seen = self.version()
+        self.seen = self.version()
 
     def watch(self, result: Any, given: Any) -> None:
         """Refuse, when it comes, a backward of a compiled graph that would be wrong: a second one, or a late one.
@@ -46,6 +49,7 @@ class ModelCall:
         if self.late:
             for node in _nodes_of(result):
                 node.register_prehook(self.begin)
+        self.returned()
 
     def begin(self, _: object) -> None:
         """Runs before the first parts of a backward of this call.
@@ -57,7 +61,7 @@ class ModelCall:
         if self._begun == number:
             return
         self._begun = number
-        if self.version() != self._seen:
+        if self.version() != self.seen:
             fix = "call backward before optimizer.step(), once for each forward"
             raise BackwardError("backward", "parameters changed since the forward whose graph this is", fix)
         if self.may_overflow:

@@ -33,6 +33,7 @@ from zcompile.runtime.flights import Traffic
 from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
 from zcompile.sharding import Retired, Site, shard_model
 from zcompile.state import ModelState, Save
+from zcompile.timeline import Timeline
 from zcompile.units import make_layout
 from zcompile.weights import Source, open_weights
 
@@ -320,6 +321,34 @@ class CompiledModule(nn.Module):
     def traffic(self) -> Traffic:
         """What this rank's collectives have sent so far, and how long it waited for them."""
         return self._engine.communicator.traffic
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time of the last step went: print it, read its fields, `save("trace.json")` it.
+
+        A step begins with the first call of the model after its parameters have changed and lasts until the next one;
+        read before there is a next one, it ends with the last thing that was recorded. A call without gradients
+        between two steps is a step of its own.
+
+        Raises:
+            TimelineError: no step has ended so far.
+        """
+        return self._engine.timeline
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The last four steps at most, oldest first; see `timeline`."""
+        return self._engine.timelines
+
+    def record_timeline(self, *, device: bool) -> None:
+        """With `device=True`, timelines from the next step on are those of the CUDA stream, not of the host.
+
+        A pair of events is recorded around every line; reading a timeline then waits for the device.
+
+        Raises:
+            OptionError: the model is not on a CUDA device.
+        """
+        self._engine.record_timeline(device=device)
 
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""

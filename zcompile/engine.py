@@ -20,7 +20,7 @@ import torch
 from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
-from zcompile.errors import AgreementError
+from zcompile.errors import AgreementError, OptionError, TimelineError
 from zcompile.layout import Layout, Unit
 from zcompile.lower import RegionCache, Session, Step
 from zcompile.ops import Parameter, Phase, op_of
@@ -33,6 +33,7 @@ from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
+from zcompile.timeline import Timeline
 
 
 class Engine:
@@ -54,8 +55,11 @@ class Engine:
         self.breaks: list[Break] = []
         self.regions = RegionCache(options.backend)
         self.freshness = Freshness(self.shards, communicator)
-        self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded)
-        self._session = Session(self.shards, self.delivery, self._agree, self.note, self.freshness.refresh)
+        self.recorder = communicator.recorder
+        self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded, recorder=self.recorder)
+        self._session = Session(
+            self.shards, self.delivery, self._agree, self.note, self.freshness.refresh, self.recorder
+        )
         self._seeded_alike: bool | None = None
         self._dump = Path(options.dump) if options.dump else None
         self._agreed: set[str] = set()
@@ -120,7 +124,12 @@ class Engine:
         # By `dtype` or by the user's autocast. Whole gradients (stage 0) carry an overflow to every rank by themselves.
         float16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
         spread = float16 and self.layout.stage.optimizer_sharded and self.layout.world > 1
-        return ModelCall(self.version, self.delivery, may_overflow=spread)
+        call = ModelCall(self.version, self.delivery, self._returned, may_overflow=spread)
+        self.recorder.begin_call(call.seen, trains=torch.is_grad_enabled())
+        return call
+
+    def _returned(self) -> None:
+        self.recorder.end_call(split=bool(self.breaks))
 
     def _lower(self, traced: Program) -> Runner:
         journal = Journal()
@@ -130,6 +139,7 @@ class Engine:
             program = self.pipeline.run(traced, journal)
             step = Step(traced, program, self.regions, self._session)
         self.steps.append(step)
+        self.recorder.captured()
         self.journals.append(journal)
         if self._dump:
             self.dump(self._dump)
@@ -192,6 +202,36 @@ class Engine:
             if step.accumulating is not None:
                 found.append(step.accumulating.phase(Phase.BACKWARD))
         return found
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The last few steps that have ended, oldest first."""
+        rank, world = self.communicator.rank, self.communicator.size
+        return [Timeline.of(step, rank, world) for step in self.recorder.ended(self.version())]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last step that has ended.
+
+        Raises:
+            TimelineError: none has ended so far.
+        """
+        steps = self.recorder.ended(self.version())
+        if not steps:
+            fix = "read it after optimizer.step(), or after a call without gradients"
+            raise TimelineError("timeline", "no step has ended so far", fix)
+        return Timeline.of(steps[-1], self.communicator.rank, self.communicator.size)
+
+    def record_timeline(self, *, device: bool) -> None:
+        """From the next step on, record the device's stream too, or no longer.
+
+        Raises:
+            OptionError: the model is not on a CUDA device.
+        """
+        if device and self.communicator.device.type != "cuda":
+            found = f"the model is on {self.communicator.device}, where the host's clock tells all"
+            raise OptionError("device", found, "leave device=True to models on CUDA")
+        self.recorder.device = self.communicator.device if device else None
 
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""

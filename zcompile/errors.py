@@ -60,6 +60,10 @@ class BackwardError(ZcompileError):
     """A backward that would compute a wrong gradient: a freed graph, or parameters changed since the forward."""
 
 
+class TimelineError(ZcompileError):
+    """A timeline was read before a step had ended."""
+
+
 class PipelineError(ZcompileError):
     """A pass is missing, misnamed, or stands where its requirements cannot hold."""
 

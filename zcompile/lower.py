@@ -12,13 +12,14 @@ from torch import fx
 
 from zcompile._torch import HigherOrderOperator, compile_with_inductor, is_symbolic
 from zcompile.facts import verify
-from zcompile.ops import AllGather, Call, Input, Kind, Parameter, Phase, Shards, WaitGather, data, op_of
+from zcompile.ops import AllGather, Call, Input, Item, Kind, Parameter, Phase, Release, Shards, WaitGather, data, op_of
 from zcompile.pipeline import ALWAYS
 from zcompile.pipelines import ACCUMULATE
-from zcompile.printer import inputs_of
+from zcompile.printer import function_text, inputs_of
 from zcompile.program import Program, Region
 from zcompile.runtime.executor import BoundUnit, load
 from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.recorder import Line, Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.strides import keep_strides
 
@@ -84,6 +85,7 @@ class Session:
     """Called with the program's digest whenever a phase of it that communicates runs."""
     refresh: Callable[[], None]
     """Called before every forward that uses kept full copies: those out of date are dropped."""
+    recorder: Recorder
 
 
 class Step:
@@ -128,7 +130,9 @@ class Step:
             elif isinstance(op, Input) and op.kind is Kind.CONSTANT:
                 bound.append(program.constants[node.name])
         part = program.phase(phase)
-        run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {program.digest()[:12]}>")
+        digest, recorder = program.digest()[:12], self.session.recorder
+        track = Track(recorder, str(phase), digest, _lines(program, phase)) if recorder.enabled else None
+        run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
         return lambda values: run([*bound, *_drained(values)])
 
     def forward(self, box: list[Any]) -> list[Any]:
@@ -200,6 +204,21 @@ class Step:
             Full(unit, [by_name.get(param.name) for param in unit.params], self._units[unit.name].shards.communicator)
             for unit in units
         ]
+
+
+def _lines(program: Program, phase: Phase) -> list[Line]:
+    """The lines of the text of `phase` that call something, in order."""
+    calls = [node for node in program.body(phase) if not isinstance(data(node).op, Item)]
+    return [Line("unbox", "box", ""), *(_line(program, node) for node in calls)]
+
+
+def _line(program: Program, node: fx.Node) -> Line:
+    held = data(node)
+    if isinstance(held.op, Call):
+        around = (u.name for u in program.layout.units if f"{held.source}.".startswith(f"{u.name}."))
+        return Line(held.op.region, held.op.region, max(around, key=len, default=held.source), is_region=True)
+    name = node.all_input_nodes[0].name if isinstance(held.op, Release) else node.name
+    return Line(function_text(node.target), name, held.source)
 
 
 def _drained(values: list[Any]) -> list[Any]:

@@ -40,6 +40,7 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
     def before(
         optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        start = engine.recorder.now()
         kind = type(optimizer).__name__
         for param in _parameters_of(optimizer):
             if id(param) in retired:
@@ -56,6 +57,7 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
         closure = bound.arguments.get("closure")
         if closure is None:
             refuse_held(names)
+            engine.recorder.begin_optimizer(start)
             return None
 
         def closed() -> Any:
@@ -64,11 +66,13 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
             return loss
 
         bound.arguments["closure"] = closed
+        engine.recorder.begin_optimizer(start)
         return bound.args, bound.kwargs
 
     def after(optimizer: Optimizer, *_: object) -> None:
         if names_in(optimizer):
             engine.freshness.step()
+            engine.recorder.end_optimizer()
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
         weakref.finalize(owner, handle.remove)

@@ -44,6 +44,7 @@ from zcompile.runtime.gradients import Refusal
 from zcompile.runtime.groups import Communicator, resolve_mesh
 from zcompile.runtime.shards import UnitShards
 from zcompile.sharding import husk_of
+from zcompile.timeline import Timeline
 from zcompile.units import blocks_of_names, make_units
 
 
@@ -323,6 +324,16 @@ class Backend:
     def programs(self) -> list[Program]:
         """The rewritten programs in the order of their capture."""
         return self.engine.programs
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time of the last step went; see `CompiledModule.timeline`.
+
+        Raises:
+            ModelError: nothing was compiled so far.
+            TimelineError: no step has ended so far.
+        """
+        return self.engine.timeline
 
     def shards(self) -> dict[str, nn.Parameter]:
         """The shards by name, as far as graphs have brought them."""
