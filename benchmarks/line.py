@@ -12,7 +12,6 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-READY = "ready"
 CHUNK = 2**20  # bytes handed to the kernel at once
 
 
@@ -64,7 +63,6 @@ def main() -> None:
     connection = Connection(int(descriptor))
     try:
         with connect(int(rank), address, Path(store)) as peer:
-            connection.send(READY)
             serve(connection, peer)
     except EOFError:
         return

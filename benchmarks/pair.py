@@ -70,6 +70,8 @@ class Pair:
         Raises:
             PairError: One of them failed, died or is late; the pair is closed then.
         """
+        if any(connection.closed for connection in self.connections):
+            raise PairError("it was closed")
         answers: dict[Connection, Any] = {}
         deadline = time.monotonic() + self.timeout
         while len(answers) < len(self.connections):

@@ -60,7 +60,7 @@ def rate(link: LinkResult) -> str:
     """What the line carries, and what moving bytes costs."""
     speed, cost = spread(list(link.line.rate.values())), spread(list(link.line.moving.values()))
     if speed is None or cost is None:
-        return "the line was not measured"
+        return f"the line was not measured ({link.line.failure or 'no round'})"
     return (
         f"{speed.median * 8 / 1e6:,.0f} Mbit/s in each direction, "
         f"{cost.median * 1e8:.3f} s of processor time for 100 MB each way"

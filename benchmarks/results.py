@@ -60,6 +60,8 @@ class Line:
     rate: dict[str, float] = field(default_factory=dict)
     moving: dict[str, float] = field(default_factory=dict)
     """Seconds of processor time, of the whole machine, for each byte that both ends send and receive."""
+    failure: str | None = None
+    """Why it is not measured any further; without it there is no floor."""
 
 
 @dataclass

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from benchmarks.configurations import Configuration
 from benchmarks.floor import RANKS, traffic
-from benchmarks.line import READY
 from benchmarks.links import End
 from benchmarks.pair import Pair, PairError
 from benchmarks.protocol import Exchange, Run, Sizes, Start, Trace
-from benchmarks.results import Entry, LinkResult, Result
+from benchmarks.results import Entry, Line, LinkResult, Result
 
 Say = Callable[[str], None]
 LINE = "line"
@@ -105,11 +104,10 @@ def trained(place: Place, configuration: Configuration, plan: Plan) -> Pair:
 
 @contextmanager
 def line_between(place: Place, plan: Plan) -> Iterator[Pair]:
-    """Two processes that do nothing but exchange bytes."""
+    """Two processes that do nothing but exchange bytes, once they have found each other."""
     store = str(place.folder / LINE)
     arguments = [[str(rank), place.ends[0].address, store] for rank in range(RANKS)]
     with Pair("benchmarks.line", place.ends, place.logs(plan, LINE), plan.timeout, arguments) as pair:
-        assert pair.hear() == [READY] * RANKS, "the ends of the line meet before they are used"
         yield pair
 
 
@@ -117,7 +115,7 @@ def take_turns(
     turn: str, pairs: dict[str, Pair], line: Pair, link: LinkResult, plan: Plan, parameters: int, say: Say
 ) -> None:
     """One round: the line, then every configuration, in an order of its own that the seed decides."""
-    exchange(turn, line, link, traffic(0, parameters))
+    exchange(turn, line, link.line, traffic(0, parameters), say)
     names = sorted(pairs)
     random.Random(f"{plan.seed} {turn}").shuffle(names)
     for name in names:
@@ -126,13 +124,20 @@ def take_turns(
             link.entries[name].took(turn, pairs[name].hear())
 
 
-def exchange(turn: str, line: Pair, link: LinkResult, nbytes: int) -> None:
-    """Measure the rate of the line and the processor time of moving bytes over it."""
+def exchange(turn: str, pair: Pair, line: Line, nbytes: int, say: Say) -> None:
+    """Measure the rate of the line and the processor time of moving bytes over it, unless it has failed before."""
+    if line.failure:
+        return
     busy = busy_seconds()
-    line.tell(*[Exchange(nbytes)] * RANKS)
-    seconds = max(line.hear())
-    link.line.rate[turn] = nbytes / seconds
-    link.line.moving[turn] = (busy_seconds() - busy) / nbytes
+    try:
+        pair.tell(*[Exchange(nbytes)] * RANKS)
+        seconds = max(pair.hear())
+    except PairError as error:
+        line.failure = str(error)
+        say(f"no floor, the line FAILED: {error}")
+        return
+    line.rate[turn] = nbytes / seconds
+    line.moving[turn] = (busy_seconds() - busy) / nbytes
 
 
 def busy_seconds() -> float:
