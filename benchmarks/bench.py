@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -66,11 +67,12 @@ def main(arguments: Sequence[str]) -> int:
         timeout=options.timeout,
         traces=options.traces,
     )
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     result = Result(describe_machine(), asdict(plan) | {"output": None}, cores=len(os.sched_getaffinity(0)))
     status = 0
     try:
         for name in options.links:
-            measure_link(LINKS[name], options, plan, result, say=lambda line: console.print(line, highlight=False))
+            measure_link(LINKS[name], options, plan, result, say)
     except KeyboardInterrupt:
         console.print("interrupted: what was measured so far is written")
         status = INTERRUPTED

@@ -22,10 +22,13 @@ def report(result: Result) -> RenderableType:
     """Everything that a reader wants to see."""
     parts: list[RenderableType] = [Text(headline(result))]
     for name, link in result.links.items():
-        parts.append(
-            Text(f"\n{name} is left out: {link.left_out}") if link.left_out else link_table(name, link, result)
-        )
-    parts += [Text(f"\n{FORMULA}"), targets_table(result)]
+        if link.left_out:
+            parts.append(Text(f"\n{name} is left out: {link.left_out}", style="red"))
+        else:
+            parts.append(link_table(name, link, result))
+            parts += [Text(f"{failed} FAILED: {why}", style="red") for failed, why in failures(link)]
+    targets = targets_table(result)
+    parts += [Text(f"\n{FORMULA}"), *([targets] if targets.row_count else [])]
     return Group(*parts)
 
 
@@ -56,6 +59,11 @@ def link_table(name: str, link: LinkResult, result: Result) -> Table:
     return table
 
 
+def failures(link: LinkResult) -> list[tuple[str, str]]:
+    """The configurations that failed, and why."""
+    return [(name, entry.failure) for name, entry in link.entries.items() if entry.failure]
+
+
 def rate(link: LinkResult) -> str:
     """What the line carries, and what moving bytes costs."""
     speed, cost = spread(list(link.line.rate.values())), spread(list(link.line.moving.values()))
@@ -68,11 +76,11 @@ def rate(link: LinkResult) -> str:
 
 
 def add_row(table: Table, configuration: Configuration, link: LinkResult, result: Result) -> None:
-    """The figures of one configuration, or why it has none."""
+    """The figures of one configuration, if they may be used."""
     entry = link.entries[configuration.name]
     start = (str(configuration.stage) if configuration.communicates else "-", configuration.name)
     if entry.failure:
-        table.add_row(*start, Text(f"FAILED: {entry.failure}", style="red"))
+        table.add_row(*start, Text("FAILED", style="red"))
         return
     baseline = link.healthy(BASELINE)
     floor = floors(link, configuration.stage, result.parameters, result.cores)
