@@ -11,9 +11,12 @@ RANKS  ?= 2
 ARGS   ?=
 
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+QUIET  := --quiet --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip $(QUIET)
 TORCH  := $(VENV)/.torch-installed
 READY  := $(VENV)/.project-installed
+BENCH  := .venv-bench
+BENCH_READY := $(BENCH)/.installed
 COPY   := $(abspath $(VENV))/typecheck
 
 # One thread a rank: several ranks share the cores of one machine, here and in the tests.
@@ -36,6 +39,10 @@ test: $(READY) ## Run the tests but the slow ones; ARGS goes to pytest
 test-all: $(READY) ## Run every test; ARGS goes to pytest
 	$(BIN)/pytest -m "" $(ARGS)
 
+.PHONY: bench
+bench: $(BENCH_READY) ## Measure training steps beside DDP, FSDP2 and DeepSpeed, about two hours; ARGS=--help for less
+	$(BENCH)/bin/python -m benchmarks.bench $(ARGS)
+
 .PHONY: check
 check: lint types ## Check lint, format and types; change nothing
 
@@ -52,7 +59,8 @@ types: $(READY) ## Check types, strictly, on an installed copy
 	@cp -R pyproject.toml $(wildcard LICENSE README.md) zcompile passes runtime $(COPY)/source
 	@$(PIP) install --no-deps --no-build-isolation --target $(COPY)/site $(COPY)/source
 	@rm -rf $(COPY)/source
-	cd $(COPY)/site && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p zcompile \
+	@cp -R benchmarks examples $(COPY)/site
+	cd $(COPY)/site && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p zcompile -p benchmarks \
 	    | sed -E 's#^zcompile/(passes|runtime)/#\1/#'
 
 .PHONY: format
@@ -76,5 +84,15 @@ $(TORCH): constraints.txt
 $(READY): $(TORCH) pyproject.toml
 	@echo "Setting up $(VENV): zcompile and its tools"
 	@$(PIP) install --constraint constraints.txt 'setuptools>=77.0.3' --editable '.[dev]'
+	@rm -rf zcompile.egg-info build
+	@touch $@
+
+# The peers are in an environment of their own: DeepSpeed brings a dozen packages that the project itself never needs.
+$(BENCH_READY): constraints.txt pyproject.toml benchmarks/requirements.txt
+	@echo "Setting up $(BENCH): torch, zcompile and the peers"
+	@$(BENCH)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(BENCH)
+	@$(BENCH)/bin/python -m pip install $(QUIET) --constraint constraints.txt torch
+	@$(BENCH)/bin/python -m pip install $(QUIET) --constraint constraints.txt 'setuptools>=77.0.3' --editable .
+	@DS_BUILD_OPS=0 $(BENCH)/bin/python -m pip install $(QUIET) --constraint constraints.txt --requirement benchmarks/requirements.txt
 	@rm -rf zcompile.egg-info build
 	@touch $@

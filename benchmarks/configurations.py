@@ -1,0 +1,88 @@
+"""The configurations that are measured beside each other, as data: nothing here imports torch or a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["alone", "ddp", "zero1", "fsdp2", "deepspeed", "zcompile"]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train the model on two ranks."""
+
+    name: str
+    family: Family
+    stage: int
+    """What is sharded, in ZeRO's words: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    compiled: bool = False
+    """Whether a peer runs with torch.compile; zcompile always compiles."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the ranks train one model together, rather than each one its own."""
+        return self.family != "alone"
+
+    @property
+    def ours(self) -> bool:
+        return self.family == "zcompile"
+
+
+COMPUTE = "compute-compiled"
+"""The compute of the floor: the compiled model and its optimizer on both ranks at once, without communication."""
+BASELINE = "ddp"
+"""What every time is also shown as a multiple of, and whose losses the others are held against."""
+REFERENCES = (COMPUTE, BASELINE)
+
+CONFIGURATIONS = (
+    Configuration("compute", "alone", 0),
+    Configuration(COMPUTE, "alone", 0, compiled=True),
+    Configuration(BASELINE, "ddp", 0),
+    Configuration("ddp-compiled", "ddp", 0, compiled=True),
+    Configuration("zcompile-0", "zcompile", 0),
+    Configuration("zero-optimizer", "zero1", 1),
+    Configuration("deepspeed-1", "deepspeed", 1),
+    Configuration("zcompile-1", "zcompile", 1),
+    Configuration("fsdp2-2", "fsdp2", 2),
+    Configuration("fsdp2-2-compiled", "fsdp2", 2, compiled=True),
+    Configuration("deepspeed-2", "deepspeed", 2),
+    Configuration("zcompile-2", "zcompile", 2),
+    Configuration("fsdp2-3", "fsdp2", 3),
+    Configuration("fsdp2-3-compiled", "fsdp2", 3, compiled=True),
+    Configuration("deepspeed-3", "deepspeed", 3),
+    Configuration("zcompile-3", "zcompile", 3),
+)
+BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
+
+
+def peers(stage: int) -> tuple[str, ...]:
+    """The names of the other ways to train at `stage`."""
+    return tuple(c.name for c in CONFIGURATIONS if c.stage == stage and c.communicates and not c.ours)
+
+
+def groups(names: Iterable[str], largest: int) -> list[tuple[Configuration, ...]]:
+    """Split `names` into groups of at most about `largest` that are in memory together, stage by stage.
+
+    Each group holds the references among `names`, so that ratios are always taken inside one group. All are one
+    group where `largest` allows.
+    """
+    chosen = [configuration for configuration in CONFIGURATIONS if configuration.name in set(names)]
+    if len(chosen) <= largest:
+        return [tuple(chosen)]
+    shared = [configuration for configuration in chosen if configuration.name in REFERENCES]
+    rest = [configuration for configuration in chosen if configuration.name not in REFERENCES]
+    return [tuple(shared + part) for part in _stages_together(rest, max(1, largest - len(shared)))]
+
+
+def _stages_together(rest: Sequence[Configuration], room: int) -> list[list[Configuration]]:
+    """Parts of whole stages, each of at most `room` unless one stage alone is larger."""
+    parts: list[list[Configuration]] = []
+    for stage in sorted({configuration.stage for configuration in rest}):
+        here = [configuration for configuration in rest if configuration.stage == stage]
+        if parts and len(parts[-1]) + len(here) <= room:
+            parts[-1] += here
+        else:
+            parts.append(here)
+    return parts

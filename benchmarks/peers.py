@@ -1,0 +1,129 @@
+"""How each family of configurations trains the model: the recommended way, with the settings that suit it best.
+
+Each builder takes the model with its initial values and gives a step: tokens and targets in, this rank's loss out, the
+parameters updated. Peers are imported where they are used, so that a missing one fails its own configurations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zcompile
+from benchmarks.configurations import Configuration, Family
+from benchmarks.workload import ADAMW
+from examples.gpt import GPT
+
+Step = Callable[[Tensor, Tensor], Tensor]
+BUCKET = 6_553_600  # elements: 25 MiB, DistributedDataParallel's default
+
+
+def build(model: GPT, configuration: Configuration) -> Step:
+    """The step of `configuration` over `model`; collective."""
+    return BUILDERS[configuration.family](model, configuration)
+
+
+def alone(model: GPT, configuration: Configuration) -> Step:
+    """One process, no communication."""
+    forward = torch.compile(model) if configuration.compiled else model
+    return loop(forward, torch.optim.AdamW(model.parameters(), **ADAMW))
+
+
+def ddp(model: GPT, configuration: Configuration) -> Step:
+    """DistributedDataParallel; compiled, torch splits it at its buckets (`optimize_ddp`), so that it still overlaps."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    forward = torch.compile(wrapped) if configuration.compiled else wrapped
+    return loop(forward, torch.optim.AdamW(model.parameters(), **ADAMW))
+
+
+def zero1(model: GPT, configuration: Configuration) -> Step:
+    """DistributedDataParallel and an optimizer of which each rank runs a part and broadcasts the result."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
+    )
+    return loop(wrapped, optimizer)
+
+
+def fsdp2(model: GPT, configuration: Configuration) -> Step:
+    """`fully_shard` on each block and on the root, with its own prefetching; compiled block by block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    again = configuration.stage == 3
+    for block in model.blocks:
+        if configuration.compiled:
+            block.compile(fullgraph=True)
+        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, reshard_after_forward=None if again else False)  # None: kept at the turn, the default
+    return loop(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+
+
+def deepspeed(model: GPT, configuration: Configuration) -> Step:
+    """DeepSpeed's engine around torch's AdamW, its buckets 25 MiB: 2 GB, the default, would hold the whole model."""
+    import deepspeed as peer
+
+    peer.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    zero = {
+        "stage": configuration.stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
+    }
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # its own default is 1.0, which trains to other losses
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    engine, *_ = peer.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def ours(model: GPT, configuration: Configuration) -> Step:
+    """Zcompile with its defaults."""
+    compiled = zcompile.compile(model, stage=configuration.stage)
+    return loop(compiled, torch.optim.AdamW(compiled.parameters(), **ADAMW))
+
+
+def loop(model: nn.Module | Callable[..., Any], optimizer: torch.optim.Optimizer) -> Step:
+    """The step that everyone writes."""
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+BUILDERS: dict[Family, Callable[[GPT, Configuration], Step]] = {
+    "alone": alone,
+    "ddp": ddp,
+    "zero1": zero1,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
+    "zcompile": ours,
+}

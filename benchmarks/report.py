@@ -1,0 +1,125 @@
+"""The tables of a run: the configurations over each link, what was left out, and the targets."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.configurations import BASELINE, CONFIGURATIONS, Configuration
+from benchmarks.floor import FORMULA, floors, traffic
+from benchmarks.results import LinkResult, Result, ratio, spread
+from benchmarks.targets import TARGETS, outcome
+
+MIB = 2**20
+WIDTH = 130  # columns
+
+
+def report(result: Result) -> RenderableType:
+    """Everything that a reader wants to see."""
+    parts: list[RenderableType] = [Text(headline(result))]
+    for name, link in result.links.items():
+        if link.left_out:
+            parts.append(Text(f"\n{name} is left out: {link.left_out}", style="red"))
+        else:
+            parts.append(link_table(name, link, result))
+            parts += [Text(f"{failed} FAILED: {why}", style="red") for failed, why in failures(link)]
+    targets = targets_table(result)
+    parts += [Text(f"\n{FORMULA}"), *([targets] if targets.row_count else [])]
+    return Group(*parts)
+
+
+def headline(result: Result) -> str:
+    """One line on what was measured where."""
+    millions, options = result.parameters / 1e6, result.options
+    return (
+        f"GPT of {millions:.1f} million parameters, fp32, AdamW, 2 ranks of one thread on {result.cores} cores\n"
+        f"{options['rounds']} rounds of {options['steps']} steps; medians, with the least and the largest"
+    )
+
+
+def link_table(name: str, link: LinkResult, result: Result) -> Table:
+    """A row for each configuration, stage by stage, and one for the floor of each stage."""
+    table = Table(title=f"\n{name}: {rate(link)}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("stage", justify="right")
+    table.add_column("configuration", no_wrap=True)
+    for column in ("seconds a step", f"times {BASELINE}", "times the floor", "peak MiB a rank"):
+        table.add_column(column, justify="right", no_wrap=True)
+    shown = [c for c in CONFIGURATIONS if c.name in link.entries]
+    for stage in sorted({c.stage for c in shown}):
+        for configuration in shown:
+            if configuration.stage == stage:
+                add_row(table, configuration, link, result)
+        if lowest := spread(list(floors(link, stage, result.parameters, result.cores).values())):
+            gib = traffic(stage, result.parameters) / MIB
+            table.add_row(str(stage), f"floor ({gib:.0f} MiB sent)", str(lowest), "", "", style="dim", end_section=True)
+    return table
+
+
+def failures(link: LinkResult) -> list[tuple[str, str]]:
+    """The configurations that failed, and why."""
+    return [(name, entry.failure) for name, entry in link.entries.items() if entry.failure]
+
+
+def rate(link: LinkResult) -> str:
+    """What the line carries, and what moving bytes costs."""
+    speed, cost = spread(list(link.line.rate.values())), spread(list(link.line.moving.values()))
+    if speed is None or cost is None:
+        return f"the line was not measured ({link.line.failure or 'no round'})"
+    return (
+        f"{speed.median * 8 / 1e6:,.0f} Mbit/s in each direction, "
+        f"{cost.median * 1e8:.3f} s of processor time for 100 MB each way"
+    )
+
+
+def add_row(table: Table, configuration: Configuration, link: LinkResult, result: Result) -> None:
+    """The figures of one configuration, if they may be used."""
+    entry = link.entries[configuration.name]
+    start = (str(configuration.stage) if configuration.communicates else "-", configuration.name)
+    if entry.failure:
+        table.add_row(*start, Text("FAILED", style="red"))
+        return
+    baseline = link.healthy(BASELINE)
+    floor = floors(link, configuration.stage, result.parameters, result.cores)
+    table.add_row(
+        *start,
+        str(spread(list(entry.seconds.values())) or "-"),
+        str((baseline and ratio(entry.seconds, baseline.seconds)) or "-"),
+        str((configuration.communicates and ratio(entry.seconds, floor)) or "-"),
+        f"{entry.peak / MIB:.0f}",
+        style="bold" if configuration.ours else None,
+    )
+
+
+def targets_table(result: Result) -> Table:
+    """The targets of the links and configurations that were asked for."""
+    table = Table(title="\ntargets", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("link", "what", "configuration", "at most", "of", "measured", ""):
+        table.add_column(column, no_wrap=column != "of")
+    for target in TARGETS:
+        link = result.links.get(target.link)
+        if link is None or (target.subject not in link.entries and not link.left_out):
+            continue
+        found = outcome(target, result)
+        measured = "-" if found.found is None else f"{found.found.median:.2f}" if target.memory else str(found.found)
+        style = {"met": "green", "NOT MET": "red"}.get(found.verdict.split(",")[0], "dim")
+        table.add_row(
+            target.link,
+            "memory" if target.memory else "time",
+            target.subject,
+            f"{target.limit:.2f}",
+            found.against,
+            measured,
+            Text(found.verdict, style=style),
+        )
+    return table
+
+
+def write(result: Result, file: TextIO) -> None:
+    """Write the tables to a file, or to the screen, which wraps lines by itself where it is narrow."""
+    console = Console(file=file)
+    console.width = max(WIDTH, console.width)
+    console.print(report(result), highlight=False, soft_wrap=False)

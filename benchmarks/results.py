@@ -1,0 +1,141 @@
+"""What a run found: raw figures, and what follows from them. Written as JSON as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.configurations import BASELINE, BY_NAME, CONFIGURATIONS
+from benchmarks.protocol import Ready, Turn
+
+TOLERANCE = 1e-3
+"""How far a loss may be from the baseline's, relatively: rounding differs between eager and compiled kernels."""
+
+
+@dataclass
+class Entry:
+    """One configuration over one link."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of a step, by turn (group/round): the mean over the turn's steps on the slower rank."""
+    steps: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Of each step, by turn, of each rank."""
+    cpu: dict[str, float] = field(default_factory=dict)
+    """Seconds of processor time of a step, both ranks together, by turn."""
+    losses: list[list[float]] = field(default_factory=lambda: [[], []])
+    """Of each step from the first on, by rank."""
+    peak: int = 0
+    """Largest resident memory of a rank in bytes while it trained after the warm-up."""
+    peak_start: int = 0
+    """The same since its process began: importing, building, compiling."""
+    versions: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    """Why its figures are not used."""
+
+    def began(self, answers: list[Ready]) -> None:
+        """Take what the ranks said of their warm-up; of a configuration that is in several groups, the last counts."""
+        self.losses = [list(answer.warmup.losses) for answer in answers]
+        self.peak_start = max(self.peak_start, *(answer.warmup.peak for answer in answers))
+        self.versions = answers[0].versions
+
+    def took(self, turn: str, answers: list[Turn]) -> None:
+        """Take what the ranks said of one turn."""
+        count = len(answers[0].seconds)
+        self.seconds[turn] = max(sum(answer.seconds) for answer in answers) / count
+        self.steps[turn] = [answer.seconds for answer in answers]
+        self.cpu[turn] = sum(answer.cpu for answer in answers) / count
+        self.peak = max(self.peak, *(answer.peak for answer in answers))
+        for losses, answer in zip(self.losses, answers, strict=True):
+            losses += answer.losses
+
+
+@dataclass
+class Line:
+    """The link itself, measured in each round: bytes per second in each direction, both directions at once."""
+
+    rate: dict[str, float] = field(default_factory=dict)
+    moving: dict[str, float] = field(default_factory=dict)
+    """Seconds of processor time, of the whole machine, for each byte that both ends send and receive."""
+    failure: str | None = None
+    """Why it is not measured any further; without it there is no floor."""
+
+
+@dataclass
+class LinkResult:
+    """All configurations over one link."""
+
+    left_out: str | None = None
+    """Why this link was not measured."""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    line: Line = field(default_factory=Line)
+
+    def healthy(self, name: str) -> Entry | None:
+        """The entry whose figures may be used."""
+        entry = self.entries.get(name)
+        return entry if entry and entry.seconds and not entry.failure else None
+
+
+@dataclass
+class Result:
+    """One run of the benchmark."""
+
+    machine: dict[str, Any]
+    options: dict[str, Any]
+    cores: int
+    parameters: int = 0
+    links: dict[str, LinkResult] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        whole = path.with_suffix(".new")
+        whole.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        whole.rename(path)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Figures of several rounds: their median, and the least and the largest."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def spread(figures: list[float]) -> Spread | None:
+    """The spread of `figures`; None of none."""
+    return Spread(statistics.median(figures), min(figures), max(figures)) if figures else None
+
+
+def ratio(subject: dict[str, float], reference: dict[str, float]) -> Spread | None:
+    """How many times `reference` the `subject` is, taken turn by turn; None where they share no turn."""
+    return spread([subject[turn] / reference[turn] for turn in subject if turn in reference])
+
+
+def fail_other_losses(result: LinkResult, tolerance: float = TOLERANCE) -> None:
+    """Mark configurations whose losses are not those of the baseline, or of the first one there is without it.
+
+    Ranks that do not communicate are held against it in their first step only: after that they train other models.
+    """
+    order = [BASELINE, *(c.name for c in CONFIGURATIONS if c.communicates), *result.entries]
+    reference = next((result.entries[name] for name in order if result.healthy(name)), None)
+    if reference is None:
+        return
+    for name, entry in result.entries.items():
+        steps = None if BY_NAME[name].communicates else 1
+        if not entry.failure and (found := first_difference(entry, reference, steps, tolerance)):
+            entry.failure = found
+
+
+def first_difference(entry: Entry, reference: Entry, steps: int | None, tolerance: float) -> str | None:
+    """Where the losses of the first `steps` steps part, in words."""
+    for rank, (mine, theirs) in enumerate(zip(entry.losses, reference.losses, strict=True)):
+        for step, (loss, other) in enumerate(zip(mine[:steps], theirs, strict=False)):
+            if not abs(loss - other) <= tolerance * abs(other):  # so that a nan differs
+                return f"other losses: {loss:.5g} where {other:.5g} is right, step {step}, rank {rank}"
+    return None
