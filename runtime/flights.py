@@ -93,30 +93,23 @@ class StreamFlight(Flight):
 class HostFlight(Flight):
     """A collective whose wait blocks the thread that waits, as gloo's do."""
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        tensors: Sequence[torch.Tensor],
-        traffic: Traffic,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, arrive: Callable[[], None], traffic: Traffic) -> None:
+        """`arrive` waits for the bytes and does what is to be done with them. It holds the tensors until then."""
         super().__init__()
-        self._works, self._tensors, self._finish = works, tuple(tensors), finish
+        self._arrive: Callable[[], None] | None = arrive
         self._traffic = traffic
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     @torch.no_grad()
     def land(self) -> None:
-        """Wait for the bytes and finish what is to be done with them; called on the progress thread."""
+        """Let it arrive; called on the progress thread."""
+        assert self._arrive is not None, "a flight lands once"
         try:
-            for work in self._works:
-                work.wait()
-            if self._finish is not None:
-                self._finish()
+            self._arrive()
         except BaseException as error:
             self._error = error
-        self._works, self._tensors, self._finish = (), (), None
+        self._arrive = None
         self.ended = time.perf_counter()
         self._done.set()
 

@@ -37,11 +37,15 @@ class Communicator:
         self._count(full.nbytes)
         if not self._exchanges:
             work = _all_gather(full, shard, group=self.group, async_op=True)
-            return self._fly([work], (full, shard))
+            return self._fly(work, (full, shard))
         rows = list(full.view(self.size, -1))
         works = self._exchange([shard] * self.size, rows)
-        rows[self.rank].copy_(shard)
-        return self._fly(works, (full, shard))
+
+        def arrive() -> None:
+            rows[self.rank].copy_(shard)
+            _wait_all(works)
+
+        return self._follow(arrive)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Flight:
         """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`.
@@ -52,20 +56,25 @@ class Communicator:
         self._count(full.nbytes)
         if not self._exchanges:
             work = _reduce_scatter(shard, full, op=self._op, group=self.group, async_op=True)
-            return self._fly([work], (shard, full), lambda: self._divide(shard))
+            return self._fly(work, (shard, full), lambda: self._divide(shard))
         rows = list(full.view(self.size, -1))
         mine = rows[self.rank]
         # The first of the others arrives where the sum is to be.
         others = [*shard.view(1, -1), *torch.empty(self.size - 2, shard.numel(), dtype=full.dtype)]
         arriving = [*others[: self.rank], mine, *others[self.rank :]]
         works = self._exchange(rows, arriving)
-        return self._fly(works, (shard, full), lambda: _average(shard, arriving))
+
+        def arrive() -> None:
+            _wait_all(works)
+            _average(shard, arriving)
+
+        return self._follow(arrive)
 
     def all_reduce(self, tensor: torch.Tensor) -> Flight:
         """Average `tensor` over the ranks in place."""
         self._count(2 * tensor.nbytes)
         work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
-        return self._fly([work], (tensor,), lambda: self._divide(tensor))
+        return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
     def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[dist.Work]:
         """Send `sent[i]` to rank i and receive from it into `received[i]`, for every rank but this one.
@@ -80,12 +89,24 @@ class Communicator:
         return [work for work in (*receives, *sends) if work is not None]
 
     def _fly(
-        self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
+        self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
     ) -> Flight:
+        """The flight of one collective that reads or writes `tensors`; `finish` runs once it is done."""
         if self._progress is None:
-            (work,) = works
             return StreamFlight(work, tensors, finish)
-        return self._progress.follow(HostFlight(works, tensors, self.traffic, finish))
+        alive = list(tensors)
+
+        def arrive() -> None:
+            work.wait()
+            alive.clear()
+            if finish is not None:
+                finish()
+
+        return self._follow(arrive)
+
+    def _follow(self, arrive: Callable[[], None]) -> Flight:
+        assert self._progress is not None, "messages are exchanged on the host only"
+        return self._progress.follow(HostFlight(arrive, self.traffic))
 
     def _divide(self, total: torch.Tensor) -> None:
         """Turn a sum into the average, in place."""
@@ -115,6 +136,11 @@ class Communicator:
     def _count(self, payload: int) -> None:
         self.traffic.payload += payload
         self.traffic.messages += 1
+
+
+def _wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:

@@ -320,7 +320,7 @@ def _units_bounded(prefetch: int) -> Callable[[Program], Iterator[Violation]]:
             elif isinstance(op, Call):
                 read = {arg.all_input_nodes[0].name for arg in _full_arguments(node)}
                 ahead = [name for name in live if name not in read]
-                if len(ahead) > prefetch:
+                if len(ahead) > prefetch + (not read):
                     found = (
                         f"while {node.name} computes, {len(ahead)} units beside its own are full: {', '.join(ahead)}"
                     )
@@ -391,5 +391,5 @@ VOLUME_RIGHT = Fact("communication volume of the stage", _volume_right)
 
 
 def units_bounded(prefetch: int) -> Fact:
-    """At most `prefetch` units are full beside those that the running region reads."""
+    """At most `prefetch` units are full beside those that the running region reads, or `prefetch` + 1 if it reads none."""
     return Fact(f"at most {prefetch} + 1 units full at once", _units_bounded(prefetch))

@@ -12,6 +12,7 @@ from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
+from zcompile.passes.keep_full import keep_full
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.schedule_prefetch import schedule_prefetch
@@ -45,8 +46,9 @@ def pipeline(*, stage: int = 3, prefetch: int = 2, partition: Literal["min_cut",
     pack = Pass("pack_small", pack_small, (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,))
     gather = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
     reduce = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
+    keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED)
     ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, (bounded,))
     sink = Pass("sink_waits", partial(sink_waits, depth=max(prefetch, 1)), (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,))
     if not STAGES[stage].optimizer_sharded:
         return Pipeline(STAGES[stage], (split, assign, outline, pack, gather, reduce, sink))
-    return Pipeline(STAGES[stage], (split, assign, outline, pack, gather, reduce, ahead, sink))
+    return Pipeline(STAGES[stage], (split, assign, outline, pack, gather, keep, reduce, ahead, sink))
