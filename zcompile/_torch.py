@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,6 +70,7 @@ __all__ = [
     "no_torch_function",
     "path_of_input",
     "post_accumulate_hooks",
+    "prepare_inductor",
     "promise_no_donated_buffers",
     "retracing",
     "supports_foreach",
@@ -205,6 +207,27 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     with _quiet("torch._inductor.standalone_compile"):
         compiled: Callable[..., Any] = standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph")
     return compiled
+
+
+def prepare_inductor(device: torch.device) -> None:
+    """Let Inductor find out in a thread, while models are traced, which vector instructions gcc and the processor know.
+
+    It asks before its first kernel for the CPU, and gcc takes 6 to 10 s to answer where caches are empty. Should the
+    thread fail, so will the compilation of regions, which reports it.
+    """
+    if device.type != "cpu":
+        return
+    # All that is imported is imported here: its modules import each other, which two threads must not do at once.
+    from torch._inductor import codecache, compile_fx, cpp_builder, cpu_vec_isa  # noqa: F401
+
+    threading.Thread(
+        target=_ignoring_errors, args=(cpu_vec_isa.pick_vec_isa,), name="zcompile-isa", daemon=True
+    ).start()
+
+
+def _ignoring_errors(function: Callable[[], Any]) -> None:
+    with contextlib.suppress(Exception):
+        function()
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:

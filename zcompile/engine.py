@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from zcompile._torch import prepare_inductor
 from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
@@ -53,7 +54,9 @@ class Engine:
         self.journals: list[Journal] = []
         self.steps: list[Step] = []
         self.breaks: list[Break] = []
-        self.regions = RegionCache(options.backend)
+        self.regions = RegionCache(options.backend, communicator.rank)
+        if options.backend == "inductor":
+            prepare_inductor(communicator.device)
         self.freshness = Freshness(self.shards, communicator)
         self.recorder = communicator.recorder
         self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded, recorder=self.recorder)

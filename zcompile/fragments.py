@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import types
 import warnings
@@ -103,7 +104,7 @@ class Fragment:
         owners = {id(owner) for owner in module.modules()}
         self.sites = [site for site in tree.sites if id(site.owner) in owners]
         self.is_split = False
-        self._traced = torch.compile(_fresh(_traced_call(module, forward)), backend=_backend(self), fullgraph=True)
+        self._traced = torch.compile(self._fresh(_traced_call(module, forward)), backend=_backend(self), fullgraph=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Collective.
@@ -125,6 +126,19 @@ class Fragment:
                 return result
         with self._own_parameters_full():
             return self.forward(*args, **kwargs)
+
+    def _fresh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with a code object and a name of its own.
+
+        torch.compile counts recompilations by code object, and remembers by name which sizes have varied: under a name
+        in common, a second model would be traced with sizes that vary, though it never saw but one.
+        """
+        assert isinstance(function, types.FunctionType), "a plain function"
+        lines = [f"{self.path} {type(self.module).__qualname__}"]
+        lines += [f"{site.name} {list(site.husk.shape)}" for site in self.sites]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        code = function.__code__.replace(co_name=f"zcompile_{function.__name__}_{digest}")
+        return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
     def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls, once for every graph."""
@@ -294,13 +308,6 @@ def _function(fragment: Fragment) -> Callable[..., Any]:
         return tree.run(fragment, args, kwargs) if alone else fragment(*args, **kwargs)
 
     return forward
-
-
-def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with a code object of its own: torch.compile counts recompilations by code object."""
-    assert isinstance(function, types.FunctionType), "a plain function"
-    code = function.__code__.replace(co_name=f"zcompile_{function.__name__}")
-    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
 
 @contextlib.contextmanager

@@ -29,9 +29,22 @@ class RegionCache:
     """Compiled regions by structure, for all programs of one model."""
 
     backend: str
+    rank: int = 0
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     seconds: float = 0.0
     """Spent compiling so far."""
+
+    def get_all(self, found: Mapping[str, Region]) -> dict[str, Callable[..., Any]]:
+        """All of `found` compiled, by name.
+
+        Each rank begins elsewhere: where ranks share Inductor's cache, one finds there what another has compiled.
+        Nobody waits for anybody, and a rank that finds nothing compiles all.
+        """
+        names = list(found)
+        start = int(len(names) * spread(self.rank))
+        for name in (*names[start:], *names[:start]):
+            self.get(found[name])
+        return {name: self.get(region) for name, region in found.items()}
 
     def get(self, found: Region) -> Callable[..., Any]:
         """`found` compiled; equal regions of any program compile once."""
@@ -41,6 +54,11 @@ class RegionCache:
             self.compiled[key] = _compile(found, self.backend)
             self.seconds += time.perf_counter() - started
         return self.compiled[key]
+
+
+def spread(rank: int) -> float:
+    """A place of its own in [0, 1) for each rank, those of any few neighbours far apart: 0, 1/2, 1/4, 3/4, 1/8, ..."""
+    return int(f"{rank:b}"[::-1], 2) / (1 << rank.bit_length())
 
 
 def _compile(found: Region, backend: str) -> Callable[..., Any]:
@@ -113,7 +131,7 @@ class Step:
         self._digest = program.digest()
         self._forward_communicates = program.phase(Phase.FORWARD).volume() > 0
         self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
-        self._regions = {name: regions.get(found) for name, found in program.regions.items()}
+        self._regions = regions.get_all(program.regions)
         self._forward = self._load(program, Phase.FORWARD)
         self._backward = self._load(program, Phase.BACKWARD) if program.has_backward else None
         self.accumulating: Program | None = None

@@ -1,0 +1,41 @@
+"""Regions compiled in an order of each rank's own, and models that are traced apart from each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import zcompile
+from zcompile._torch import is_symbolic, prepare_inductor
+from zcompile.lower import RegionCache, spread
+from zcompile.program import Region
+
+
+def test_few_neighbouring_ranks_begin_far_apart() -> None:
+    assert [spread(rank) for rank in range(8)] == [0, 0.5, 0.25, 0.75, 0.125, 0.625, 0.375, 0.875]
+
+
+def test_each_rank_compiles_all_regions_beginning_elsewhere() -> None:
+    compiled = zcompile.compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), backend="eager")
+    compiled(torch.randn(2, 4)).sum().backward()
+    regions: dict[str, Region] = dict(compiled._engine.steps[0].program.regions)
+    keys = [regions[name].key() for name in regions]
+    half = len(keys) // 2
+    first, second = RegionCache("eager", rank=0), RegionCache("eager", rank=1)
+    assert list(first.get_all(regions)) == list(second.get_all(regions)) == list(regions)
+    assert list(first.compiled) == keys
+    assert list(second.compiled) == keys[half:] + keys[:half]
+
+
+def test_a_second_model_is_traced_with_the_sizes_that_it_sees() -> None:
+    zcompile.compile(nn.Linear(4, 4), backend="eager")(torch.randn(2, 4)).sum().backward()
+    compiled = zcompile.compile(nn.Linear(8, 8), backend="eager")
+    compiled(torch.randn(3, 8)).sum().backward()
+    program = compiled._engine.steps[0].program
+    sizes = [size for node in program.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())]
+    assert sizes
+    assert not any(map(is_symbolic, sizes))
+
+
+def test_inductor_is_prepared_without_a_device_that_needs_it() -> None:
+    prepare_inductor(torch.device("cuda"))
