@@ -31,11 +31,11 @@ WAIT_AT_END = zcompile.Pass("sink_waits", wait_at_end, requires=(REDUCED_ONCE,),
 
 
 class Net(nn.Module):
-    """Three equal layers."""
+    """Four equal layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

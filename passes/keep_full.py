@@ -29,17 +29,15 @@ from zcompile.program import Program
 def keep_full(program: Program, *, prefetch: int = 2) -> Program:
     """A program in which the backward's first gathers are the forward's last ones."""
     program = program.copy()
-    if not program.layout.stage.parameters_sharded:
-        return program
     ending = _in_order(program, Phase.FORWARD)[::-1][: prefetch + 1]
     for again in _in_order(program, Phase.BACKWARD)[: prefetch + 1]:
         if data(again).phase is Phase.FORWARD:
             continue  # kept already
         unit = op_of(again, WaitGather).unit
         full = next((full for full in ending if op_of(full, WaitGather).unit == unit), None)
-        if full is None:
+        if full is None or _is_kept(full):  # one that is kept for an earlier use would stay too long
             break
-        _keep(program, full, again)
+        keep(program, full, again)
     return program
 
 
@@ -55,8 +53,12 @@ def _in_order(program: Program, phase: Phase) -> list[fx.Node]:
     return list(uses)
 
 
-def _keep(program: Program, full: fx.Node, again: fx.Node) -> None:
-    """Let the backward read `full` in place of `again`, which is not gathered."""
+def _is_kept(full: fx.Node) -> bool:
+    return any(data(user).phase is Phase.BACKWARD for user in full.users)
+
+
+def keep(program: Program, full: fx.Node, again: fx.Node) -> None:
+    """Let the backward read `full`, of the forward, in place of `again`, which is not gathered any more."""
     (released,) = [user for user in full.users if isinstance(data(user).op, Release)]
     program.graph.erase_node(released)
     gather = again.all_input_nodes[0]

@@ -10,20 +10,20 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from zcompile.layout import Param, Unit
+from zcompile.layout import SMALL_BYTES, Param, Unit
 from zcompile.program import Program
 
 
-def pack_small(program: Program) -> Program:
-    """A program whose units send runs of small parameters as one message."""
+def pack_small(program: Program, *, small: int = SMALL_BYTES) -> Program:
+    """A program whose units send runs of parameters of at most `small` bytes as one message."""
     layout = program.layout
-    return replace(program, layout=layout.with_units(tuple(map(_packed, layout.units))))
+    return replace(program, layout=layout.with_units(tuple(_packed(unit, small) for unit in layout.units)))
 
 
-def _packed(unit: Unit) -> Unit:
+def _packed(unit: Unit, limit: int) -> Unit:
     def kind(index: int) -> tuple[object, ...]:
         param: Param = unit.params[index]
-        return param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards), param.is_small
+        return param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards), param.nbytes <= limit
 
     messages: list[tuple[int, ...]] = []
     for (*_, small), grouped in itertools.groupby(range(len(unit.params)), key=kind):

@@ -189,7 +189,10 @@ def _reduce(
     communicator, params = bound.shards.communicator, bound.unit.params
     grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
-    for message in bound.messages(lambda index: grads[index] is not None):
+    messages = bound.messages(lambda index: grads[index] is not None)
+    if communicator.size == 1:  # nothing is sent, so nothing is packed
+        messages = [[index] for message in messages for index in message]
+    for message in messages:
         first = params[message[0]]
         cast = dtype if first.reduction_dtype is dtype else None
         parts = [(params[index], grads[index]) for index in message]

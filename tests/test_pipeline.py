@@ -22,6 +22,7 @@ ORDER = [
     "pack_small",
     "insert_gathers",
     "insert_reductions",
+    "keep_full",
     "schedule_prefetch",
     "sink_waits",
 ]
@@ -51,8 +52,9 @@ def program() -> Program:
 
 def test_the_default_order() -> None:
     assert zcompile.pipeline(stage=3, prefetch=2).names == ORDER
-    assert zcompile.pipeline(stage=1).names == ORDER
-    assert zcompile.pipeline(stage=0).names == [name for name in ORDER if name != "schedule_prefetch"]
+    assert zcompile.pipeline(stage=3, memory_limit="1 GiB").names == [*ORDER, "keep_within"]
+    assert zcompile.pipeline(stage=1).names == [name for name in ORDER if name != "keep_full"]
+    assert zcompile.pipeline(stage=0).names == [n for n in ORDER if n not in ("keep_full", "schedule_prefetch")]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -209,20 +209,23 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     return compiled
 
 
-def prepare_inductor(device: torch.device) -> None:
+def prepare_inductor(device: torch.device) -> Callable[[], None]:
     """Let Inductor find out in a thread, while models are traced, which vector instructions gcc and the processor know.
 
     It asks before its first kernel for the CPU, and gcc takes 6 to 10 s to answer where caches are empty. Should the
-    thread fail, so will the compilation of regions, which reports it.
+    thread fail, so will the compilation of regions, which reports it. The result waits for the thread: what it asks
+    keeps its answers without a lock, so nothing may be compiled meanwhile.
     """
     if device.type != "cpu":
-        return
+        return lambda: None
     # All that is imported is imported here: its modules import each other, which two threads must not do at once.
     from torch._inductor import codecache, compile_fx, cpp_builder, cpu_vec_isa  # noqa: F401
 
-    threading.Thread(
-        target=_ignoring_errors, args=(cpu_vec_isa.pick_vec_isa,), name="zcompile-isa", daemon=True
-    ).start()
+    thread = threading.Thread(
+        target=_ignoring_errors, args=(cpu_vec_isa.pick_vec_isa,), name="zcompile isa", daemon=True
+    )
+    thread.start()
+    return thread.join
 
 
 def _ignoring_errors(function: Callable[[], Any]) -> None:

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -43,11 +43,12 @@ def compile(
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     stage: int = 3,
-    prefetch: int = 2,
+    prefetch: int | Literal["auto"] = 2,
     mesh: DeviceMesh | None = None,
     units: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    memory_limit: int | str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -63,26 +64,29 @@ def compile(
         optimizer: One that was built over the model's parameters (or several): its groups and state are pointed at the
             shards. An optimizer built afterwards over `compiled.parameters()` needs no mention.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
-        prefetch: How many units are gathered ahead of the one that computes; 0 means none.
+        prefetch: How many units are gathered ahead of the one that computes; 0 means none; "auto" leaves it, and what
+            travels packed, to the cost model with the rates measured on rank 0.
         mesh: The data-parallel `DeviceMesh` of one dimension; by default all ranks. Without `torchrun` a world of one.
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         dtype: In which floating-point parameters are gathered and computed with, under `torch.autocast` of that dtype;
             shards, gradients and optimizer state keep the model's. By default everything is in the model's dtype.
         reduce_dtype: In which gradients are averaged over the ranks; by default float32 where `dtype` is given.
+        memory_limit: Bytes, or "2 GiB", that a step may hold beside shards and optimizer state, by prediction: under
+            stage 3 as many units as fit stay full for the backward.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
     Raises:
-        OptionError: a stage, prefetch, backend or unit pattern that cannot be meant, or weights that cannot be read.
+        OptionError: an option that cannot be meant, weights that cannot be read; a limit too low, at the first call.
         PipelineError: a pass that is unknown, missing or out of place.
         ModelError: no parameters, several devices, sharded, on meta without values, or weights of another model.
         OptimizerError: `optimizer` holds none of the model's parameters.
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
-    options = Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump or os.environ.get("ZCOMPILE_DUMP"))
+    options = Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump, memory_limit)
     given = None if weights is None else open_weights(weights)
     device = _device(model, mesh)
     communicator = Communicator(resolve_mesh(mesh, device), device)

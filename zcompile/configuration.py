@@ -14,6 +14,7 @@ from zcompile.layout import STAGES
 from zcompile.options import check_backend, check_dtype, check_prefetch, check_stage
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.pipelines import pipeline
+from zcompile.prefetching import Schedule
 from zcompile.units import Precision
 
 
@@ -27,29 +28,38 @@ class Options:
     """
 
     stage: int = 3
-    prefetch: int = 2
+    prefetch: int | Literal["auto"] = 2
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     passes: Pipeline | Mapping[str, Pass | None] | None = None
     backend: str = "inductor"
     dump: str | os.PathLike[str] | None = None
+    """By default the environment's ZCOMPILE_DUMP, if set."""
+    memory_limit: int | str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
         check_stage(self.stage)
-        check_prefetch(self.prefetch)
+        check_prefetch(self.prefetch, auto=True)
         check_backend(self.backend)
         check_dtype("dtype", self.dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
         self.pipeline()
 
     def __str__(self) -> str:
-        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}"
+        limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
+        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{limit}"
 
     @property
     def precision(self) -> Precision:
         return Precision(self.dtype, self.reduce_dtype)
 
-    def pipeline(self) -> Pipeline:
+    @property
+    def schedule(self) -> Schedule | None:
+        """How far ahead gathers start and what is packed; None where it is to be chosen (`prefetch="auto"`)."""
+        return None if self.prefetch == "auto" else Schedule(self.prefetch)
+
+    def pipeline(self, schedule: Schedule | None = None) -> Pipeline:
         """The passes: those given, or the stage's with the changes that are given."""
         if isinstance(self.passes, Pipeline):
             if self.passes.stage != STAGES[self.stage]:
@@ -59,5 +69,12 @@ class Options:
             return self.passes
         # Eager regions fuse nothing, so recomputing cheap operations only costs time: save what eager PyTorch saves.
         partition: Literal["min_cut", "default"] = "min_cut" if self.backend == "inductor" else "default"
-        default = pipeline(stage=self.stage, prefetch=self.prefetch, partition=partition)
+        schedule = schedule or self.schedule or Schedule()
+        default = pipeline(
+            stage=self.stage,
+            prefetch=schedule.prefetch,
+            partition=partition,
+            memory_limit=self.memory_limit,
+            small=schedule.small,
+        )
         return default.changed(self.passes) if self.passes else default

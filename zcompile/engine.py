@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from zcompile.errors import AgreementError, OptionError, TimelineError
 from zcompile.layout import Layout, Unit
 from zcompile.lower import RegionCache, Session, Step
 from zcompile.ops import Parameter, Phase, op_of
-from zcompile.pipeline import Journal
+from zcompile.pipeline import Journal, Pipeline
+from zcompile.prefetching import Schedule, choose
 from zcompile.program import Program
 from zcompile.report import Break, dump_programs, explain
 from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.calibration import measure
 from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
@@ -49,14 +52,15 @@ class Engine:
         options: Options,
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
-        self.pipeline = options.pipeline()
+        self.schedule = options.schedule
+        """None until it has been chosen, at the first program (`prefetch="auto"`)."""
         self.communicator, self.agreement = communicator, agreement
         self.journals: list[Journal] = []
         self.steps: list[Step] = []
         self.breaks: list[Break] = []
         self.regions = RegionCache(options.backend, communicator.rank)
         if options.backend == "inductor":
-            prepare_inductor(communicator.device)
+            self.regions.ready = prepare_inductor(communicator.device)
         self.freshness = Freshness(self.shards, communicator)
         self.recorder = communicator.recorder
         self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded, recorder=self.recorder)
@@ -139,6 +143,8 @@ class Engine:
         # Casts are in the graph already: compiled under autocast, a region would get them twice.
         no_autocast = torch.autocast(self.communicator.device.type, enabled=False)
         with _collector_paused(), no_autocast:
+            if self.schedule is None:
+                self.schedule = self._chosen_schedule(traced)
             program = self.pipeline.run(traced, journal)
             step = Step(traced, program, self.regions, self._session)
         self.steps.append(step)
@@ -147,6 +153,17 @@ class Engine:
         if self._dump:
             self.dump(self._dump)
         return step
+
+    def _chosen_schedule(self, traced: Program) -> Schedule:
+        """What rank 0 chooses by what it measures. Collective: the first program is traced on all ranks."""
+        chosen = choose(traced, self.options.pipeline, measure(self.communicator))
+        told = self.agreement.share("the schedule of gathers", json.dumps(asdict(chosen)))
+        return Schedule(**json.loads(told[0]))
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The passes that programs go through."""
+        return self.options.pipeline(self.schedule)
 
     def _agree(self, program: Program) -> None:
         """Compare the program's communications with the other ranks', unless an agreed program has the same ones."""

@@ -14,6 +14,7 @@ from torch import fx
 from zcompile.derived import derived_values
 from zcompile.errors import ProgramError
 from zcompile.layout import Unit
+from zcompile.memory import live_bytes
 from zcompile.ops import (
     Accumulate,
     AllGather,
@@ -35,6 +36,7 @@ from zcompile.ops import (
 )
 from zcompile.printer import MARK, render
 from zcompile.program import PLACEHOLDERS, Program
+from zcompile.tensor_type import human_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +392,17 @@ MESSAGES_PACKED = Fact("messages packed", _messages_packed)
 VOLUME_RIGHT = Fact("communication volume of the stage", _volume_right)
 
 
+def memory_bounded(limit: int) -> Fact:
+    """A step holds at most `limit` bytes beside shards and optimizer state, as `zcompile.memory` counts them."""
+
+    def violations(program: Program) -> Iterator[Violation]:
+        node, most = max(live_bytes(program).items(), key=lambda item: item[1])
+        if most > limit:
+            yield Violation(node, f"the step holds {human_bytes(most)} there; {human_bytes(limit)} are allowed")
+
+    return Fact(f"at most {human_bytes(limit)} held", violations)
+
+
 def units_bounded(prefetch: int) -> Fact:
-    """At most `prefetch` units are full beside those that the running region reads, or `prefetch` + 1 if it reads none."""
+    """At most `prefetch` units are full beside those that a region reads while it runs; one more if it reads none."""
     return Fact(f"at most {prefetch} + 1 units full at once", _units_bounded(prefetch))

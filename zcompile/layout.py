@@ -95,7 +95,7 @@ class Param:
 
     @property
     def is_small(self) -> bool:
-        """True for a parameter cheaper to copy than to send by itself: biases, norms."""
+        """True for a parameter of at most SMALL_BYTES: biases, norms."""
         return self.nbytes <= SMALL_BYTES
 
     def shard_rows(self, rank: int) -> tuple[int, int]:

@@ -30,6 +30,8 @@ class RegionCache:
 
     backend: str
     rank: int = 0
+    ready: Callable[[], None] = lambda: None
+    """Returns when the backend may compile."""
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     seconds: float = 0.0
     """Spent compiling so far."""
@@ -51,6 +53,7 @@ class RegionCache:
         key = found.key()
         if key not in self.compiled:
             started = time.perf_counter()
+            self.ready()
             self.compiled[key] = _compile(found, self.backend)
             self.seconds += time.perf_counter() - started
         return self.compiled[key]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from zcompile.errors import OptionError, nearest
@@ -15,12 +17,40 @@ def check_stage(stage: object) -> None:
         raise OptionError("stage", f"{stage!r} is no ZeRO stage", "choose 0, 1, 2 or 3")
 
 
-def check_prefetch(prefetch: object) -> None:
-    """Raise OptionError for what is no number of units."""
+def check_prefetch(prefetch: object, *, auto: bool = False) -> None:
+    """Raise OptionError for what is no number of units, nor "auto" where that is allowed."""
+    if auto and prefetch == "auto":
+        return
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        fix = "choose 0 for none, how many to gather ahead, or (in compile) 'auto'"
+        raise OptionError("prefetch", f"{prefetch!r} is no number of units", fix)
+
+
+def bytes_of(option: str, size: object) -> int | None:
+    """`size` in bytes: a number of them, or a text such as "512 MiB"; None for None.
+
+    Raises:
+        OptionError: it is neither, or not positive.
+    """
+    if size is None:
+        return None
+    count: float | None = None
+    if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?)B\s*", size)):
+        count = float(found[1]) * _FACTORS[found[2]]
+    elif isinstance(size, int) and not isinstance(size, bool):
+        count = size
+    if count is None or count < 1:
         raise OptionError(
-            "prefetch", f"{prefetch!r} is no number of units", "choose 0 for none, or how many to gather ahead"
+            option, f"{size!r} is no size", "give a number of bytes, or a text such as '512 MiB' or '2 GB'"
         )
+    return int(count)
+
+
+_FACTORS = {"": 1} | {
+    f"{letter}{binary}": (1024 if binary else 1000) ** power
+    for power, letter in enumerate("KMGT", 1)
+    for binary in ("", "i")
+}
 
 
 def check_dtype(option: str, dtype: object) -> None:

@@ -19,7 +19,7 @@ from torch import fx
 
 from zcompile._torch import tree_map_only
 from zcompile.cost import DEFAULT_HARDWARE, Hardware, flops_of, seconds_of
-from zcompile.layout import Layout
+from zcompile.layout import Layout, Param
 from zcompile.ops import (
     AllGather,
     Call,
@@ -28,7 +28,6 @@ from zcompile.ops import (
     Input,
     Item,
     Kind,
-    Op,
     Parameter,
     Phase,
     Reduce,
@@ -185,26 +184,37 @@ class Program:
         lines = []
         for phase in self.phases:
             for node in self.nodes(*COMMUNICATIONS, phase=phase):
-                lines.append(f"{phase}: {self._messages(data(node).op)}")
+                op = data(node).op
+                assert isinstance(op, COMMUNICATIONS), "asked for by kind"
+                lines.append(f"{phase}: {self._text_of(op)}")
         return lines
 
-    def _messages(self, op: Op) -> str:
+    def _text_of(self, op: AllGather | Reduce) -> str:
         """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
-        if isinstance(op, Reduce):
-            name, wanted = ("reduce_scatter" if op.scatter else "all_reduce"), set(op.params)
-        else:
-            assert isinstance(op, AllGather), "gathers and reductions communicate"
-            name = "all_gather keep" if op.keep else "all_gather"
-            wanted = {p.name for p in self.layout.unit(op.unit).params if p.shards}
-        unit = self.layout.unit(op.unit)
+        match op:
+            case Reduce(scatter=scatter):
+                name = "reduce_scatter" if scatter else "all_reduce"
+            case AllGather(keep=keep):
+                name = "all_gather keep" if keep else "all_gather"
         texts = []
-        for message in unit.messages:
-            params = [unit.params[i] for i in message if unit.params[i].name in wanted]
-            if params:
-                sent = [p.reduce_dtype if isinstance(op, Reduce) else p.full_dtype for p in params]
-                types = (TensorType.make(dtype, p.shape) for dtype, p in zip(sent, params, strict=True))
-                texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
+        for params in self._messages(op):
+            sent = [p.reduce_dtype if isinstance(op, Reduce) else p.full_dtype for p in params]
+            types = (TensorType.make(dtype, p.shape) for dtype, p in zip(sent, params, strict=True))
+            texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
         return f"{name} {op.unit} ({', '.join(texts)})"
+
+    def _messages(self, op: AllGather | Reduce) -> list[list[Param]]:
+        """The parameters of each message of a communication."""
+        unit = self.layout.unit(op.unit)
+        wanted = set(op.params) if isinstance(op, Reduce) else {p.name for p in unit.params if p.shards}
+        sent = ([unit.params[i] for i in message if unit.params[i].name in wanted] for message in unit.messages)
+        return [params for params in sent if params]
+
+    def message_count(self, node: fx.Node) -> int:
+        """In how many messages a communication travels."""
+        op = data(node).op
+        assert isinstance(op, COMMUNICATIONS), f"{node.name} is no communication"
+        return len(self._messages(op))
 
     def digest(self) -> str:
         """SHA-256 of the communications: equal on all ranks, or the program must not run."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import fx, nn
@@ -352,10 +352,11 @@ class Backend:
 def backend(
     *,
     stage: int = 3,
-    prefetch: int = 2,
+    prefetch: int | Literal["auto"] = 2,
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    memory_limit: int | str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -370,7 +371,7 @@ def backend(
         OptionError: a stage, prefetch, dtype or backend that cannot be meant.
         PipelineError: a pass that is unknown, missing or out of place.
     """
-    return Backend(Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump), mesh)
+    return Backend(Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump, memory_limit), mesh)
 
 
 def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
@@ -379,7 +380,7 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
     Raises:
         OptionError: an option that `zcompile.backend` does not have.
     """
-    known = ("stage", "prefetch", "mesh", "dtype", "reduce_dtype", "passes", "backend", "dump")
+    known = ("stage", "prefetch", "mesh", "dtype", "reduce_dtype", "memory_limit", "passes", "backend", "dump")
     for option in options or {}:
         if option not in known:
             raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, known))

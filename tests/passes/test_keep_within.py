@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import zcompile
+from tests.models import batch, make
+from tests.passes.programs import CHAIN, GATHERED, check, parsed
+from zcompile import OptionError
+from zcompile.facts import memory_bounded
+from zcompile.memory import live_bytes, peak_bytes
+from zcompile.ops import AllGather, Phase
+from zcompile.passes.keep_within import keep_within
+
+KEPT = """
+def forward(box):
+    (
+        a,                     #            1 parameters  unit a
+        b,                     #            1 parameters  unit b
+        c,                     #            1 parameters  unit c
+        x,                     # f32[8, 4]
+    ) = unbox(box)
+    a_gather = all_gather(a)   #            +64 B         a
+    a_full = wait(a_gather)    #                          a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B        a
+    release(a_full)            #            -64 B         a
+    b_gather = all_gather(b)   #            +64 B         b
+    b_full = wait(b_gather)    #                          b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B        b
+    c_gather = all_gather(c)   #            +64 B         c
+    c_full = wait(c_gather)    #                          c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B        c
+    return [yc], [b_full, c_full, x, ya, yb]
+
+
+def backward(box):
+    (
+        b_full,                        #                               full unit b
+        c_full,                        #                               full unit c
+        x,                             # f32[8, 4]
+        ya,                            # f32[8, 4]                     a
+        yb,                            # f32[8, 4]                     b
+        dy,                            # f32[8, 4]                     tangent
+    ) = unbox(box)
+    db, gc = region_1(c_full, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B  c
+    del yb, dy                         #                       -256 B
+    release(c_full)                    #                       -64 B   c
+    da, gb = region_1(b_full, db, ya)  # f32[8, 4], f32[4, 4]  +192 B  b
+    del ya, db                         #                       -256 B
+    release(b_full)                    #                       -64 B   b
+    ga = region_2(da, x)               # f32[4, 4]             +64 B   a.lin
+    del x, da                          #                       -256 B
+    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
+"""
+
+
+def test_a_unit_stays_full_where_that_raises_no_peak() -> None:
+    least = peak_bytes(parsed(CHAIN, GATHERED))
+    check(partial(keep_within, memory_limit=least), CHAIN, GATHERED, KEPT)
+
+
+def test_a_limit_below_what_the_step_takes_is_refused_with_what_it_takes() -> None:
+    program = parsed(CHAIN, GATHERED)
+    least = peak_bytes(program)
+    with pytest.raises(OptionError, match=rf"memory_limit(.|\n)*give at least {least}"):
+        keep_within(program, memory_limit=least - 1)
+
+
+def test_the_fact_holds_of_what_fits_only() -> None:
+    program = keep_within(parsed(CHAIN, GATHERED), memory_limit=10_000)
+    most = peak_bytes(program)
+    assert not list(memory_bounded(most).violations(program))
+    (violation,) = memory_bounded(most - 1).violations(program)
+    assert live_bytes(program)[violation.node] == most
+
+
+def test_live_bytes_follow_the_lines_of_the_program() -> None:
+    found = {node.name: live for node, live in live_bytes(parsed(CHAIN, GATHERED)).items()}
+    assert found == {
+        "a_gather": 64,
+        "a_full": 64,
+        "ya": 192,
+        "release": 128,
+        "b_gather": 192,
+        "b_full": 192,
+        "yb": 320,
+        "release_1": 256,
+        "c_gather": 320,
+        "c_full": 320,
+        "yc": 448,
+        "region_1_results": 640,  # before yb is dropped
+        "release_2": 448,
+        "b_gather_1": 512,
+        "b_full_1": 512,
+        "region_1_results_1": 704,
+        "release_3": 384,
+        "ga": 448,
+    }
+
+
+def gathered(limit: int | str | None) -> tuple[int, int]:
+    """Units that a step of a GPT gathers in the backward under a limit, and what it takes at least."""
+    torch.manual_seed(0)
+    compiled = zcompile.compile(make("gpt"), prefetch=0, memory_limit=limit, backend="eager")
+    compiled(*batch("gpt", 0, 0)).backward()
+    program = compiled._engine.steps[0].program
+    return len(program.nodes(AllGather, phase=Phase.BACKWARD)), peak_bytes(program)
+
+
+def test_the_more_memory_the_fewer_units_are_gathered_again() -> None:
+    most, least = gathered(None)
+    some, held = gathered(least + 100_000)
+    none, all_held = gathered("1 GiB")
+    assert most > some > none == 0
+    assert least <= held <= least + 100_000 < all_held

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+import zcompile
+from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, parsed
+from tests.ranks import Ranks
+from zcompile import OptionError
+from zcompile.cost import Hardware
+from zcompile.facts import REGIONS_OUTLINED
+from zcompile.options import bytes_of
+from zcompile.passes.schedule_prefetch import schedule_prefetch
+from zcompile.pipeline import Pass, Pipeline
+from zcompile.prefetching import LEAST_PACKED, Schedule, choose
+from zcompile.simulator import step_seconds
+
+LINE = Hardware(flops=1e9, memory_bandwidth=1e12, latency=0.0, bandwidth=1e6)
+
+
+def outlined_at(schedule: Schedule) -> Pipeline:
+    """The stage's passes from where regions are outlined."""
+    full = zcompile.pipeline(stage=3, prefetch=schedule.prefetch, small=schedule.small)
+    skipped = ("split_phases", "assign_units", "outline_regions")
+    start = Pass("outlined", lambda program: program, ensures=(REGIONS_OUTLINED,))
+    return Pipeline(full.stage, (start, *(step for step in full.passes if step.name not in skipped)))
+
+
+def test_gathers_ahead_hide_behind_compute() -> None:
+    program = parsed(CHAIN, GATHERED)
+    seconds = [step_seconds(schedule_prefetch(program, prefetch=depth), LINE) for depth in (0, 1, 2)]
+    assert seconds[0] > seconds[1] >= seconds[2]
+
+
+def test_a_step_takes_its_compute_and_what_no_compute_hides() -> None:
+    program = parsed(CHAIN, GATHERED)
+    sent = 4 * 32 / LINE.bandwidth  # three units in the forward and one more in the backward, half of 64 bytes each
+    flops = 8 * 2 * 8 * 4 * 4 / LINE.flops  # 3 products forward, 5 backward
+    assert step_seconds(program, LINE) == pytest.approx(sent + flops)
+
+
+@pytest.mark.parametrize(("bandwidth", "prefetch"), [(float("inf"), 0), (64 / 0.5e-6 / 2, 1)])
+def test_the_least_depth_that_hides_what_can_be_hidden_is_chosen(bandwidth: float, prefetch: int) -> None:
+    hardware = Hardware(flops=2 * 8 * 4 * 4 / 1e-6, memory_bandwidth=1e12, latency=0.0, bandwidth=bandwidth)
+    assert choose(parsed(CHAIN, OUTLINED), outlined_at, hardware) == Schedule(prefetch, LEAST_PACKED)
+
+
+def test_a_slow_group_packs_larger_parameters() -> None:
+    slow = Hardware(flops=1e9, memory_bandwidth=1e10, latency=1e-3, bandwidth=1e8)
+    assert choose(parsed(CHAIN, OUTLINED), outlined_at, slow).small == 5_000_000
+
+
+def auto(rank: int, stage: int) -> tuple[Schedule | None, int, float]:
+    import torch
+
+    from tests.models import batch, make
+
+    torch.manual_seed(0)
+    compiled = zcompile.compile(make("gpt"), stage=stage, prefetch="auto", backend="eager")
+    loss = compiled(*batch("gpt", rank, 0))
+    loss.backward()
+    return compiled._engine.schedule, compiled.traffic.bytes, loss.item()
+
+
+def test_all_ranks_take_the_schedule_of_the_first(ranks: Ranks) -> None:
+    found = ranks.run(3, auto, 3)
+    assert len({schedule for schedule, *_ in found}) == 1
+    assert isinstance(found[0][0], Schedule)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(None, None), (7, 7), ("12B", 12), ("2 KiB", 2048), ("1.5MB", 1_500_000), ("3 GiB", 3 * 2**30)]
+)
+def test_sizes_are_numbers_or_texts(size: object, count: int | None) -> None:
+    assert bytes_of("memory_limit", size) == count
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "12", "2 gb", "GiB", "1e3 B"])
+def test_what_is_no_size_is_refused(size: object) -> None:
+    with pytest.raises(OptionError, match="memory_limit"):
+        zcompile.pipeline(memory_limit=size)  # type: ignore[arg-type]
+
+
+def test_a_program_of_another_stage_has_no_gathers_to_hide() -> None:
+    program = parsed(at_stage(CHAIN, 1), OUTLINED)
+    assert step_seconds(program, LINE) == pytest.approx(8 * 2 * 8 * 4 * 4 / LINE.flops)

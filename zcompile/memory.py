@@ -1,0 +1,57 @@
+"""Memory: the bytes that a step holds at each line of its program, predicted.
+
+Counted are values between regions, full parameters and reduced gradients: what a step takes beside the shards and the
+optimizer's state. What a region takes while it runs, and gives back, is not counted.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zcompile.ops import Call, Item, Reduce, WaitReduce, data, op_of
+from zcompile.program import Program
+
+
+def live_bytes(program: Program) -> dict[fx.Node, int]:
+    """Bytes alive when each line of the step has run, in order; where values are views, an upper bound."""
+    ends = _last_needs(program)
+    dead: dict[fx.Node, int] = {}
+    for node, end in ends.items():
+        dead[end] = dead.get(end, 0) + data(node).nbytes
+    live, found = 0, {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and not isinstance(data(node).op, Item):
+            live += program.memory(node)
+            found[node] = live
+        live -= dead.get(node, 0)
+    return found
+
+
+def peak_bytes(program: Program) -> int:
+    """The most bytes that a step holds beside the shards and the optimizer's state."""
+    return max(live_bytes(program).values(), default=0)
+
+
+def _last_needs(program: Program) -> dict[fx.Node, fx.Node]:
+    """The last line that needs the memory of each value that a line makes."""
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in reversed(program.graph.nodes):
+        needs = [node, *(last[user] if _carries(node, user) else user for user in node.users)]
+        if isinstance(data(node).op, Item):
+            needs += [last[item] for item in node.all_input_nodes[0].users if data(item).view and item in last]
+        last[node] = max(needs, key=position.__getitem__)
+    return {node: end for node, end in last.items() if node.op == "call_function" and data(node).nbytes}
+
+
+def _carries(node: fx.Node, user: fx.Node) -> bool:
+    """True if `user` gives on the memory of `node`, or may: which argument a region's view shows is not known."""
+    match data(user).op:
+        case Reduce():
+            return True  # its result arrives when it has been waited for
+        case WaitReduce():
+            return not op_of(node, Reduce).scatter  # an all_reduce averages in place
+        case Call():
+            return data(user).view or any(data(item).view for item in user.users)
+        case _:
+            return data(user).view
