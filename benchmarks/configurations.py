@@ -19,6 +19,10 @@ class Configuration:
     """What is sharded, in ZeRO's words: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     compiled: bool = False
     """Whether a peer runs with torch.compile; zcompile always compiles."""
+    graphs: bool = False
+    """Whether torch.compile makes CUDA graphs (`mode="reduce-overhead"`)."""
+    cast: bool = False
+    """In bf16: whether zcompile casts parameters (`dtype=`); else the call runs under the autocast of the peers."""
 
     @property
     def communicates(self) -> bool:

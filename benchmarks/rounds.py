@@ -9,16 +9,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.configurations import Configuration
 from benchmarks.floor import RANKS, traffic
 from benchmarks.links import End
-from benchmarks.pair import Pair, PairError
 from benchmarks.protocol import Exchange, Run, Sizes, Start, Trace
 from benchmarks.results import Entry, Line, LinkResult, Result
+from benchmarks.team import Team, TeamError
 
 Say = Callable[[str], None]
 LINE = "line"
+
+
+class Failing(Protocol):
+    """What is known of a configuration."""
+
+    failure: str | None
 
 
 @dataclass(frozen=True)
@@ -56,21 +63,21 @@ def measure(place: Place, group: Sequence[Configuration], plan: Plan, result: Re
     link = result.links[place.link]
     with ExitStack() as stack:
         line = stack.enter_context(line_between(place, plan))
-        pairs: dict[str, Pair] = {}
+        teams: dict[str, Team] = {}
         for configuration in group:
             entry = link.entries.setdefault(configuration.name, Entry())
             say(f"{configuration.name}: starting, compiling, {plan.warmup} steps to warm up")
-            with failures_of(configuration.name, entry, pairs, say):
-                pair = stack.enter_context(trained(place, configuration, plan))
-                answers = pair.hear()
+            with failures_of(configuration.name, entry, teams, say):
+                team = stack.enter_context(trained(place, configuration, plan))
+                answers = team.hear()
                 entry.began(answers)
-                pairs[configuration.name] = pair
+                teams[configuration.name] = team
                 result.parameters = answers[0].parameters
         for turn in turns(place, plan):
-            say(f"round {turn}: {', '.join(pairs)}")
-            take_turns(turn, pairs, line, link, plan, result.parameters, say)
+            say(f"round {turn}: {', '.join(teams)}")
+            take_turns(turn, teams, line, link, plan, result.parameters, say)
         if plan.traces:
-            trace(place, pairs, link, plan, say)
+            trace(place, teams, link, plan, say)
 
 
 def turns(place: Place, plan: Plan) -> Iterator[str]:
@@ -79,60 +86,60 @@ def turns(place: Place, plan: Plan) -> Iterator[str]:
 
 
 @contextmanager
-def failures_of(name: str, entry: Entry, pairs: dict[str, Pair], say: Say) -> Iterator[None]:
+def failures_of(name: str, entry: Failing, teams: dict[str, Team], say: Say) -> Iterator[None]:
     """Write down what ends a configuration, and go on without it."""
     try:
         yield
-    except PairError as error:
+    except TeamError as error:
         entry.failure = str(error)
-        pairs.pop(name, None)
+        teams.pop(name, None)
         say(f"{name} FAILED: {error}")
 
 
-def trained(place: Place, configuration: Configuration, plan: Plan) -> Pair:
+def trained(place: Place, configuration: Configuration, plan: Plan) -> Team:
     """The two ranks of a configuration, told to start."""
-    pair = Pair("benchmarks.worker", place.ends, place.logs(plan, configuration.name), plan.timeout)
+    team = Team("benchmarks.worker", place.ends, place.logs(plan, configuration.name), plan.timeout)
     store = place.folder / configuration.name
-    pair.tell(
+    team.tell(
         *(
             Start(rank, RANKS, configuration, plan.sizes, plan.seed, plan.warmup, store, plan.timeout)
             for rank in range(RANKS)
         )
     )
-    return pair
+    return team
 
 
 @contextmanager
-def line_between(place: Place, plan: Plan) -> Iterator[Pair]:
+def line_between(place: Place, plan: Plan) -> Iterator[Team]:
     """Two processes that do nothing but exchange bytes, once they have found each other."""
     store = str(place.folder / LINE)
     arguments = [[str(rank), place.ends[0].address, store] for rank in range(RANKS)]
-    with Pair("benchmarks.line", place.ends, place.logs(plan, LINE), plan.timeout, arguments) as pair:
-        yield pair
+    with Team("benchmarks.line", place.ends, place.logs(plan, LINE), plan.timeout, arguments) as team:
+        yield team
 
 
 def take_turns(
-    turn: str, pairs: dict[str, Pair], line: Pair, link: LinkResult, plan: Plan, parameters: int, say: Say
+    turn: str, teams: dict[str, Team], line: Team, link: LinkResult, plan: Plan, parameters: int, say: Say
 ) -> None:
     """One round: the line, then every configuration, in an order of its own that the seed decides."""
     exchange(turn, line, link.line, traffic(0, parameters), say)
-    names = sorted(pairs)
+    names = sorted(teams)
     random.Random(f"{plan.seed} {turn}").shuffle(names)
     for name in names:
-        with failures_of(name, link.entries[name], pairs, say):
-            pairs[name].tell(*[Run(plan.steps)] * RANKS)
-            link.entries[name].took(turn, pairs[name].hear())
+        with failures_of(name, link.entries[name], teams, say):
+            teams[name].tell(*[Run(plan.steps)] * RANKS)
+            link.entries[name].took(turn, teams[name].hear())
 
 
-def exchange(turn: str, pair: Pair, line: Line, nbytes: int, say: Say) -> None:
+def exchange(turn: str, team: Team, line: Line, nbytes: int, say: Say) -> None:
     """Measure the rate of the line and the processor time of moving bytes over it, unless it has failed before."""
     if line.failure:
         return
     busy = busy_seconds()
     try:
-        pair.tell(*[Exchange(nbytes)] * RANKS)
-        seconds = max(pair.hear())
-    except PairError as error:
+        team.tell(*[Exchange(nbytes)] * RANKS)
+        seconds = max(team.hear())
+    except TeamError as error:
         line.failure = str(error)
         say(f"no floor, the line FAILED: {error}")
         return
@@ -146,15 +153,15 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def trace(place: Place, pairs: dict[str, Pair], link: LinkResult, plan: Plan, say: Say) -> None:
+def trace(place: Place, teams: dict[str, Team], link: LinkResult, plan: Plan, say: Say) -> None:
     """One more step of each configuration, under the profiler. What fails here does not count against its figures."""
     folder = plan.output / "traces" / place.link
     folder.mkdir(parents=True, exist_ok=True)
-    for name, pair in pairs.items():
+    for name, team in teams.items():
         try:
-            pair.tell(*[Trace(folder / f"{name}.json")] * RANKS)
-            pair.hear()
-        except PairError as error:
+            team.tell(*[Trace(folder / f"{name}.json")] * RANKS)
+            team.hear()
+        except TeamError as error:
             say(f"{name}: no trace ({error})")
 
 

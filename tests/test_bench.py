@@ -15,12 +15,12 @@ from benchmarks.bench import measure_link, parse
 from benchmarks.configurations import BY_NAME, CONFIGURATIONS, REFERENCES, groups, peers
 from benchmarks.floor import floors, lowest, traffic
 from benchmarks.links import LINKS, LOOPBACK, Link, LinkError, opened
-from benchmarks.pair import ROOT, Pair, PairError
 from benchmarks.protocol import Ready, Turn
 from benchmarks.report import write
 from benchmarks.results import Entry, Line, LinkResult, Result, Spread, fail_other_losses, ratio, spread
 from benchmarks.rounds import Plan
 from benchmarks.targets import TARGETS, Target, outcome
+from benchmarks.team import ROOT, Team, TeamError
 
 SECONDS = {"compute-compiled": 2.0, "ddp": 3.0, "zcompile-3": 2.4, "fsdp2-3": 4.0, "fsdp2-3-compiled": 3.2}
 
@@ -201,19 +201,19 @@ def test_what_was_set_up_is_taken_down_when_the_rest_is_refused(
 
 
 def test_a_process_that_dies_is_an_error_with_its_status(tmp_path: Path) -> None:
-    with Pair("benchmarks.absent", (LOOPBACK, LOOPBACK), tmp_path / "log", timeout=60) as pair:
-        with pytest.raises(PairError, match=r"died \(exit status 1\)"):
-            pair.hear()
-        assert all(process.returncode is not None for process in pair.processes)
+    with Team("benchmarks.absent", (LOOPBACK, LOOPBACK), tmp_path / "log", timeout=60) as team:
+        with pytest.raises(TeamError, match=r"died \(exit status 1\)"):
+            team.hear()
+        assert all(process.returncode is not None for process in team.processes)
     assert "benchmarks.absent" in (tmp_path / "log.rank0.log").read_text()
 
 
 def test_a_process_that_hangs_is_an_error_and_is_ended(tmp_path: Path) -> None:
     never = [["1", LOOPBACK.address, str(tmp_path / "store")]] * 2  # both call, nobody listens
-    with Pair("benchmarks.line", (LOOPBACK, LOOPBACK), tmp_path / "log", 0.5, never) as pair:
-        with pytest.raises(PairError, match="no answer within"):
-            pair.hear()
-        assert all(process.returncode is not None for process in pair.processes)
+    with Team("benchmarks.line", (LOOPBACK, LOOPBACK), tmp_path / "log", 0.5, never) as team:
+        with pytest.raises(TeamError, match="no answer within"):
+            team.hear()
+        assert all(process.returncode is not None for process in team.processes)
 
 
 def test_the_line_is_measured_over_loopback(tmp_path: Path) -> None:

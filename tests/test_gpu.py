@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -120,11 +121,16 @@ def test_through_torch_compile() -> None:
 
 
 def test_memory_after_a_step_is_that_of_the_shards() -> None:
+    # cuBLAS keeps tens of MiB for each thread that multiplies, more than this model is large.
+    on_gpu("gpt")(*gpu_batch("gpt", 0)).backward()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
     compiled = zcompile.compile(on_gpu("gpt"), backend="eager")
     psi = sum(param.nbytes for param in compiled.layout.params)
     compiled(*gpu_batch("gpt", 0)).backward()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() < 2.6 * psi, "parameters and gradients once, nothing full kept"
+    assert torch.cuda.memory_allocated() - before < 2.6 * psi, "parameters and gradients once, nothing full kept"
 
 
 def test_a_timeline_of_the_stream() -> None:

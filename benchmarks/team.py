@@ -1,4 +1,4 @@
-"""Two processes, one at each end of a link, which the command talks to over pipes."""
+"""The processes of one configuration, a rank each, which the command talks to over pipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -19,28 +19,34 @@ from benchmarks.protocol import Failed
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 5.0  # seconds that processes get to end by themselves
+Environment = Callable[[Mapping[str, str], int, End], dict[str, str]]
 
 
-class PairError(RuntimeError):
-    """A pair that cannot go on: one of its processes failed, died or did not answer in time."""
+class TeamError(RuntimeError):
+    """A team that cannot go on: one of its processes failed, died or did not answer in time."""
 
 
-class Pair:
-    """One process at each end, running the module `module` with a descriptor of its pipe and `arguments[rank]`."""
+class Team:
+    """A process at each of `ends`, running `module` with a descriptor of its pipe and `arguments[rank]`.
+
+    `environment(os.environ, rank, end)` is what each process sees.
+    """
 
     def __init__(
         self,
         module: str,
-        ends: tuple[End, End],
+        ends: Sequence[End],
         logs: Path,
         timeout: float,
-        arguments: Sequence[Sequence[str]] = ((), ()),
+        arguments: Sequence[Sequence[str]] | None = None,
+        environment: Environment | None = None,
     ) -> None:
         self.timeout, self.logs = timeout, logs
+        self.environment = environment or on_two_ends
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank, end in enumerate(ends):
-            self._start(rank, end, [*end.prefix, sys.executable, "-m", module], arguments[rank])
+            self._start(rank, end, [*end.prefix, sys.executable, "-m", module], arguments[rank] if arguments else ())
 
     def _start(self, rank: int, end: End, command: Sequence[str], arguments: Sequence[str]) -> None:
         mine, theirs = socket.socketpair()
@@ -48,7 +54,7 @@ class Pair:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), *arguments],
                 cwd=ROOT,
-                env=environment(os.environ, rank, end),
+                env=self.environment(os.environ, rank, end),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -68,10 +74,10 @@ class Pair:
         """The answer of each process.
 
         Raises:
-            PairError: One of them failed, died or is late; the pair is closed then.
+            TeamError: One of them failed, died or is late; the team is closed then.
         """
         if any(connection.closed for connection in self.connections):
-            raise PairError("it was closed")
+            raise TeamError("it was closed")
         answers: dict[Connection, Any] = {}
         deadline = time.monotonic() + self.timeout
         while len(answers) < len(self.connections):
@@ -104,12 +110,16 @@ class Pair:
 
     def _give_up(self, reason: str) -> None:
         self.close(patience=0.5)
-        raise PairError(reason)
+        raise TeamError(reason)
+
+    def dismiss(self) -> None:
+        """Let the processes end, and wait for none of them: `close` does, or the end of the `with`."""
+        for connection in self.connections:
+            connection.close()
 
     def close(self, patience: float = PATIENCE) -> None:
         """Let the processes end, and kill those that do not."""
-        for connection in self.connections:
-            connection.close()
+        self.dismiss()
         deadline = time.monotonic() + patience
         for process in self.processes:
             try:
@@ -118,7 +128,7 @@ class Pair:
                 process.kill()
                 process.wait()
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> Team:
         return self
 
     def __exit__(
@@ -127,7 +137,7 @@ class Pair:
         self.close()
 
 
-def environment(given: Mapping[str, str], rank: int, end: End) -> dict[str, str]:
+def on_two_ends(given: Mapping[str, str], rank: int, end: End) -> dict[str, str]:
     """What a rank of two sees: one thread, the CPU, gloo at its end of the link, and what DeepSpeed asks for."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     return {

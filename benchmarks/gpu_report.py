@@ -1,0 +1,143 @@
+"""The tables of a run on a device: configurations by precision, what failed or was left out, and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.gpu_protocol import CONFIGURATIONS, reference
+from benchmarks.gpu_results import MIB, TOLERANCES, WINDOW, Entry, Part, Result, outcomes, utilisation
+from benchmarks.results import Spread, ratio, spread
+
+WIDTH = 210  # columns
+WHAT = {
+    "bf16": "autocast over parameters in fp32 (-cast: zcompile's own dtype=)",
+    "tf32": "parameters in fp32, products in TF32 allowed",
+    "fp32": "no TF32",
+}
+COLUMNS = ("ms a step", "times {reference}", "events ms", "tokens/s", "MFU", "host ms", "limit", "launches")
+MORE = ("graphs", "kernels", "waits", "busy ms", "peak MiB", "reserved", "first s", "apart")
+ALLOWED = ", ".join(f"{precision} {tolerance:.1%}" for precision, tolerance in TOLERANCES.items())
+NOTES = f"""
+ms a step: synchronised at both ends of a turn; medians over rounds with the least and the largest, ratios by round
+host ms: until the last launch of a step that begins with an idle device has returned; limit: who is waited for
+launches, graphs, kernels, waits, busy: of one step under torch's profiler; waits: of the host for the device
+events: the same between two events in the stream; first: seconds of the first step, compilation included
+peak: bytes in tensors (what CUDA graphs own shows in reserved only); reserved: by the allocator; after the warm-up
+apart: losses from the reference's, relatively, means of {WINDOW} steps; allowed: {ALLOWED}"""
+
+
+def report(result: Result) -> RenderableType:
+    """Everything that a reader wants to see."""
+    parts: list[RenderableType] = [Text(headline(result))]
+    for part in result.parts.values():
+        title = f"{part.precision}: {WHAT[part.precision]}"
+        if part.left_out:
+            parts.append(Text(f"\n{title}: left out: {part.left_out}", style="red"))
+            continue
+        parts.append(part_table(title, part, result))
+        for name, entry in part.entries.items():
+            if entry.failure:
+                parts.append(Text(f"{name} FAILED: {entry.failure}", style="red"))
+            elif entry.gap:
+                parts.append(Text(f"{name}: no look into a step: {entry.gap}", style="red"))
+    return Group(*parts, Text(NOTES), targets_table(result))
+
+
+def headline(result: Result) -> str:
+    sizes, options = result.sizes, result.options
+    return (
+        f"GPT of {result.parameters / 1e6:.1f} million parameters ({sizes.blocks} blocks, width {sizes.width}, "
+        f"sequence {sizes.sequence}, vocabulary {sizes.vocabulary}), batch {sizes.batch} a rank, fused AdamW\n"
+        f"{result.world} x {result.device or 'no device answered'}, {result.memory / 2**30:.0f} GiB; "
+        f"torch {result.machine.get('torch')}; {options['rounds']} rounds"
+    )
+
+
+def part_table(title: str, part: Part, result: Result) -> Table:
+    """A row for each configuration."""
+    table = Table(title=f"\n{title}; {part.steps} steps a turn", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("configuration", no_wrap=True)
+    for column in (*COLUMNS, *MORE):
+        table.add_column(column.format(reference=reference(part.world)), justify="right", no_wrap=True)
+    for configuration in CONFIGURATIONS:
+        entry = part.entries.get(configuration.name)
+        if entry is not None:
+            style = "bold" if configuration.ours else None
+            table.add_row(configuration.name, *cells(entry, part, result), style=style)
+    return table
+
+
+def cells(entry: Entry, part: Part, result: Result) -> list[str | Text]:
+    """The figures of one configuration, if they may be used."""
+    if entry.failure or not entry.seconds:
+        return [Text("FAILED", style="red")]
+    right = part.reference
+    median = spread(list(entry.seconds.values()))
+    assert median is not None
+    used = utilisation(result, part.precision, median.median)
+    seen = entry.inspection.counts if entry.inspection else None
+    counted = [seen.launches, seen.graphs, seen.kernels, seen.waits] if seen else []
+    return [
+        milliseconds(entry.seconds),
+        shown(ratio(entry.seconds, right.seconds) if right else None, 1.0, 3),
+        middle(entry.on_device),
+        f"{result.tokens / median.median:,.0f}",
+        "-" if used is None else f"{used:.1%}",
+        middle(entry.host),
+        entry.limit,
+        *([str(count) for count in counted] or ["-"] * 4),
+        f"{seen.busy * 1e3:.2f}" if seen else "-",
+        f"{entry.allocated / MIB:.0f}",
+        f"{entry.reserved / MIB:.0f}" if entry.reserved else "-",
+        f"{entry.warmup[0]:.1f}" if entry.warmup else "-",
+        "-" if entry.apart is None else f"{entry.apart:.3%}",
+    ]
+
+
+def milliseconds(seconds: Mapping[str, float]) -> str:
+    return shown(spread(list(seconds.values())), 1e3, 2)
+
+
+def middle(seconds: Mapping[str, float]) -> str:
+    found = spread(list(seconds.values()))
+    return f"{found.median * 1e3:.2f}" if found else "-"
+
+
+def shown(found: Spread | None, scale: float, digits: int) -> str:
+    """A median with the least and the largest."""
+    if not found:
+        return "-"
+    median, low, high = (f"{figure * scale:.{digits}f}" for figure in (found.median, found.low, found.high))
+    return f"{median} ({low} to {high})"
+
+
+def targets_table(result: Result) -> Table:
+    """The targets of what was asked for."""
+    table = Table(title="\ntargets", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("precision", "what", "configuration", "at most", "of", "measured", ""):
+        table.add_column(column, no_wrap=True)
+    for found in outcomes(result):
+        style = {"met": "green", "NOT MET": "red"}.get(found.verdict.split(",")[0], "dim")
+        table.add_row(
+            found.precision,
+            "memory" if found.target.memory else "time",
+            found.target.subject,
+            f"{found.target.limit:.2f}",
+            found.against,
+            f"{found.found.median:.3f}" if found.found and found.target.memory else shown(found.found, 1.0, 3),
+            Text(found.verdict, style=style),
+        )
+    return table
+
+
+def write(result: Result, file: TextIO) -> None:
+    """Write the tables to a file, or to the screen."""
+    console = Console(file=file)
+    console.width = max(WIDTH, console.width)
+    console.print(report(result), highlight=False, soft_wrap=False)

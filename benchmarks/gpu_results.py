@@ -1,0 +1,276 @@
+"""What a run on a device found: raw figures, what follows from them, and the targets. Written as JSON as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_protocol import (
+    BY_NAME,
+    CONFIGURATIONS,
+    PRECISIONS,
+    Built,
+    Inspection,
+    Precision,
+    Turn,
+    Warm,
+    reference,
+)
+from benchmarks.protocol import Sizes
+from benchmarks.results import Spread, ratio, spread
+
+WINDOW = 5
+"""Steps whose losses are compared by their mean: what rounding does to one step says little."""
+TOLERANCES: dict[str, float] = {"bf16": 3e-2, "tf32": 1e-2, "fp32": 5e-3}
+"""How far the mean of a window may be from the reference's, relatively; the first step's loss a tenth of it."""
+WAITING = 0.05
+"""Share of a step that the device still works once the host has launched all: below it, the host is the limit."""
+MIB = 2**20
+
+# Dense TFLOP/s by the makers' data sheets, for accumulation in fp32. The first name that fits counts.
+PEAKS: dict[str, dict[Precision, float]] = {
+    "H200": {"bf16": 989, "tf32": 494, "fp32": 67},
+    "H100 PCIe": {"bf16": 756, "tf32": 378, "fp32": 51},
+    "H100 NVL": {"bf16": 835, "tf32": 417, "fp32": 60},
+    "H100": {"bf16": 989, "tf32": 494, "fp32": 67},
+    "A100": {"bf16": 312, "tf32": 156, "fp32": 19.5},
+    "L40S": {"bf16": 362, "tf32": 183, "fp32": 91.6},
+    "L4": {"bf16": 121, "tf32": 60, "fp32": 30.3},
+}
+
+
+@dataclass
+class Entry:
+    """One configuration in one precision."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of a step, by round, on the slowest rank."""
+    on_device: dict[str, float] = field(default_factory=dict)
+    """The same by events in the stream; nothing on the CPU."""
+    host: dict[str, float] = field(default_factory=dict)
+    """Of the host in a step that begins with an idle device, by round, on the slowest rank."""
+    single: dict[str, float] = field(default_factory=dict)
+    """Of such a step as a whole."""
+    losses: list[list[float]] = field(default_factory=list)
+    """Of each step from the first on, by rank."""
+    apart: float | None = None
+    """How far the losses are from the reference's at most, relatively."""
+    warmup: list[float] = field(default_factory=list)
+    """Seconds of the first steps; the first one compiles."""
+    allocated: int = 0
+    """Peak of bytes in tensors on the rank that needs most, after the warm-up."""
+    reserved: int = 0
+    """Peak of bytes that the allocator held."""
+    inspection: Inspection | None = None
+    gap: str | None = None
+    """Why there is no inspection."""
+    versions: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    """Why its figures are not used."""
+
+    def warmed(self, answers: Sequence[Warm]) -> None:
+        self.warmup = [max(seconds) for seconds in zip(*(a.seconds for a in answers), strict=True)]
+        self.losses = [list(answer.losses) for answer in answers]
+
+    def took(self, turn: str, answers: Sequence[Turn]) -> None:
+        """Take what the ranks said of one turn."""
+        self.seconds[turn] = max(answer.seconds for answer in answers)
+        on_device = [answer.on_device for answer in answers if answer.on_device is not None]
+        if on_device:
+            self.on_device[turn] = max(on_device)
+        self.host[turn] = max(answer.host for answer in answers)
+        self.single[turn] = max(answer.single for answer in answers)
+        self.allocated = max(self.allocated, *(answer.allocated for answer in answers))
+        self.reserved = max(self.reserved, *(answer.reserved for answer in answers))
+        for losses, answer in zip(self.losses, answers, strict=True):
+            losses += answer.losses
+
+    @property
+    def limit(self) -> str:
+        """What a step waits for: the host, if the device is done as soon as all is launched."""
+        if not self.single:
+            return "-"
+        host, whole = statistics.median(self.host.values()), statistics.median(self.single.values())
+        return "host" if whole - host < WAITING * whole else "device"
+
+
+@dataclass
+class Part:
+    """All configurations in one precision."""
+
+    precision: Precision
+    world: int
+    left_out: str | None = None
+    """Why nothing was measured."""
+    steps: int = 0
+    """Timed together in a turn."""
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def healthy(self, name: str) -> Entry | None:
+        """The entry whose figures may be used."""
+        entry = self.entries.get(name)
+        return entry if entry and entry.seconds and not entry.failure else None
+
+    @property
+    def reference(self) -> Entry | None:
+        return self.healthy(reference(self.world))
+
+
+@dataclass
+class Result:
+    """One run of the benchmark."""
+
+    machine: dict[str, Any]
+    options: dict[str, Any]
+    sizes: Sizes
+    world: int
+    device: str = ""
+    """Its name."""
+    memory: int = 0
+    parameters: int = 0
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def built(self, answers: Sequence[Built]) -> None:
+        self.device, self.memory, self.parameters = answers[0].device, answers[0].memory, answers[0].parameters
+
+    @property
+    def tokens(self) -> int:
+        """In a step, on all ranks."""
+        return self.sizes.batch * self.sizes.sequence * self.world
+
+    def write(self, path: Path) -> None:
+        whole = path.with_suffix(".new")
+        found = dataclasses.asdict(self) | {"targets": [dataclasses.asdict(one) for one in outcomes(self)]}
+        whole.write_text(json.dumps(found, indent=1, default=str) + "\n")
+        whole.rename(path)
+
+
+def flops(sizes: Sizes) -> int:
+    """Of the model for one token, forward and backward: products of matrices, causal attention counted by half."""
+    blocks = sizes.blocks * (12 * sizes.width**2 + sizes.sequence * sizes.width)
+    return 6 * (blocks + sizes.width * sizes.vocabulary)
+
+
+def utilisation(result: Result, precision: Precision, seconds: float) -> float | None:
+    """The share of the device's peak that the model's own operations use; None for a device that is not known."""
+    peaks = next((found for name, found in PEAKS.items() if name in result.device), None)
+    if peaks is None:
+        return None
+    return flops(result.sizes) * result.tokens / result.world / seconds / (peaks[precision] * 1e12)
+
+
+def name_gaps(part: Part) -> None:
+    """Say of configurations that nothing is known of why that is so."""
+    for entry in part.entries.values():
+        if not entry.seconds and not entry.failure:
+            entry.failure = "it had no turn before the end"
+
+
+def fail_other_losses(part: Part) -> None:
+    """Mark configurations whose losses are not those of the reference, or of the first one there is without it.
+
+    Ranks that do not communicate train other models than those that do, so beyond a world of one they share the first
+    step only.
+    """
+    order = [reference(part.world), *(c.name for c in CONFIGURATIONS if part.world == 1 or c.communicates)]
+    right = next((part.entries[name] for name in order if part.healthy(name)), None)
+    if right is None:
+        return
+    tolerance = TOLERANCES[part.precision]
+    for name, entry in part.entries.items():
+        if entry.failure or not entry.losses:
+            continue
+        whole = part.world == 1 or BY_NAME[name].communicates
+        first = apart(entry.losses, right.losses, steps=1)
+        entry.apart = apart(entry.losses, right.losses) if whole else first
+        for found, allowed, where in ((first, tolerance / 10, "in the first step"), (entry.apart, tolerance, "later")):
+            if not found <= allowed:  # so that a nan fails
+                entry.failure = f"other losses {where}: {found:.2%} apart, allowed are {allowed:.2%}"
+                break
+
+
+def apart(losses: Sequence[list[float]], right: Sequence[list[float]], steps: int | None = None) -> float:
+    """The largest relative distance of two means of `WINDOW` steps, or of the first `steps`; nan if one is nan."""
+    found = [
+        abs(mine - theirs) / abs(theirs)
+        for ours, others in zip(losses, right, strict=True)
+        for mine, theirs in zip(means(ours[:steps]), means(others[:steps]), strict=False)
+    ]
+    return float("nan") if any(one != one for one in found) else max(found, default=0.0)
+
+
+def means(losses: Sequence[float]) -> list[float]:
+    """Of `WINDOW` losses each; the last may be of fewer."""
+    return [statistics.fmean(losses[at : at + WINDOW]) for at in range(0, len(losses), WINDOW)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """`subject` takes at most `limit` times what each of `against` takes, in every precision that has them."""
+
+    world: str
+    """`one` or `several` ranks."""
+    subject: str
+    against: tuple[str, ...]
+    limit: float
+    memory: bool = False
+    """Whether the peak of bytes in tensors is compared, in whole MiB, not time."""
+
+
+def peers(stage: int) -> tuple[str, ...]:
+    return tuple(c.name for c in CONFIGURATIONS if c.stage == stage and c.communicates and not c.ours)
+
+
+OURS = tuple(c for c in CONFIGURATIONS if c.ours)
+TARGETS = (
+    *(Target("one", c.name, ("compile",), 1.02) for c in OURS),
+    *(Target("one", c.name, ("compile",), 1.0, memory=True) for c in OURS),
+    *(Target("several", c.name, peers(c.stage), 1.0) for c in OURS),
+    *(Target("several", c.name, peers(c.stage), 1.0, memory=True) for c in OURS),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a target came out in one precision: against the strongest of those it is measured against."""
+
+    precision: str
+    target: Target
+    against: str
+    found: Spread | None
+    verdict: str
+
+
+def outcomes(result: Result) -> list[Outcome]:
+    """Of all targets whose subject was asked for."""
+    world = "one" if result.world == 1 else "several"
+    wanted = [target for target in TARGETS if target.world == world]
+    parts = [result.parts[precision] for precision in PRECISIONS if precision in result.parts]
+    return [outcome(target, part) for part in parts for target in wanted if target.subject in part.entries]
+
+
+def outcome(target: Target, part: Part) -> Outcome:
+    """Compare with the one of `target.against` that is hardest to beat."""
+    compared = {name: quotient(target, part, name) for name in target.against}
+    measured = {name: found for name, found in compared.items() if found}
+    if not measured:
+        return Outcome(part.precision, target, " / ".join(target.against), None, "not measured")
+    hardest = max(measured, key=lambda name: measured[name].median)
+    verdict = "met" if measured[hardest].median <= target.limit else "NOT MET"
+    gaps = [name for name in compared if name not in measured]
+    without = f", without {', '.join(gaps)}" if gaps else ""
+    return Outcome(part.precision, target, hardest, measured[hardest], verdict + without)
+
+
+def quotient(target: Target, part: Part, against: str) -> Spread | None:
+    subject, other = part.healthy(target.subject), part.healthy(against)
+    if subject is None or other is None:
+        return None
+    if target.memory:
+        return spread([round(subject.allocated / MIB) / max(1, round(other.allocated / MIB))])
+    return ratio(subject.seconds, other.seconds)

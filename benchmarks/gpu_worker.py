@@ -1,0 +1,204 @@
+"""One rank of one configuration on a device: `python -m benchmarks.gpu_worker FD` does what the pipe at FD says.
+
+Between two messages it sleeps and leaves the memory that it does not need to others, so that many configurations can
+be alive on one device while one of them runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gpu_counts import counts, read
+from benchmarks.gpu_devices import Accelerator, meet, opened
+from benchmarks.gpu_peers import build
+from benchmarks.gpu_protocol import Built, Inspect, Inspection, Run, Start, Turn, Warm, WarmUp
+from benchmarks.protocol import Failed
+from benchmarks.worker import versions
+from benchmarks.workload import batch, make_model
+from zcompile import CompiledModule
+
+
+class Worker:
+    """Trains step after step; `step` counts them, and chooses the data."""
+
+    def __init__(self, start: Start, accelerator: Accelerator) -> None:
+        self.start, self.accelerator, self.step = start, accelerator, 0
+        with accelerator.device:
+            model = make_model(start.sizes, start.seed)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.train, self.compiled = build(model, start)
+        self.accelerator.rest()
+
+    def built(self) -> Built:
+        machine = self.accelerator
+        return Built(self.parameters, machine.name, machine.memory, versions(self.start.configuration.family))
+
+    def answer(self, message: Any) -> Warm | Turn | Inspection:
+        """Do what `message` says, and rest."""
+        try:
+            match message:
+                case WarmUp():
+                    return self.warm_up(message)
+                case Run():
+                    return self.run(message)
+                case Inspect():
+                    return self.inspect(message.stem)
+            raise TypeError(f"a worker does not know what to do with {message!r}")
+        finally:
+            self.accelerator.rest()
+
+    def warm_up(self, asked: WarmUp) -> Warm:
+        """Train the first steps, each timed by itself: the first one compiles."""
+        seconds, losses = [], []
+        for data in self.batches(asked.steps):
+            start = time.perf_counter()
+            losses.append(self.train(*data).clone())
+            self.accelerator.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return Warm(seconds, values(losses))
+
+    def run(self, asked: Run) -> Turn:
+        """One turn: settle, then steps that are timed together, then steps that each begin with an idle device."""
+        machine = self.accelerator
+        gc.collect()
+        batches = self.batches(asked.settle + asked.steps + asked.single)
+        losses = [self.train(*data).clone() for data in batches[: asked.settle]]
+        machine.synchronize()
+        machine.reset_peak()
+        meet()
+        machine.synchronize()
+        began, start = time.perf_counter(), machine.mark()
+        # A clone: what CUDA graphs give lies in memory that the next step writes.
+        losses += [self.train(*data).clone() for data in batches[asked.settle : asked.settle + asked.steps]]
+        end = machine.mark()
+        machine.synchronize()
+        seconds, on_device = time.perf_counter() - began, machine.between(start, end)
+        host, whole = [], []
+        for data in batches[asked.settle + asked.steps :]:
+            began = time.perf_counter()
+            losses.append(self.train(*data).clone())
+            host.append(time.perf_counter() - began)
+            machine.synchronize()
+            whole.append(time.perf_counter() - began)
+        allocated, reserved = machine.peak()
+        return Turn(
+            seconds=seconds / asked.steps,
+            on_device=None if on_device is None else on_device / asked.steps,
+            host=min(host),
+            single=min(whole),
+            losses=values(losses),
+            allocated=allocated,
+            reserved=reserved,
+        )
+
+    def inspect(self, stem: Path) -> Inspection:
+        """Zcompile's timelines of a step by each clock, then a step under torch's profiler."""
+        found = {}
+        if self.compiled is not None:
+            clocks = {"host": False} | ({"device": True} if self.start.device == "cuda" else {})
+            found = {clock: self.timeline(self.compiled, stem, clock, device) for clock, device in clocks.items()}
+        if self.compiled is not None and self.start.rank == 0:
+            Path(f"{stem}.explain.txt").write_text(self.compiled.explain())
+        path = Path(f"{stem}.profile.rank{self.start.rank}.json.gz")
+        self.profile(path)
+        seen = counts(read(path))
+        if self.start.rank:
+            path.unlink()
+        return Inspection(seen, found)
+
+    def timeline(self, compiled: CompiledModule, stem: Path, clock: str, device: bool) -> dict[str, float]:
+        """Where a step went by `clock`; rank 0 writes it as a page and for Perfetto."""
+        compiled.record_timeline(device=device)
+        self.train_all(3)
+        found = compiled.timeline
+        compiled.record_timeline(device=False)
+        if self.start.rank == 0:
+            Path(f"{stem}.timeline.{clock}.txt").write_text(str(found))
+            found.save(f"{stem}.timeline.{clock}.json")
+        parts = ("seconds", "compute", "exposed", "optimizer", "overhead", "idle", "overhead_per_line")
+        return {part: getattr(found, part) for part in parts} | {"lines": float(len(found.lines))}
+
+    def profile(self, path: Path) -> None:
+        """A step under torch's profiler, after one in which the profiler itself warms up."""
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self.start.device == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        for _ in range(2):
+            batches = self.batches(1)
+            meet()
+            self.accelerator.synchronize()
+            with torch.profiler.profile(activities=kinds) as profile:
+                for data in batches:
+                    self.train(*data)
+                self.accelerator.synchronize()
+        profile.export_chrome_trace(str(path))
+
+    def train_all(self, steps: int) -> None:
+        for data in self.batches(steps):
+            self.train(*data)
+        self.accelerator.synchronize()
+
+    def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """The data of the next steps, on the device."""
+        start, first = self.start, self.step
+        self.step += steps
+        given = [batch(start.sizes, start.seed, start.rank, first + index) for index in range(steps)]
+        device = self.accelerator.device
+        return [(tokens.to(device), targets.to(device)) for tokens, targets in given]
+
+
+def values(losses: list[Tensor]) -> list[float]:
+    return [float(loss) for loss in losses]
+
+
+def join(start: Start, accelerator: Accelerator) -> None:
+    """Join the process group of all ranks. A world of one makes its own where it wants one."""
+    if start.world > 1 or (start.configuration.communicates and not start.configuration.ours):
+        dist.init_process_group(
+            accelerator.backend,
+            init_method=f"file://{start.store}",
+            rank=start.rank,
+            world_size=start.world,
+            timeout=timedelta(seconds=start.timeout),
+            device_id=accelerator.device if start.device == "cuda" else None,
+        )
+
+
+def serve(connection: Connection) -> None:
+    """Answer message after message until the other end closes."""
+    start: Start = connection.recv()
+    accelerator = opened(start.device, start.rank)
+    torch.set_float32_matmul_precision("highest" if start.precision == "fp32" else "high")
+    join(start, accelerator)
+    worker = Worker(start, accelerator)
+    connection.send(worker.built())
+    while True:
+        connection.send(worker.answer(connection.recv()))
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    try:
+        serve(connection)
+    except EOFError:
+        return  # the command has what it wanted, or is gone
+    except BaseException as error:
+        traceback.print_exc()
+        lines = str(error).strip().splitlines() or [""]
+        connection.send(Failed(f"{type(error).__name__}: {lines[0]}"))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()
