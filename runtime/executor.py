@@ -29,7 +29,7 @@ class BoundUnit:
 
     @property
     def kept(self) -> Full | None:
-        """The full copy of these parameters that stages 1 and 2 keep, if there is one."""
+        """The full copy of these parameters that stages 1 and 2 keep, if there is one; it may be stale."""
         return self.shards.kept.get(self.unit.names)
 
     def keep(self, full: Full) -> None:
@@ -67,8 +67,9 @@ class Gather:
                 _land(flight, "all_gather", unit.name, shards.communicator, arrived.nbytes)
             for index, tensor in zip(message, _unpacked(arrived, [unit.params[i] for i in message]), strict=True):
                 tensors[index] = tensor
+        straight = {message[0]: arrived for message, arrived, _ in self.arrivals if len(message) == 1}
         self.arrivals = []
-        full = Full(unit, tensors, shards.communicator)
+        full = Full(unit, tensors, shards.communicator, straight if self.keep else None)
         if self.keep:
             self.bound.keep(full)
         return full
@@ -124,7 +125,8 @@ def all_gather(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | Non
     With `dtype`, shards that the layout computes with in it are cast before they are sent.
     """
     shards, unit = bound.shards, bound.unit
-    if keep and (kept := bound.kept) is not None:
+    kept = bound.kept if keep else None
+    if kept is not None and not kept.is_stale:
         return Gather(bound, [], keep, kept)
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
     for message in bound.messages(lambda index: bool(unit.params[index].shards)):
@@ -135,7 +137,11 @@ def all_gather(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | Non
         if shards.communicator.size == 1:
             arrivals.append((message, shard, None))
             continue
-        arrived = torch.empty(shard.numel() * shards.communicator.size, dtype=shard.dtype, device=shard.device)
+        # A stale copy's memory is used again: fresh memory costs the kernel's zeros, page by page. Nobody reads what
+        # was there: a backward that still would is refused, and on CUDA the gather waits for the current stream.
+        arrived = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
+        if arrived is None:
+            arrived = torch.empty(shard.numel() * shards.communicator.size, dtype=shard.dtype, device=shard.device)
         arrivals.append((message, arrived, shards.communicator.all_gather(arrived, shard)))
     return Gather(bound, arrivals, keep)
 

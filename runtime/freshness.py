@@ -38,20 +38,20 @@ class Freshness:
         a wait of the host for the optimizer's kernels. A rank that steps alone gathers alone, which ends in a
         GroupError on all of them once the group's timeout is over.
         """
-        kept = [held for held in self.units.values() if held.kept]
+        kept = [held for held in self.units.values() if held.has_current]
         stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
         if stepped:
             for held in kept:
                 if any(param.requires_grad for param in held.parameters.values()):
-                    held.kept.clear()
-        self._compare([held for held in kept if held.kept])
+                    held.outgrow_kept()
+        self._compare([held for held in kept if held.has_current])
 
     def _compare(self, kept: list[UnitShards]) -> None:
         """Drop copies that differ from the shard on any rank."""
         if kept:
             for held, differ in zip(kept, self._on_any_rank([not h.kept_is_current() for h in kept]), strict=True):
                 if differ:
-                    held.kept.clear()
+                    held.outgrow_kept()
 
     def _on_any_rank(self, flags: list[bool]) -> list[bool]:
         if self.communicator.size == 1:

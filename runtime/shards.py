@@ -9,6 +9,7 @@ tail of the gathered parameter, so that the full parameter is a contiguous view 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,22 @@ from zcompile.runtime.parameter import sharded
 class Full:
     """The full parameters of a unit, in the unit's order; emptied by `release`."""
 
-    __slots__ = ("communicator", "tensors", "unit")
+    __slots__ = ("arrived", "communicator", "is_stale", "tensors", "unit")
 
-    def __init__(self, unit: Unit, tensors: list[torch.Tensor | None], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        tensors: list[torch.Tensor | None],
+        communicator: Communicator,
+        arrived: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
         self.unit = unit
         self.communicator = communicator
         self.tensors = tensors
+        self.arrived = arrived or {}
+        """The memory, padded and 1-D, of parameters that were gathered straight into it, by their place in the unit."""
+        self.is_stale = False
+        """True for a kept copy that the shards have outgrown: only its memory is of use, for the next gather."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         tensor = self.tensors[index]
@@ -198,10 +209,23 @@ class UnitShards:
         """A number that grows with every write in place that autograd sees."""
         return sum(_version(parameter) for parameter in self.parameters.values())
 
+    def outgrow_kept(self) -> None:
+        """Every kept copy is out of date now. One that no gather has renewed since the last time is freed."""
+        self.kept = {names: full for names, full in self.kept.items() if not full.is_stale}
+        for full in self.kept.values():
+            full.is_stale = True
+
+    @property
+    def has_current(self) -> bool:
+        """True if a kept full copy is taken to be up to date."""
+        return any(not full.is_stale for full in self.kept.values())
+
     def kept_is_current(self) -> bool:
         """True if this rank's part of every kept full copy still equals its shard."""
         rank = self.communicator.rank
         for full in self.kept.values():
+            if full.is_stale:
+                continue
             for index, param in enumerate(full.unit.params):
                 start, stop = param.shard_rows(rank)
                 kept = full[index][start:stop] if param.shape else full[index]

@@ -199,3 +199,29 @@ def accumulate(rank: int, stage: int) -> list[int]:
 def test_stages_1_and_2_gather_only_after_a_step(ranks: Ranks, stage: int) -> None:
     for first, second, third, fourth, full in ranks.run(WORLD, accumulate, stage):
         assert [first, second, third, fourth] == [full // 2, 0, full // 2, 0]
+
+
+def measure_kept(rank: int, stage: int) -> dict[str, Any]:
+    """Where kept full copies lie before and after a step, and how many there are once a program runs no more."""
+    torch.manual_seed(0)
+    compiled = zcompile.compile(GPT(layers=2, width=128), stage=stage, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    places = []
+    for step in range(2):
+        compiled(*batch("gpt", rank, step)).backward()
+        shards = compiled._engine.shards.values()
+        places.append([t.data_ptr() for held in shards for full in held.kept.values() for t in full.arrived.values()])
+        optimizer.step()
+    compiled._engine.freshness.refresh()
+    stale = sum(len(held.kept) for held in shards)
+    for held in shards:
+        held.outgrow_kept()
+    return {"places": places, "stale": stale, "left": sum(len(held.kept) for held in shards)}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_kept_copies_are_gathered_anew_into_the_same_memory(ranks: Ranks, stage: int) -> None:
+    for found in ranks.run(WORLD, measure_kept, stage):
+        assert found["places"][0] == found["places"][1] != []
+        assert found["stale"] > 0
+        assert found["left"] == 0  # renewed by no gather since: freed
