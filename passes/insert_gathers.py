@@ -5,10 +5,10 @@
                                         y = region_0(u0_full, x)
                                         release(u0_full)
 
-Under stage 3 a unit is full from the first to the last of consecutive regions that read it. What the forward reads last
-and the backward first is kept over the turn, not gathered twice. Under stages 1 and 2 the full copy is kept for good
-(`keep=True`): one gather in the forward, none in the backward, no release. Stage 0 gathers only what it computes with
-in another dtype, and sends nothing for it: its "gather" is a cast.
+Under stage 3 a unit is full from the first to the last of consecutive regions that read it, in the forward and again in
+the backward. Under stages 1 and 2 the full copy is kept for good (`keep=True`): one gather in the forward, none in the
+backward, no release. Stage 0 gathers only what it computes with in another dtype, and sends nothing for it: its
+"gather" is a cast.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def insert_gathers(program: Program) -> Program:
             if calls and program.layout.must_gather(unit.name):
                 _gather(program, _Use(unit.name, calls), keep=True)
         return program
-    forward, backward = (_uses(program, phase) for phase in Phase)
-    for use in _joined_at_turn(program, forward, backward):
+    for use in (use for phase in Phase for use in _uses(program, phase)):
         full = _gather(program, use, keep=False)
         held = Data(Release(use.unit), data(use.calls[-1]).phase, source=use.unit)
         with program.graph.inserting_after(after_items(use.calls[-1])):
@@ -77,19 +76,6 @@ def _uses(program: Program, phase: Phase) -> list[_Use]:
 def _follows(program: Program, earlier: fx.Node, later: fx.Node) -> bool:
     calls = program.nodes(Call, phase=data(later).phase)
     return calls.index(earlier) + 1 == calls.index(later)
-
-
-def _joined_at_turn(program: Program, forward: list[_Use], backward: list[_Use]) -> list[_Use]:
-    """All uses; what ends the forward and begins the backward is one use."""
-    ends = program.nodes(Call, phase=Phase.FORWARD)[-1:]
-    begins = next((node for node in program.nodes(Call, phase=Phase.BACKWARD) if op_of(node, Call).units), None)
-    joined = []
-    for use in forward:
-        first = (b for b in backward if b.unit == use.unit and b.calls[0] is begins and use.calls[-1] in ends)
-        again = next(first, None)
-        joined.append(_Use(use.unit, use.calls + again.calls) if again else use)
-        backward = [b for b in backward if b is not again]
-    return [*joined, *backward]
 
 
 def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:

@@ -6,41 +6,67 @@ turn, which stay for the shortest time, are kept first; one that does not fit is
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from torch import fx
 
 from zcompile.errors import OptionError
-from zcompile.memory import peak_bytes
-from zcompile.ops import AllGather, Phase, WaitGather, op_of
+from zcompile.memory import live_bytes, peak_bytes
+from zcompile.ops import AllGather, Phase, Release, WaitGather, data, op_of
 from zcompile.passes.keep_full import keep
 from zcompile.program import Program
 from zcompile.tensor_type import human_bytes
 
 
-def keep_within(program: Program, *, memory_limit: int) -> Program:
+def keep_within(program: Program, *, memory_limit: int, units: Sequence[str] | None = None) -> Program:
     """A program that holds at most `memory_limit` bytes beside shards and optimizer state (see `zcompile.memory`).
+
+    With `units`, those are kept, whatever it then holds: ranks with batches of other sizes must keep the same ones.
 
     Raises:
         OptionError: it holds more already.
     """
-    least = peak_bytes(program)
-    if least > memory_limit:
-        found = f"{human_bytes(memory_limit)} is less than the {human_bytes(least)} that this step takes"
-        raise OptionError("memory_limit", found, f"give at least {least} bytes, a smaller prefetch, or a smaller batch")
-    for unit in _gathered_again(program):
-        trial = program.copy()
-        keep(trial, *_twice(trial, unit))
-        if peak_bytes(trial) <= memory_limit:
-            program = trial
+    if units is None:
+        check_fits(peak_bytes(program), memory_limit)
+        units = that_fit(program, memory_limit)
+    program = program.copy()
+    for unit, full, again in _gathered_again(program):
+        if unit in units:
+            keep(program, full, again)
     return program
 
 
-def _gathered_again(program: Program) -> list[str]:
-    """Units that are gathered once in the forward and once more in the backward, in the backward's order."""
-    again = [op_of(node, AllGather).unit for node in program.nodes(AllGather, phase=Phase.BACKWARD)]
-    before = [op_of(node, AllGather).unit for node in program.nodes(AllGather, phase=Phase.FORWARD)]
-    return [unit for unit in again if before.count(unit) == again.count(unit) == 1]
+def check_fits(least: int, memory_limit: int) -> None:
+    """Raise OptionError if a step that takes `least` bytes is over the limit."""
+    if least > memory_limit:
+        found = f"{human_bytes(memory_limit)} is less than the {human_bytes(least)} that this step takes"
+        raise OptionError("memory_limit", found, f"give at least {least} bytes, a smaller prefetch, or a smaller batch")
 
 
-def _twice(program: Program, unit: str) -> list[fx.Node]:
-    """The full parameters of `unit`, gathered in the forward and again in the backward."""
-    return [node for node in program.nodes(WaitGather) if op_of(node, WaitGather).unit == unit]
+def that_fit(program: Program, memory_limit: int) -> tuple[str, ...]:
+    """The units to keep, those nearest to the turn first."""
+    live = live_bytes(program)
+    place = {line: index for index, line in enumerate(live)}
+    held, fitting = list(live.values()), []
+    for unit, full, again in _gathered_again(program):
+        gather = again.all_input_nodes[0]
+        released = next(user for user in full.users if isinstance(data(user).op, Release))
+        meanwhile = slice(place[released], place[gather])
+        nbytes = -program.memory(released)
+        if max(held[meanwhile]) + nbytes <= memory_limit:
+            held[meanwhile] = [already + nbytes for already in held[meanwhile]]
+            fitting.append(unit)
+    return tuple(fitting)
+
+
+def _gathered_again(program: Program) -> Iterator[tuple[str, fx.Node, fx.Node]]:
+    """Units that are gathered once in the forward and once more in the backward, in the backward's order.
+
+    With each, the full parameters of the forward and of the backward.
+    """
+    gathers = {phase: program.nodes(AllGather, phase=phase) for phase in Phase}
+    gathered = {phase: [op_of(node, AllGather).unit for node in nodes] for phase, nodes in gathers.items()}
+    for unit in gathered[Phase.BACKWARD]:
+        if all(units.count(unit) == 1 for units in gathered.values()):
+            full, again = (node for node in program.nodes(WaitGather) if op_of(node, WaitGather).unit == unit)
+            yield unit, full, again

@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from zcompile.cost import Hardware
 from zcompile.runtime.groups import Communicator
 
-_SIDE = 768
-"""Of the matrices multiplied: large enough for a core's full rate, small enough for 20 ms of it."""
-_TOUCHED = 32 * 2**20
-"""Bytes read and written to measure the memory: more than a core's caches."""
-_SENT = 4 * 2**20
-"""Bytes gathered to measure the line."""
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is run to measure a device: enough for its full rate, little enough to be done soon."""
+
+    side: int
+    """Of the square matrices that are multiplied."""
+    touched: int
+    """Bytes read and written to measure the memory: more than the caches."""
+    sent: int
+    """Bytes gathered to measure the line."""
+
+
+_SIZES = {"cpu": _Sizes(768, 32 * 2**20, 4 * 2**20), "cuda": _Sizes(4096, 256 * 2**20, 64 * 2**20)}
 
 
 @torch.no_grad()
-def measure(communicator: Communicator) -> Hardware:
-    """The rates of the device in float32, and of the group. Collective: every rank must measure."""
+def measure(communicator: Communicator, dtype: torch.dtype = torch.float32) -> Hardware:
+    """The rates of the device, which computes in `dtype`, and of the group. Collective: every rank must measure."""
     communicator = Communicator(communicator.mesh, communicator.device)  # with a meter of its own
-    device = communicator.device
-    a = torch.randn(_SIDE, _SIDE, device=device)
-    wide = torch.zeros(_TOUCHED // 4, device=device)
-    flops = 2 * _SIDE**3 / _best(lambda: a @ a, device)
+    device, sizes = communicator.device, _SIZES.get(communicator.device.type, _SIZES["cpu"])
+    # Ones, not random numbers: the user's generators stay as they are.
+    factor = torch.ones(sizes.side, sizes.side, dtype=dtype, device=device)
+    wide = torch.zeros(sizes.touched // 4, device=device)
+    flops = 2 * sizes.side**3 / _best(lambda: factor @ factor, device)
     memory_bandwidth = 2 * wide.nbytes / _best(lambda: wide.add_(1), device)
     if communicator.size == 1:
         return Hardware(flops, memory_bandwidth, latency=0.0, bandwidth=float("inf"))
     latency = _best(lambda: _gather(communicator, 1), device)
-    seconds = _best(lambda: _gather(communicator, _SENT // communicator.size), device)
-    sent = _SENT // communicator.size * (communicator.size - 1)
-    return Hardware(flops, memory_bandwidth, latency, sent / max(seconds - latency, 1e-9))
+    share = sizes.sent // communicator.size
+    seconds = _best(lambda: _gather(communicator, share), device)
+    return Hardware(flops, memory_bandwidth, latency, share * (communicator.size - 1) / max(seconds - latency, 1e-9))
 
 
 def _gather(communicator: Communicator, nbytes: int) -> None:

@@ -1,6 +1,6 @@
 """The executor: the functions that a printed program calls, and the loading of its text.
 
-One `Executor` serves one program: it knows in which messages each unit's parameters travel there.
+What a program sees of a unit is a `BoundUnit`: it knows in which messages the unit's parameters travel there.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Gather:
                 tensors[index] = tensor
         straight = {message[0]: arrived for message, arrived, _ in self.arrivals if len(message) == 1}
         self.arrivals = []
-        full = Full(unit, tensors, shards.communicator, straight if self.keep else None)
+        full = Full(unit, tensors, straight if self.keep else None)
         if self.keep:
             self.bound.keep(full)
         return full

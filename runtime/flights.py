@@ -94,7 +94,7 @@ class HostFlight(Flight):
     """A collective whose wait blocks the thread that waits, as gloo's do."""
 
     def __init__(self, arrive: Callable[[], None], traffic: Traffic) -> None:
-        """`arrive` waits for the bytes and does what is to be done with them. It holds the tensors until then."""
+        """`arrive` waits for the bytes (`wait_all`) and does what is to be done with them. It holds the tensors."""
         super().__init__()
         self._arrive: Callable[[], None] | None = arrive
         self._traffic = traffic
@@ -108,7 +108,7 @@ class HostFlight(Flight):
         try:
             self._arrive()
         except BaseException as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # its frames hold the tensors
         self._arrive = None
         self.ended = time.perf_counter()
         self._done.set()
@@ -120,8 +120,7 @@ class HostFlight(Flight):
         self._traffic.exposed += max(0.0, self.ended - before)
         self._traffic.count(self.started, self.ended)
         if self._error is not None:
-            with typed():
-                raise self._error
+            raise self._error
 
 
 class Progress:
@@ -135,8 +134,9 @@ class Progress:
     def __init__(self) -> None:
         self._flights: queue.SimpleQueue[HostFlight | None] = queue.SimpleQueue()
         # A daemon: a rank that fails must not stay until its last message's timeout.
-        threading.Thread(target=_land_all, args=(self._flights,), name="zcompile progress", daemon=True).start()
-        weakref.finalize(self, self._flights.put, None)
+        thread = threading.Thread(target=_land_all, args=(self._flights,), name="zcompile progress", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._flights, thread)
 
     def follow(self, flight: HostFlight) -> HostFlight:
         """Land `flight` after those that were given before; returns it."""
@@ -148,6 +148,28 @@ def _land_all(flights: queue.SimpleQueue[HostFlight | None]) -> None:
     while (flight := flights.get()) is not None:
         flight.land()
         del flight  # while the thread waits for the next one, nothing keeps this one's result alive
+
+
+def _end(flights: queue.SimpleQueue[HostFlight | None], thread: threading.Thread) -> None:
+    """End the thread, and give it a moment: one that returns from C++ into an interpreter that has ended aborts it."""
+    flights.put(None)
+    if threading.current_thread() is not thread:
+        thread.join(_PATIENCE)
+
+
+_PATIENCE = 2.0
+"""Seconds. What is expected of a rank that fails, fails at once; a rank that merely hangs is not waited for."""
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    """Block this thread until all of them are done.
+
+    Raises:
+        GroupError: another rank failed or stayed away.
+    """
+    with typed():
+        for work in works:
+            work.wait()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from zcompile.runtime.shards import UnitShards
 
 
 class Freshness:
-    """Drops kept copies that are out of date, on all ranks alike."""
+    """Marks kept copies that a step has outdated, and drops those that a write has, on all ranks alike."""
 
     def __init__(self, units: Mapping[str, UnitShards], communicator: Communicator) -> None:
         self.units = units
@@ -32,26 +32,31 @@ class Freshness:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Drop what a step or a write has outdated. Collective where copies are kept that no step has outdated.
+        """Leave no copy as current that a step or a write has outdated.
+
+        Collective where copies are kept that no step has outdated.
 
         A step is taken to be every rank's, without asking: the answer would cost a message in every step and, on CUDA,
         a wait of the host for the optimizer's kernels. A rank that steps alone gathers alone, which ends in a
         GroupError on all of them once the group's timeout is over.
         """
-        kept = [held for held in self.units.values() if held.has_current]
         stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
         if stepped:
-            for held in kept:
+            for held in self.units.values():
                 if any(param.requires_grad for param in held.parameters.values()):
                     held.outgrow_kept()
-        self._compare([held for held in kept if held.has_current])
+        self._compare([held for held in self.units.values() if held.has_current])
 
     def _compare(self, kept: list[UnitShards]) -> None:
-        """Drop copies that differ from the shard on any rank."""
+        """Drop copies that differ from the shard on any rank.
+
+        Their memory is not used again: no version counter has told autograd of the write, so a backward that is still
+        to come reads them.
+        """
         if kept:
             for held, differ in zip(kept, self._on_any_rank([not h.kept_is_current() for h in kept]), strict=True):
                 if differ:
-                    held.outgrow_kept()
+                    held.kept.clear()
 
     def _on_any_rank(self, flags: list[bool]) -> list[bool]:
         if self.communicator.size == 1:

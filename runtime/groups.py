@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile._torch import backend_name
 from zcompile.errors import GroupError
-from zcompile.runtime.flights import Flight, HostFlight, Progress, StreamFlight, Traffic, typed
+from zcompile.runtime.flights import Flight, HostFlight, Progress, StreamFlight, Traffic, typed, wait_all
 from zcompile.runtime.recorder import Recorder
 
 
@@ -43,7 +43,7 @@ class Communicator:
 
         def arrive() -> None:
             rows[self.rank].copy_(shard)
-            _wait_all(works)
+            wait_all(works)
 
         return self._follow(arrive)
 
@@ -65,7 +65,7 @@ class Communicator:
         works = self._exchange(rows, arriving)
 
         def arrive() -> None:
-            _wait_all(works)
+            wait_all(works)
             _average(shard, arriving)
 
         return self._follow(arrive)
@@ -97,7 +97,7 @@ class Communicator:
         alive = list(tensors)
 
         def arrive() -> None:
-            work.wait()
+            wait_all([work])
             alive.clear()
             if finish is not None:
                 finish()
@@ -136,11 +136,6 @@ class Communicator:
     def _count(self, payload: int) -> None:
         self.traffic.payload += payload
         self.traffic.messages += 1
-
-
-def _wait_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:

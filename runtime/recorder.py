@@ -18,8 +18,8 @@ import torch
 
 KEPT = 4
 """How many steps are kept once they have ended."""
-MOST_CALLS = 256
-"""A step with more calls of the model than this is cut: memory is bounded, whatever the training loop does."""
+MOST_RUNS = 512
+"""A step in which programs run more often than this is cut: memory is bounded, whatever the training loop does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Recorder:
     def begin_call(self, version: int, *, trains: bool) -> None:
         """The model is called, with parameters of this `version`."""
         step = self._step
-        if not step.runs or version != step.version or not step.trains or step.calls >= MOST_CALLS:
+        if not step.runs or version != step.version or not step.trains:
             self._begin_step(version)
         self._step.trains &= trains or self._step.calls > 0
         self._step.calls += 1
@@ -200,6 +200,8 @@ class Recorder:
 
     def add_run(self, run: Run) -> None:
         """Note a program that has run."""
+        if len(self._step.runs) >= MOST_RUNS:
+            self._begin_step(self._step.version)
         self._step.runs.append(run)
 
 

@@ -25,17 +25,12 @@ from zcompile.runtime.parameter import sharded
 class Full:
     """The full parameters of a unit, in the unit's order; emptied by `release`."""
 
-    __slots__ = ("arrived", "communicator", "is_stale", "tensors", "unit")
+    __slots__ = ("arrived", "is_stale", "tensors", "unit")
 
     def __init__(
-        self,
-        unit: Unit,
-        tensors: list[torch.Tensor | None],
-        communicator: Communicator,
-        arrived: Mapping[int, torch.Tensor] | None = None,
+        self, unit: Unit, tensors: list[torch.Tensor | None], arrived: Mapping[int, torch.Tensor] | None = None
     ) -> None:
         self.unit = unit
-        self.communicator = communicator
         self.tensors = tensors
         self.arrived = arrived or {}
         """The memory, padded and 1-D, of parameters that were gathered straight into it, by their place in the unit."""
@@ -72,7 +67,7 @@ class UnitShards:
         self.buffers, self.offsets = _allocate(unit, device)
         self.parameters: dict[str, nn.Parameter] = {}
         self.kept: dict[tuple[str, ...], Full] = {}
-        """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold."""
+        """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold; also stale ones."""
         self.twins: dict[str, nn.Parameter] = {}
         """Under `torch.compile`: what the user's module holds in place of a shard. It has the same `.grad`."""
         self._held: dict[str, Held] = {}

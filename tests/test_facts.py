@@ -15,6 +15,7 @@ from zcompile.layout import STAGES
 from zcompile.ops import AllGather, Call, Reduce, Release, WaitGather, WaitReduce, data, op_of, set_data
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
+from zcompile.passes.keep_full import keep_full
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
@@ -40,6 +41,8 @@ ALL = (
 def right(head: str = CHAIN, phases: str = OUTLINED) -> Program:
     """A correct program; its lines are those of `tests/passes/programs.py`."""
     program = insert_gathers(pack_small(zcompile.parse(joined(head, phases))))
+    if program.layout.stage.parameters_sharded:
+        program = keep_full(program, prefetch=0)
     return sink_waits(schedule_prefetch(insert_reductions(program), prefetch=PREFETCH), depth=1)
 
 

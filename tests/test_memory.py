@@ -214,8 +214,8 @@ def measure_kept(rank: int, stage: int) -> dict[str, Any]:
         optimizer.step()
     compiled._engine.freshness.refresh()
     stale = sum(len(held.kept) for held in shards)
-    for held in shards:
-        held.outgrow_kept()
+    compiled._engine.freshness.step()
+    compiled._engine.freshness.refresh()
     return {"places": places, "stale": stale, "left": sum(len(held.kept) for held in shards)}
 
 

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import zcompile
+from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, parsed
 from tests.ranks import Ranks
 from zcompile import OptionError
 from zcompile.cost import Hardware
 from zcompile.facts import REGIONS_OUTLINED
+from zcompile.memory import peak_bytes
+from zcompile.ops import AllGather, Phase
 from zcompile.options import bytes_of
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.pipeline import Pass, Pipeline
-from zcompile.prefetching import LEAST_PACKED, Schedule, choose
+from zcompile.prefetching import LEAST_PACKED, Schedule, choose, fit
 from zcompile.simulator import step_seconds
 
 LINE = Hardware(flops=1e9, memory_bandwidth=1e12, latency=0.0, bandwidth=1e6)
@@ -49,16 +53,93 @@ def test_a_slow_group_packs_larger_parameters() -> None:
     assert choose(parsed(CHAIN, OUTLINED), outlined_at, slow).small == 5_000_000
 
 
-def auto(rank: int, stage: int) -> tuple[Schedule | None, int, float]:
-    import torch
+def test_a_depth_beyond_the_memory_limit_is_no_choice() -> None:
+    hardware = Hardware(flops=2 * 8 * 4 * 4 / 1e-6, memory_bandwidth=1e12, latency=0.0, bandwidth=64 / 0.5e-6 / 2)
+    program = parsed(CHAIN, OUTLINED)
+    deeper, _ = fit(program, outlined_at, Schedule(1), 10_000)
+    for limit, prefetch in [(1, 0), (deeper - 1, 0), (deeper, 1)]:
+        assert choose(program, outlined_at, hardware, limit).prefetch == prefetch
 
-    from tests.models import batch, make
 
+def auto(rank: int, stage: int) -> tuple[Schedule, int, float]:
     torch.manual_seed(0)
     compiled = zcompile.compile(make("gpt"), stage=stage, prefetch="auto", backend="eager")
     loss = compiled(*batch("gpt", rank, 0))
     loss.backward()
     return compiled._engine.schedule, compiled.traffic.bytes, loss.item()
+
+
+def limited(rank: int, limit: int | str | None, prefetch: int | str) -> tuple[list[str], int]:
+    """What communicates in a step of ranks with batches of unequal sizes, and what it takes on this one."""
+    torch.manual_seed(0)
+    compiled = zcompile.compile(make("gpt"), prefetch=prefetch, memory_limit=limit, backend="eager")
+    with torch.no_grad():
+        compiled(*batch("gpt", rank, 0))  # which chooses nothing: it has no backward
+    for step in range(2):
+        tokens = torch.zeros(2 + 3 * rank + step, 8, dtype=torch.int64)
+        compiled(tokens, tokens).backward()
+    program = compiled._engine.steps[-1].program
+    return program.communications(), peak_bytes(program)
+
+
+def gathered_again(communications: list[str]) -> int:
+    return sum(line.startswith("backward: all_gather") for line in communications)
+
+
+@pytest.mark.parametrize("prefetch", [0, "auto"])
+def test_ranks_keep_what_fits_on_all_of_them(ranks: Ranks, prefetch: int | str) -> None:
+    (most, _), (_, least) = ranks.run(2, limited, None, 0)
+    (some, _), (same, _) = ranks.run(2, limited, least + 20_000, prefetch)
+    (none, _), _ = ranks.run(2, limited, "1 GiB", prefetch)
+    assert some == same
+    assert gathered_again(most) > gathered_again(some) > gathered_again(none) == 0
+
+
+def over(rank: int, limit: int) -> str:
+    with pytest.raises(OptionError) as caught:
+        limited(rank, limit, 0)
+    return str(caught.value)
+
+
+def test_a_step_over_the_limit_is_refused_on_every_rank(ranks: Ranks) -> None:
+    (_, first), (_, second) = ranks.run(2, limited, None, 0)
+    assert first < second
+    for message in ranks.run(2, over, (first + second) // 2):
+        assert "memory_limit" in message
+
+
+class Broken(torch.nn.Sequential):
+    """Each of its layers is a program of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+            print(end="")
+        return x
+
+
+def broken() -> Broken:
+    return Broken(*(torch.nn.Linear(4, 4) for _ in range(3)))
+
+
+def test_programs_of_one_model_keep_nothing_over_the_turn_each_for_itself() -> None:
+    compiled = zcompile.compile(broken(), backend="eager")
+    with pytest.warns(UserWarning, match="graph break"):
+        compiled(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    programs = [step.program for step in compiled._engine.steps]
+    assert [len(program.nodes(AllGather, phase=Phase.BACKWARD)) for program in programs] == [1, 1, 1]
+
+
+def test_a_model_in_several_programs_cannot_keep_a_limit() -> None:
+    compiled = zcompile.compile(broken(), memory_limit="1 GiB", backend="eager")
+    with pytest.warns(UserWarning, match="graph break"), pytest.raises(OptionError, match="memory_limit"):
+        compiled(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("options", [{"memory_limit": "1 GiB"}, {"memory_limit": "abc"}, {"prefetch": "auto"}])
+def test_what_a_whole_pipeline_would_ignore_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match=next(iter(options))):
+        zcompile.compile(torch.nn.Linear(2, 2), passes=zcompile.pipeline(), **options)
 
 
 def test_all_ranks_take_the_schedule_of_the_first(ranks: Ranks) -> None:
@@ -74,7 +155,7 @@ def test_sizes_are_numbers_or_texts(size: object, count: int | None) -> None:
     assert bytes_of("memory_limit", size) == count
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, "12", "2 gb", "GiB", "1e3 B"])
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "12", "2 gb", "GiB", "1e3 B", "5 iB", "9" * 400 + "B"])
 def test_what_is_no_size_is_refused(size: object) -> None:
     with pytest.raises(OptionError, match="memory_limit"):
         zcompile.pipeline(memory_limit=size)  # type: ignore[arg-type]

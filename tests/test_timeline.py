@@ -16,7 +16,7 @@ from torch import nn
 import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
-from zcompile.runtime.recorder import MOST_CALLS, Line, Recorder, Track
+from zcompile.runtime.recorder import MOST_RUNS, Line, Recorder, Track
 from zcompile.timeline import Spent, Timeline
 
 
@@ -248,11 +248,11 @@ def test_memory_is_bounded_whatever_the_loop_does() -> None:
     recorder = Recorder()
     track = track_of(recorder)
     called = track.timed(lambda x: x)
-    for step in range(10 * MOST_CALLS):
-        recorder.begin_call(step // (2 * MOST_CALLS), trains=True)
+    for step in range(10 * MOST_RUNS):
+        recorder.begin_call(step // (2 * MOST_RUNS), trains=True)
         track.run(lambda box: called(box), [])
         recorder.end_call(split=False)
-    assert [len(step.runs) for step in recorder.steps] == [MOST_CALLS] * 4
+    assert [len(step.runs) for step in recorder.steps] == [MOST_RUNS] * 4
     assert all(len(run.stamps) == 2 for step in recorder.steps for run in step.runs)
 
 

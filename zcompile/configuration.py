@@ -11,11 +11,14 @@ import torch
 
 from zcompile.errors import OptionError
 from zcompile.layout import STAGES
-from zcompile.options import check_backend, check_dtype, check_prefetch, check_stage
+from zcompile.options import bytes_of, check_backend, check_dtype, check_prefetch, check_stage
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.pipelines import pipeline
 from zcompile.prefetching import Schedule
 from zcompile.units import Precision
+
+KEEPING = ("keep_full", "keep_within")
+"""Passes that keep units full from the forward to the backward."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +58,51 @@ class Options:
         return Precision(self.dtype, self.reduce_dtype)
 
     @property
-    def schedule(self) -> Schedule | None:
-        """How far ahead gathers start and what is packed; None where it is to be chosen (`prefetch="auto"`)."""
-        return None if self.prefetch == "auto" else Schedule(self.prefetch)
+    def limit(self) -> int | None:
+        """The memory limit in bytes."""
+        return bytes_of("memory_limit", self.memory_limit)
 
-    def pipeline(self, schedule: Schedule | None = None) -> Pipeline:
-        """The passes: those given, or the stage's with the changes that are given."""
+    @property
+    def schedule(self) -> Schedule:
+        """What is used until a schedule has been chosen, and where nothing is to be chosen."""
+        return Schedule() if self.prefetch == "auto" else Schedule(self.prefetch)
+
+    @property
+    def chooses(self) -> bool:
+        """True where the schedule depends on what is traced."""
+        return self.prefetch == "auto" or self.limit is not None
+
+    def pipeline(self, schedule: Schedule | None = None, *, keeps: bool = True) -> Pipeline:
+        """The passes: those given, or the stage's with the changes that are given.
+
+        Without `keeps`, no unit stays full from the forward to the backward.
+        """
         if isinstance(self.passes, Pipeline):
-            if self.passes.stage != STAGES[self.stage]:
-                found = f"is {self.stage}, but passes is a pipeline of stage {self.passes.stage.number}"
-                fix = f"give stage={self.passes.stage.number}, or changes to the pipeline by name"
-                raise OptionError("stage", found, fix)
+            self._check_alone(self.passes)
             return self.passes
         # Eager regions fuse nothing, so recomputing cheap operations only costs time: save what eager PyTorch saves.
         partition: Literal["min_cut", "default"] = "min_cut" if self.backend == "inductor" else "default"
-        schedule = schedule or self.schedule or Schedule()
+        schedule = schedule or self.schedule
         default = pipeline(
             stage=self.stage,
             prefetch=schedule.prefetch,
             partition=partition,
             memory_limit=self.memory_limit,
+            kept=schedule.kept,
             small=schedule.small,
         )
-        return default.changed(self.passes) if self.passes else default
+        changed = default.changed(self.passes or {})
+        return changed if keeps else changed.changed({name: None for name in changed.names if name in KEEPING})
+
+    def _check_alone(self, passes: Pipeline) -> None:
+        """Raise OptionError for options that a pipeline given as a whole would ignore."""
+        if passes.stage != STAGES[self.stage]:
+            found = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
+            fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
+            raise OptionError("stage", found, fix)
+        if self.chooses:
+            option = "memory_limit" if self.memory_limit is not None else "prefetch"
+            fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"
+            if option == "prefetch":
+                fix = "give a number, or changes to the pipeline by name"
+            raise OptionError(option, "is of no use beside a pipeline given as a whole", fix)

@@ -12,7 +12,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from zcompile.errors import AgreementError, OptionError, TimelineError
 from zcompile.layout import Layout, Unit
 from zcompile.lower import RegionCache, Session, Step
 from zcompile.ops import Parameter, Phase, op_of
+from zcompile.passes.keep_within import check_fits
 from zcompile.pipeline import Journal, Pipeline
-from zcompile.prefetching import Schedule, choose
+from zcompile.prefetching import Schedule, choose, fit
 from zcompile.program import Program
 from zcompile.report import Break, dump_programs, explain
 from zcompile.runtime.agreement import Agreement
@@ -53,7 +54,7 @@ class Engine:
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
         self.schedule = options.schedule
-        """None until it has been chosen, at the first program (`prefetch="auto"`)."""
+        self._chosen = not options.chooses
         self.communicator, self.agreement = communicator, agreement
         self.journals: list[Journal] = []
         self.steps: list[Step] = []
@@ -143,9 +144,11 @@ class Engine:
         # Casts are in the graph already: compiled under autocast, a region would get them twice.
         no_autocast = torch.autocast(self.communicator.device.type, enabled=False)
         with _collector_paused(), no_autocast:
-            if self.schedule is None:
+            keeps = self._keeps(traced)
+            if not self._chosen and keeps and traced.has_backward:
                 self.schedule = self._chosen_schedule(traced)
-            program = self.pipeline.run(traced, journal)
+                self._chosen = True
+            program = self.options.pipeline(self.schedule, keeps=keeps).run(traced, journal)
             step = Step(traced, program, self.regions, self._session)
         self.steps.append(step)
         self.recorder.captured()
@@ -154,11 +157,46 @@ class Engine:
             self.dump(self._dump)
         return step
 
+    def _keeps(self, traced: Program) -> bool:
+        """True if the program may keep units full from its forward to its backward: if it reads all parameters.
+
+        Of a model that runs as several programs, each would keep its own: together the whole model.
+
+        Raises:
+            OptionError: it does not, and there is a memory limit, which programs of their own cannot keep.
+        """
+        keeps = len(traced.layout.params) == len(self.layout.params)
+        if not keeps and traced.has_backward and self.options.memory_limit is not None:
+            found = "cannot be kept: the model runs as several programs, each of which knows of itself alone"
+            raise OptionError("memory_limit", found, "mend the graph breaks (see explain()), or leave it out")
+        return keeps
+
     def _chosen_schedule(self, traced: Program) -> Schedule:
-        """What rank 0 chooses by what it measures. Collective: the first program is traced on all ranks."""
-        chosen = choose(traced, self.options.pipeline, measure(self.communicator))
-        told = self.agreement.share("the schedule of gathers", json.dumps(asdict(chosen)))
-        return Schedule(**json.loads(told[0]))
+        """The schedule of the first program that trains, for it and all that come. Collective.
+
+        Ranks may have batches of different sizes, and must have the same communications: how far ahead to gather is
+        rank 0's choice, and kept is what fits on every rank.
+
+        Raises:
+            OptionError: on every rank: on one, the step takes more than the memory limit.
+        """
+        options, schedule = self.options, self.schedule
+        limit = options.limit
+        if options.prefetch == "auto":
+            hardware = measure(self.communicator, options.dtype or torch.float32)
+            schedule = choose(traced, options.pipeline, hardware, limit)
+            told = self.agreement.share("the schedule of gathers", json.dumps([schedule.prefetch, schedule.small]))
+            choices = [json.loads(text) for text in told]
+            # A deeper one may be beyond the limit on the rank that chose a lesser one.
+            prefetch = min(prefetch for prefetch, _ in choices) if limit else choices[0][0]
+            schedule = Schedule(prefetch, small=choices[0][1])
+        if limit is None:
+            return schedule
+        shared = self.agreement.share("the memory limit", json.dumps(fit(traced, options.pipeline, schedule, limit)))
+        found = [json.loads(text) for text in shared]
+        check_fits(max(least for least, _ in found), limit)
+        first, *others = [units for _, units in found]
+        return replace(schedule, kept=tuple(unit for unit in first if all(unit in other for other in others)))
 
     @property
     def pipeline(self) -> Pipeline:

@@ -133,8 +133,8 @@ class Unit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the full, padded parameters that a gather of this unit brings together."""
-        return sum(param.padded_bytes for param in self.params if param.shards or param.compute_dtype)
+        """Bytes that a gather of this unit takes: full, padded parameters, but for a shard that is full already."""
+        return sum(param.padded_bytes for param in self.params if param.shards > 1 or param.compute_dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -105,7 +105,7 @@ class Session:
     note: Callable[[str], None]
     """Called with the program's digest whenever a phase of it that communicates runs."""
     refresh: Callable[[], None]
-    """Called before every forward that uses kept full copies: those out of date are dropped."""
+    """Called before every forward that uses kept full copies: none that is out of date is current afterwards."""
     recorder: Recorder
 
 
@@ -221,10 +221,7 @@ class Step:
     def _kept_full(self, carried: Sequence[torch.Tensor]) -> list[Full]:
         by_name = dict(zip(self._read, carried, strict=True))
         units = [self.program.layout.unit(name) for name in self._kept]
-        return [
-            Full(unit, [by_name.get(param.name) for param in unit.params], self._units[unit.name].shards.communicator)
-            for unit in units
-        ]
+        return [Full(unit, [by_name.get(param.name) for param in unit.params]) for unit in units]
 
 
 def _lines(program: Program, phase: Phase) -> list[Line]:

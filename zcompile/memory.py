@@ -1,7 +1,10 @@
 """Memory: the bytes that a step holds at each line of its program, predicted.
 
 Counted are values between regions, full parameters and reduced gradients: what a step takes beside the shards and the
-optimizer's state. What a region takes while it runs, and gives back, is not counted.
+optimizer's state. Not counted is what a region takes while it runs and gives back, and, on gloo with more than two
+ranks, the parts of others' gradients that have arrived and wait to be summed.
+
+Sizes that vary between calls count as in the call that was traced.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -35,11 +36,11 @@ def bytes_of(option: str, size: object) -> int | None:
     if size is None:
         return None
     count: float | None = None
-    if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?)B\s*", size)):
+    if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[KMGT]i?)B\s*", size)):
         count = float(found[1]) * _FACTORS[found[2]]
     elif isinstance(size, int) and not isinstance(size, bool):
         count = size
-    if count is None or count < 1:
+    if count is None or not 1 <= count < math.inf:
         raise OptionError(
             option, f"{size!r} is no size", "give a number of bytes, or a text such as '512 MiB' or '2 GB'"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -32,6 +33,7 @@ def pipeline(
     prefetch: int = 2,
     partition: Literal["min_cut", "default"] = "min_cut",
     memory_limit: int | str | None = None,
+    kept: Sequence[str] | None = None,
     small: int = SMALL_BYTES,
 ) -> Pipeline:
     """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
@@ -43,6 +45,7 @@ def pipeline(
             `default` saves what eager PyTorch saves.
         memory_limit: Bytes, or a text such as "2 GiB": what a step may hold beside shards and optimizer state, as
             `zcompile.memory` predicts it. Under stage 3 as many units as fit are kept from the forward to the backward.
+        kept: Those units, where they have been chosen already; the limit is then not checked again.
         small: Parameters of at most so many bytes travel packed with their neighbours.
 
     Raises:
@@ -69,6 +72,7 @@ def pipeline(
         passes.append(ahead)
     passes.append(sink)
     if limit:
-        fits = (facts.memory_bounded(limit),)
-        passes.append(Pass("keep_within", partial(keep_within, memory_limit=limit), (facts.WAITS_SUNK,), fits))
+        within = partial(keep_within, memory_limit=limit, units=kept)
+        fits = (facts.memory_bounded(limit),) if kept is None else ()
+        passes.append(Pass("keep_within", within, (facts.WAITS_SUNK,), fits))
     return Pipeline(STAGES[stage], tuple(passes))

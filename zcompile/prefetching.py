@@ -1,12 +1,17 @@
-"""prefetch="auto": how far ahead to gather and what to pack, chosen by the cost model."""
+"""The schedule of gathers: how far ahead they start, what travels packed, what is kept full; and its choice.
+
+`prefetch="auto"` lets the cost model choose, `memory_limit=` keeps as many units full as fit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zcompile.cost import Hardware
 from zcompile.layout import SMALL_BYTES
+from zcompile.memory import peak_bytes
+from zcompile.passes.keep_within import that_fit
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.program import Program
 from zcompile.simulator import step_seconds
@@ -15,35 +20,51 @@ DEPTHS = (0, 1, 2, 3, 4, 6, 8)
 WORTH = 0.005
 """Each further unit costs memory: it must save this share of a step."""
 LEAST_PACKED = 4 * 1024
-_SCHEDULING = ("keep_full", "schedule_prefetch", "sink_waits")
-"""From the first of these passes on, programs of different depths differ."""
+_SCHEDULING = ("keep_full", "schedule_prefetch", "sink_waits", "keep_within")
+"""From the first of these passes on, programs of different schedules differ."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What `prefetch="auto"` chooses: units gathered ahead, and the bytes up to which a parameter travels packed."""
+    """How far ahead gathers start, what travels packed, and what is kept full."""
 
     prefetch: int = 2
+    """Units gathered ahead."""
     small: int = SMALL_BYTES
+    """Bytes up to which a parameter travels packed with its neighbours."""
+    kept: tuple[str, ...] = ()
+    """Units kept full from the forward to the backward because the memory limit allows it."""
 
 
-def choose(traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware) -> Schedule:
+def choose(
+    traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware, memory_limit: int | None = None
+) -> Schedule:
     """The least prefetch whose simulated step is as short as that of any, but for what is not worth the memory.
 
-    A parameter is packed while copying it out of a message costs less than a message's latency.
+    A parameter is packed while copying it out of a message costs less than a message's latency. A depth beyond
+    `memory_limit` is no choice, but for 0.
     """
     small = max(LEAST_PACKED, int(hardware.latency * hardware.memory_bandwidth / 2))
-    common, _ = _split(pipeline(Schedule(DEPTHS[0], small)))
-    for step in common:
+    for step in _split(pipeline(Schedule(DEPTHS[0], small)))[0]:
         traced = step(traced)
     seconds = {}
     for depth in DEPTHS:
         program = traced
         for step in _split(pipeline(Schedule(depth, small)))[1]:
             program = step(program)
-        seconds[depth] = step_seconds(program, hardware)
+        if depth == 0 or memory_limit is None or peak_bytes(program) <= memory_limit:
+            seconds[depth] = step_seconds(program, hardware)
     enough = min(seconds.values()) * (1 + WORTH)
-    return Schedule(next(depth for depth in DEPTHS if seconds[depth] <= enough), small)
+    return Schedule(next(depth for depth in seconds if seconds[depth] <= enough), small)
+
+
+def fit(
+    traced: Program, pipeline: Callable[[Schedule], Pipeline], schedule: Schedule, memory_limit: int
+) -> tuple[int, tuple[str, ...]]:
+    """The bytes that the step takes at least, and the units that may be kept full within the limit."""
+    for step in pipeline(replace(schedule, kept=())).passes:
+        traced = step(traced)
+    return peak_bytes(traced), that_fit(traced, memory_limit)
 
 
 def _split(pipeline: Pipeline) -> tuple[list[Pass], list[Pass]]:

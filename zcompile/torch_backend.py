@@ -335,6 +335,24 @@ class Backend:
         """
         return self.engine.timeline
 
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The last four steps at most, oldest first; see `timeline`.
+
+        Raises:
+            ModelError: nothing was compiled so far.
+        """
+        return self.engine.timelines
+
+    def record_timeline(self, *, device: bool) -> None:
+        """Record the CUDA stream too, or no longer; see `CompiledModule.record_timeline`.
+
+        Raises:
+            ModelError: nothing was compiled so far.
+            OptionError: the model is not on a CUDA device.
+        """
+        self.engine.record_timeline(device=device)
+
     def shards(self) -> dict[str, nn.Parameter]:
         """The shards by name, as far as graphs have brought them."""
         shards = self._engine.shards.values() if self._engine else ()

@@ -141,6 +141,54 @@ def backward(box):
 """
 """The chain as `outline_regions` leaves it: no communication yet."""
 
+GATHERED_TWICE = """
+def forward(box):
+    (
+        a,                     #            1 parameters  unit a
+        b,                     #            1 parameters  unit b
+        c,                     #            1 parameters  unit c
+        x,                     # f32[8, 4]
+    ) = unbox(box)
+    a_gather = all_gather(a)   #            +64 B         a
+    a_full = wait(a_gather)    #                          a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B        a
+    release(a_full)            #            -64 B         a
+    b_gather = all_gather(b)   #            +64 B         b
+    b_full = wait(b_gather)    #                          b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B        b
+    release(b_full)            #            -64 B         b
+    c_gather = all_gather(c)   #            +64 B         c
+    c_full = wait(c_gather)    #                          c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B        c
+    release(c_full)            #            -64 B         c
+    return [yc], [x, ya, yb]
+
+
+def backward(box):
+    (
+        b,                               #                       1 parameters  unit b
+        c,                               #                       1 parameters  unit c
+        x,                               # f32[8, 4]
+        ya,                              # f32[8, 4]                           a
+        yb,                              # f32[8, 4]                           b
+        dy,                              # f32[8, 4]                           tangent
+    ) = unbox(box)
+    c_gather_1 = all_gather(c)           #                       +64 B         c
+    c_full_1 = wait(c_gather_1)          #                                     c
+    db, gc = region_1(c_full_1, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                           #                       -256 B
+    release(c_full_1)                    #                       -64 B         c
+    b_gather_1 = all_gather(b)           #                       +64 B         b
+    b_full_1 = wait(b_gather_1)          #                                     b
+    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                           #                       -256 B
+    release(b_full_1)                    #                       -64 B         b
+    ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
+    del x, da                            #                       -256 B
+    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
+"""
+"""`OUTLINED` with gathers: each unit in the forward, and again in the backward if that reads it."""
+
 GATHERED = """
 def forward(box):
     (
@@ -184,7 +232,7 @@ def backward(box):
     del x, da                            #                       -256 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
-"""`OUTLINED` with gathers: c, which the forward reads last and the backward first, is kept over the turn."""
+"""The same, but c, which the forward reads last and the backward first, is kept over the turn."""
 
 REDUCED = """
 def forward(box):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, check
+from tests.passes.programs import CHAIN, GATHERED_TWICE, OUTLINED, at_stage, check
 from zcompile.passes.insert_gathers import insert_gathers
 
 KEPT = """
@@ -260,8 +260,8 @@ def backward(box):
 """
 
 
-def test_a_unit_is_full_from_its_first_use_to_its_last_and_the_last_one_over_the_turn() -> None:
-    check(insert_gathers, CHAIN, OUTLINED, GATHERED)
+def test_a_unit_is_full_from_its_first_use_in_a_phase_to_its_last() -> None:
+    check(insert_gathers, CHAIN, OUTLINED, GATHERED_TWICE)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

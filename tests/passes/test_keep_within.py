@@ -3,16 +3,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 
-import zcompile
-from tests.models import batch, make
-from tests.passes.programs import CHAIN, GATHERED, check, parsed
+from tests.passes.programs import CHAIN, GATHERED, GATHERED_TWICE, check, parsed
 from zcompile import OptionError
 from zcompile.facts import memory_bounded
 from zcompile.memory import live_bytes, peak_bytes
-from zcompile.ops import AllGather, Phase
-from zcompile.passes.keep_within import keep_within
+from zcompile.passes.keep_within import keep_within, that_fit
 
 KEPT = """
 def forward(box):
@@ -100,18 +96,14 @@ def test_live_bytes_follow_the_lines_of_the_program() -> None:
     }
 
 
-def gathered(limit: int | str | None) -> tuple[int, int]:
-    """Units that a step of a GPT gathers in the backward under a limit, and what it takes at least."""
-    torch.manual_seed(0)
-    compiled = zcompile.compile(make("gpt"), prefetch=0, memory_limit=limit, backend="eager")
-    compiled(*batch("gpt", 0, 0)).backward()
-    program = compiled._engine.steps[0].program
-    return len(program.nodes(AllGather, phase=Phase.BACKWARD)), peak_bytes(program)
+def test_units_that_are_given_are_kept_whatever_is_held_then() -> None:
+    check(partial(keep_within, memory_limit=1, units=["b"]), CHAIN, GATHERED, KEPT)
 
 
-def test_the_more_memory_the_fewer_units_are_gathered_again() -> None:
-    most, least = gathered(None)
-    some, held = gathered(least + 100_000)
-    none, all_held = gathered("1 GiB")
-    assert most > some > none == 0
-    assert least <= held <= least + 100_000 < all_held
+def test_what_fits_is_what_the_kept_program_holds() -> None:
+    program = parsed(CHAIN, GATHERED_TWICE)
+    least = peak_bytes(program)
+    for limit in range(least, least + 400, 32):
+        kept = keep_within(program, memory_limit=limit)
+        assert peak_bytes(kept) <= limit
+    assert len(that_fit(program, least + 400)) == 2
