@@ -76,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         console.print("interrupted: what was measured so far is written")
         status = INTERRUPTED
-    finish(result, plan.output, console)
+    finally:
+        finish(result, plan.output, console)
     return status
 
 

@@ -19,6 +19,8 @@ class Configuration:
     """What is sharded, in ZeRO's words: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     compiled: bool = False
     """Whether a peer runs with torch.compile; zcompile always compiles."""
+    ahead: bool = False
+    """Whether FSDP2 is told what to gather ahead; on gloo it overlaps no other gather."""
     graphs: bool = False
     """Whether torch.compile makes CUDA graphs (`mode="reduce-overhead"`)."""
     cast: bool = False
@@ -55,6 +57,7 @@ CONFIGURATIONS = (
     Configuration("zcompile-2", "zcompile", 2),
     Configuration("fsdp2-3", "fsdp2", 3),
     Configuration("fsdp2-3-compiled", "fsdp2", 3, compiled=True),
+    Configuration("fsdp2-3-ahead", "fsdp2", 3, compiled=True, ahead=True),
     Configuration("deepspeed-3", "deepspeed", 3),
     Configuration("zcompile-3", "zcompile", 3),
 )

@@ -1,11 +1,14 @@
 """The physical floor: the time below which no step can fall, whatever library runs it.
 
-    bytes    = c Ψ (N-1)/N · 4        what a rank must send; c = 2 at stages 0 to 2, 3 at stage 3
+    bytes    = 2 Ψ (N-1)/N · 4        what a rank must send, at any stage
     wire     = bytes / rate           at the rate that plain TCP reaches on this link, both directions at once
     compute  = a step of the compiled model and its optimizer on both ranks at once, without communication
     moving   = processor seconds that both ends, kernel included, need to exchange these bytes over plain TCP
     busy     = (N · compute + moving) / cores
     floor    = max(wire, compute, busy)
+
+Averages and parameters that others hold must be sent once, whatever is sharded. What is sharded at stage 3 is gathered
+a second time only for the sake of memory, so that is not in the floor.
 
 Ψ is the number of parameters, N the ranks, all on one machine, each computing with one thread. On two ranks and two
 cores busy is compute + moving / 2. All of it is measured in each round of the run. It leaves out what has to be paid as
@@ -19,12 +22,12 @@ from benchmarks.results import LinkResult
 
 RANKS = 2
 ITEM = 4  # bytes of a parameter
-FORMULA = "floor = max(bytes / rate, compute, (ranks · compute + moving) / cores), bytes = 2Ψ(N-1)/N · 4, 3Ψ at stage 3"
+FORMULA = "floor = max(bytes / rate, compute, (ranks · compute + moving) / cores), bytes = 2Ψ(N-1)/N · 4"
 
 
-def traffic(stage: int, parameters: int, ranks: int = RANKS) -> int:
-    """Bytes that a rank must send in a step: a reduction costs Ψ twice unless half of it is the gather of a shard."""
-    return (3 if stage == 3 else 2) * parameters * ITEM * (ranks - 1) // ranks
+def traffic(parameters: int, ranks: int = RANKS) -> int:
+    """Bytes that a rank must send in a step."""
+    return 2 * parameters * ITEM * (ranks - 1) // ranks
 
 
 def lowest(wire: float, compute: float, moving: float, cores: int, ranks: int = RANKS) -> float:
@@ -32,12 +35,12 @@ def lowest(wire: float, compute: float, moving: float, cores: int, ranks: int = 
     return max(wire, compute, (ranks * compute + moving) / cores)
 
 
-def floors(result: LinkResult, stage: int, parameters: int, cores: int) -> dict[str, float]:
-    """The floor of `stage` in each turn in which compute and the line were measured, in seconds."""
+def floors(result: LinkResult, parameters: int, cores: int) -> dict[str, float]:
+    """The floor in each turn in which compute and the line were measured, in seconds."""
     compute = result.healthy(COMPUTE)
     if compute is None:
         return {}
-    nbytes = traffic(stage, parameters)
+    nbytes = traffic(parameters)
     return {
         turn: lowest(nbytes / result.line.rate[turn], seconds, nbytes * result.line.moving[turn], cores)
         for turn, seconds in compute.seconds.items()

@@ -52,7 +52,10 @@ def zero1(model: GPT, configuration: Configuration) -> Step:
 
 
 def fsdp2(model: GPT, configuration: Configuration) -> Step:
-    """`fully_shard` on each block and on the root, with its own prefetching; compiled block by block."""
+    """`fully_shard` on each block and on the root; compiled block by block.
+
+    On the CPU its own prefetching gathers in the foreground; `ahead` names the next two blocks, to gather meanwhile.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -63,7 +66,19 @@ def fsdp2(model: GPT, configuration: Configuration) -> Step:
             block.compile(fullgraph=True)
         fully_shard(block, mesh=mesh, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if again else False)  # None: kept at the turn, the default
+    if configuration.ahead:
+        _gather_ahead(model)
     return loop(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+
+
+def _gather_ahead(model: Any, count: int = 2) -> None:
+    blocks = list(model.blocks)
+    forward, backward = [model, *blocks], [model, *blocks[::-1]]
+    for index in range(len(forward)):
+        following = slice(index + 1, index + 1 + count)
+        forward[index].set_modules_to_forward_prefetch(forward[following])
+        backward[index].set_modules_to_backward_prefetch(backward[following])
+    model._set_unshard_async_op(True)
 
 
 def deepspeed(model: GPT, configuration: Configuration) -> Step:

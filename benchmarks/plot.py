@@ -56,7 +56,7 @@ def draw_times(axis: Any, name: str, link: LinkResult, shown: list[Configuration
             continue
         whiskers = [[found.median - found.low], [found.high - found.median]]
         axis.barh(row, found.median, color=COLOURS[configuration.family], xerr=whiskers, error_kw={"lw": 0.8})
-        floor = spread(list(floors(link, configuration.stage, result.parameters, result.cores).values()))
+        floor = spread(list(floors(link, result.parameters, result.cores).values()))
         if floor and configuration.communicates:
             axis.plot([floor.median] * 2, [row - 0.4, row + 0.4], color="black", lw=1.5)
     axis.set_title(f"{name}: seconds a step\n(black: the floor of the stage)", size=10)

@@ -42,7 +42,7 @@ def headline(result: Result) -> str:
 
 
 def link_table(name: str, link: LinkResult, result: Result) -> Table:
-    """A row for each configuration, stage by stage, and one for the floor of each stage."""
+    """A row for each configuration, stage by stage, and one for the floor."""
     table = Table(title=f"\n{name}: {rate(link)}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("stage", justify="right")
     table.add_column("configuration", no_wrap=True)
@@ -53,9 +53,10 @@ def link_table(name: str, link: LinkResult, result: Result) -> Table:
         for configuration in shown:
             if configuration.stage == stage:
                 add_row(table, configuration, link, result)
-        if lowest := spread(list(floors(link, stage, result.parameters, result.cores).values())):
-            gib = traffic(stage, result.parameters) / MIB
-            table.add_row(str(stage), f"floor ({gib:.0f} MiB sent)", str(lowest), "", "", style="dim", end_section=True)
+        table.add_section()
+    if lowest := spread(list(floors(link, result.parameters, result.cores).values())):
+        sent = traffic(result.parameters) / MIB
+        table.add_row("", f"floor ({sent:.0f} MiB sent)", str(lowest), "", "", style="dim")
     return table
 
 
@@ -83,7 +84,7 @@ def add_row(table: Table, configuration: Configuration, link: LinkResult, result
         table.add_row(*start, Text("FAILED", style="red"))
         return
     baseline = link.healthy(BASELINE)
-    floor = floors(link, configuration.stage, result.parameters, result.cores)
+    floor = floors(link, result.parameters, result.cores)
     table.add_row(
         *start,
         str(spread(list(entry.seconds.values())) or "-"),

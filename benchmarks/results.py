@@ -41,6 +41,7 @@ class Entry:
         self.losses = [list(answer.warmup.losses) for answer in answers]
         self.peak_start = max(self.peak_start, *(answer.warmup.peak for answer in answers))
         self.versions = answers[0].versions
+        self.failure = None
 
     def took(self, turn: str, answers: list[Turn]) -> None:
         """Take what the ranks said of one turn."""
@@ -51,6 +52,12 @@ class Entry:
         self.peak = max(self.peak, *(answer.peak for answer in answers))
         for losses, answer in zip(self.losses, answers, strict=True):
             losses += answer.losses
+
+    def settle(self, group: int) -> None:
+        """Let a failure cost what was measured in this group only, for one that is in several."""
+        if self.failure:
+            self.seconds = {turn: seconds for turn, seconds in self.seconds.items() if not turn.startswith(f"{group}/")}
+            self.failure = None if self.seconds else self.failure
 
 
 @dataclass

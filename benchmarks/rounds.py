@@ -78,6 +78,8 @@ def measure(place: Place, group: Sequence[Configuration], plan: Plan, result: Re
             take_turns(turn, teams, line, link, plan, result.parameters, say)
         if plan.traces:
             trace(place, teams, link, plan, say)
+    for configuration in group:
+        link.entries[configuration.name].settle(place.group)
 
 
 def turns(place: Place, plan: Plan) -> Iterator[str]:
@@ -90,7 +92,7 @@ def failures_of(name: str, entry: Failing, teams: dict[str, Team], say: Say) -> 
     """Write down what ends a configuration, and go on without it."""
     try:
         yield
-    except TeamError as error:
+    except (TeamError, OSError) as error:  # an OSError: no memory for another process
         entry.failure = str(error)
         teams.pop(name, None)
         say(f"{name} FAILED: {error}")
@@ -122,7 +124,7 @@ def take_turns(
     turn: str, teams: dict[str, Team], line: Team, link: LinkResult, plan: Plan, parameters: int, say: Say
 ) -> None:
     """One round: the line, then every configuration, in an order of its own that the seed decides."""
-    exchange(turn, line, link.line, traffic(0, parameters), say)
+    exchange(turn, line, link.line, traffic(parameters), say)
     names = sorted(teams)
     random.Random(f"{plan.seed} {turn}").shuffle(names)
     for name in names:

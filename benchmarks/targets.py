@@ -18,7 +18,7 @@ class Target:
     link: str
     subject: str
     against: tuple[str, ...]
-    """Configurations, or the floor of the subject's stage."""
+    """Configurations, or the floor."""
     limit: float
     memory: bool = False
     """Whether peak resident memory is compared, not time."""
@@ -85,8 +85,7 @@ def compared(target: Target, against: str, result: Result) -> Spread | None:
     if link is None or subject is None:
         return None
     if against == FLOOR:
-        stage = int(target.subject[-1])
-        return ratio(subject.seconds, floors(link, stage, result.parameters, result.cores))
+        return ratio(subject.seconds, floors(link, result.parameters, result.cores))
     other = link.healthy(against)
     if other is None:
         return None

@@ -69,10 +69,19 @@ def test_a_step_takes_as_long_as_its_slower_rank() -> None:
     assert (found.peak_start, found.peak) == (5, 30)
 
 
-def test_bytes_of_a_step_are_those_of_zero() -> None:
-    assert traffic(0, 100) == traffic(1, 100) == traffic(2, 100) == 2 * 100 * 4 // 2
-    assert traffic(3, 100) == 3 * 100 * 4 // 2
-    assert traffic(3, 100, ranks=4) == 3 * 100 * 4 * 3 // 4
+def test_bytes_that_any_step_must_send() -> None:
+    assert traffic(100) == 2 * 100 * 4 // 2
+    assert traffic(100, ranks=4) == 2 * 100 * 4 * 3 // 4
+
+
+def test_a_failure_costs_the_turns_of_its_own_group() -> None:
+    found = entry(2.0)
+    found.failure = "rank 0 died"
+    found.settle(group=1)
+    assert (found.failure, len(found.seconds)) == (None, 2)
+    found.failure = "rank 0 died"
+    found.settle(group=0)
+    assert (found.failure, found.seconds) == ("rank 0 died", {})
 
 
 @pytest.mark.parametrize(
@@ -89,9 +98,9 @@ def test_the_floor_is_the_line_or_the_processor(wire: float, moving: float, core
 
 def test_the_floor_is_that_of_each_round() -> None:
     found = link()
-    assert floors(found, 0, 100_000_000, cores=2) == {"0/0": 4.0, "0/1": 4.2}  # the line, then compute and moving
+    assert floors(found, 100_000_000, cores=2) == {"0/0": 4.0, "0/1": 4.2}  # the line, then compute and moving
     del found.entries["compute-compiled"]
-    assert floors(found, 0, 100_000_000, cores=2) == {}
+    assert floors(found, 100_000_000, cores=2) == {}
 
 
 def test_a_target_is_held_against_the_strongest_peer() -> None:
