@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +99,34 @@ def of_zcompile(compiled: Any, seconds: float) -> Row:
 
 def measured(way: str, layers: int, cache: str, options: argparse.Namespace) -> Row:
     """`measure` in fresh processes; of the ranks, the slowest one's seconds and the largest peak."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         ranks = [start(way, layers, cache, rank, folder, options) for rank in range(options.ranks)]
-        outputs = [process.communicate() for process in ranks]
-    for process, (_, errors) in zip(ranks, outputs, strict=True):
-        if process.returncode:
-            return {"failed": errors.strip().splitlines()[-1]}
-    rows: list[Row] = [json.loads(found.splitlines()[-1]) for found, _ in outputs]
+        for rank in wait(ranks, options.timeout):
+            said = (folder / f"{rank}.err").read_text().strip().splitlines()
+            return {"failed": f"rank {rank} ended with {ranks[rank].returncode}: {said[-1] if said else 'no word'}"}
+        rows: list[Row] = [json.loads((folder / f"{rank}.out").read_text()) for rank in range(options.ranks)]
     slowest = max(rows, key=lambda row: float(row["seconds"]))
     return {**slowest, "peak": max(row["peak"] for row in rows)}
 
 
+def wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+    """Wait for all ranks; one that fails, or the deadline, ends the others. Those that failed, the first first."""
+    deadline = time.monotonic() + seconds
+    failed: list[int] = []
+    while any(process.poll() is None for process in ranks) and not failed and time.monotonic() < deadline:
+        time.sleep(0.1)
+        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+    for process in ranks:
+        process.kill()
+        process.wait()
+    return failed + [rank for rank, process in enumerate(ranks) if process.returncode and rank not in failed]
+
+
 def start(
-    way: str, layers: int, cache: str, rank: int, folder: str, options: argparse.Namespace
-) -> subprocess.Popen[str]:
-    """One rank of a measurement."""
+    way: str, layers: int, cache: str, rank: int, folder: Path, options: argparse.Namespace
+) -> subprocess.Popen[bytes]:
+    """One rank of a measurement; what it prints goes to files in `folder`."""
     command = [sys.executable, __file__, "--one", way, "--blocks", str(layers), "--width", str(options.width)]
     environment = {
         **os.environ,
@@ -123,20 +136,19 @@ def start(
         "WORLD_SIZE": str(options.ranks),
         "MEET": f"file://{folder}/store",
     }
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+        return subprocess.Popen(command, env=environment, stdout=out, stderr=err)
 
 
-def one_round(options: argparse.Namespace) -> list[Row]:
+def one_round(options: argparse.Namespace) -> Iterator[Row]:
     """Every way at every depth, cold and then warm."""
-    rows: list[Row] = []
     for layers in options.blocks:
         for way in options.ways:
             with tempfile.TemporaryDirectory() as cache:
                 for state in options.states:
                     row = {"blocks": layers, "way": way, "state": state, **measured(way, layers, cache, options)}
                     print(row, file=sys.stderr, flush=True)
-                    rows.append(row)
-    return rows
+                    yield row
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -188,15 +200,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--json", type=Path, help="a file for every round's rows")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one measurement")
     parser.add_argument("--one", choices=WAYS, help="measure in this process, which is a rank, and print JSON")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(options.one, options.blocks[0], options.width)))
         return
-    rounds = [one_round(options) for _ in range(options.rounds)]
+    rounds: list[list[Row]] = []
+    for _ in range(options.rounds):
+        rounds.append([])
+        for row in one_round(options):
+            rounds[-1].append(row)
+            if options.json:
+                options.json.write_text(json.dumps(rounds, indent=1))
     print(table(rounds))
-    if options.json:
-        options.json.write_text(json.dumps(rounds, indent=1))
 
 
 if __name__ == "__main__":

@@ -193,9 +193,9 @@ def measure(precision: Precision, plan: Plan, result: Result, say: Say) -> None:
         return
     with ExitStack() as stack:
         group = Group(part, plan, result, say)
-        stack.callback(group.dismiss)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
         group.start(chosen(list(plan.only), precision), folder, stack)
+        stack.callback(group.dismiss)  # first of all that is undone, before any team is waited for
         group.warm_up()
         group.take_turns()
         if plan.look:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -37,5 +42,28 @@ def test_a_second_model_is_traced_with_the_sizes_that_it_sees() -> None:
     assert not any(map(is_symbolic, sizes))
 
 
-def test_inductor_is_prepared_without_a_device_that_needs_it() -> None:
-    prepare_inductor(torch.device("cuda"))
+def test_inductor_is_prepared_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    codecache = importlib.import_module("torch._inductor.codecache")
+    bindings = codecache.CppPythonBindingsCodeCache
+    asked = []
+    load = bindings.load_pybinding
+
+    def loaded(*args: Any) -> None:
+        load(*args)
+        asked.append(threading.current_thread())
+
+    monkeypatch.setattr(bindings, "load_pybinding", loaded)
+    ready = prepare_inductor(torch.device("cpu"))
+    ready()
+    (thread,) = asked
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+    prepare_inductor(torch.device("cuda"))()
+    assert len(asked) == 1
+
+
+def test_a_preparation_that_fails_leaves_the_error_to_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    codecache = importlib.import_module("torch._inductor.codecache")
+    bindings = codecache.CppPythonBindingsCodeCache
+    monkeypatch.setattr(bindings, "load_pybinding", lambda *args: 1 / 0)
+    prepare_inductor(torch.device("cpu"))()

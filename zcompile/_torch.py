@@ -210,27 +210,26 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
 
 
 def prepare_inductor(device: torch.device) -> Callable[[], None]:
-    """Let Inductor find out in a thread, while models are traced, which vector instructions gcc and the processor know.
+    """Let Inductor compile a kernel that does nothing in a thread, while models are traced.
 
-    It asks before its first kernel for the CPU, and gcc takes 6 to 10 s to answer where caches are empty. Should the
-    thread fail, so will the compilation of regions, which reports it. The result waits for the thread: what it asks
-    keeps its answers without a lock, so nothing may be compiled meanwhile.
+    Before its first kernel for the CPU it asks gcc which vector instructions it and the processor know, for 6 to 10 s
+    where caches are empty, and precompiles its headers, or preprocesses them to know that it has. Should the thread
+    fail, so will the compilation of regions, which reports it. The result waits for the thread: what it asks keeps its
+    answers without a lock, so nothing may be compiled meanwhile.
     """
     if device.type != "cpu":
         return lambda: None
     # All that is imported is imported here: its modules import each other, which two threads must not do at once.
     from torch._inductor import codecache, compile_fx, cpp_builder, cpu_vec_isa  # noqa: F401
 
-    thread = threading.Thread(
-        target=_ignoring_errors, args=(cpu_vec_isa.pick_vec_isa,), name="zcompile isa", daemon=True
-    )
+    def compile_kernel() -> None:
+        source = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* x) {}\n'
+        with contextlib.suppress(Exception):
+            codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], source)
+
+    thread = threading.Thread(target=compile_kernel, name="zcompile prepare", daemon=True)
     thread.start()
     return thread.join
-
-
-def _ignoring_errors(function: Callable[[], Any]) -> None:
-    with contextlib.suppress(Exception):
-        function()
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
