@@ -35,7 +35,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--links", nargs="+", choices=LINKS, default=list(LINKS), help="networks to measure over (all)")
     add("--only", nargs="+", choices=BY_NAME, default=list(BY_NAME), metavar="NAME", help="configurations (all)")
-    add("--rounds", type=int, default=5, help="turns that each configuration gets (5)")
+    add("--starts", type=int, default=2, help="times that each configuration is started anew (2)")
+    add("--rounds", type=int, default=3, help="turns that each configuration gets in each of them (3)")
     add("--steps", type=int, default=2, help="steps in a turn (2)")
     add("--warmup", type=int, default=3, help="steps before the first turn (3)")
     add("--seed", type=int, default=0, help="of weights, data and the order of turns (0)")
@@ -46,7 +47,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--no-traces", dest="traces", action="store_false", help="leave the traces out")
     add("--output", type=Path, default=OUTPUT, help="folder of the results (benchmarks/results/local)")
     options = parser.parse_args(arguments)
-    for name in ("rounds", "steps", "warmup"):
+    for name in ("starts", "rounds", "steps", "warmup"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)} is too small: give 1 or more")
     return options
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(stderr=True)
     plan = Plan(
         output=options.output.resolve(),
+        starts=options.starts,
         rounds=options.rounds,
         steps=options.steps,
         warmup=options.warmup,
@@ -86,7 +88,8 @@ def measure_link(link: Link, options: argparse.Namespace, plan: Plan, result: Re
     found = result.links[link.name] = LinkResult()
     try:
         with opened(link) as ends:
-            for number, group in enumerate(groups(options.only, options.together or affordable())):
+            together = groups(options.only, options.together or affordable())
+            for number, group in enumerate(together * plan.starts):
                 with placed(link.name, number, ends) as place:
                     measure(place, group, plan, result, say=lambda line: say(f"{link.name}: {line}"))
                 result.write(plan.output / "results.json")

@@ -27,6 +27,7 @@ def report(result: Result) -> RenderableType:
         else:
             parts.append(link_table(name, link, result))
             parts += [Text(f"{failed} FAILED: {why}", style="red") for failed, why in failures(link)]
+            parts += [Text(f"{fewer} has fewer rounds: {why}", style="yellow") for fewer, why in gaps(link)]
     targets = targets_table(result)
     parts += [Text(f"\n{FORMULA}"), *([targets] if targets.row_count else [])]
     return Group(*parts)
@@ -37,7 +38,8 @@ def headline(result: Result) -> str:
     millions, options = result.parameters / 1e6, result.options
     return (
         f"GPT of {millions:.1f} million parameters, fp32, AdamW, 2 ranks of one thread on {result.cores} cores\n"
-        f"{options['rounds']} rounds of {options['steps']} steps; medians, with the least and the largest"
+        f"{options['starts']} starts, {options['rounds']} rounds each, {options['steps']} steps a round; "
+        "medians, with the least and the largest"
     )
 
 
@@ -63,6 +65,11 @@ def link_table(name: str, link: LinkResult, result: Result) -> Table:
 def failures(link: LinkResult) -> list[tuple[str, str]]:
     """The configurations that failed, and why."""
     return [(name, entry.failure) for name, entry in link.entries.items() if entry.failure]
+
+
+def gaps(link: LinkResult) -> list[tuple[str, str]]:
+    """The configurations that failed in a part of the rounds, and why."""
+    return [(name, why) for name, entry in link.entries.items() for why in entry.gaps]
 
 
 def rate(link: LinkResult) -> str:

@@ -35,13 +35,15 @@ class Entry:
     versions: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
     """Why its figures are not used."""
+    gaps: list[str] = field(default_factory=list)
+    """Why it has fewer turns than others."""
 
     def began(self, answers: list[Ready]) -> None:
         """Take what the ranks said of their warm-up; of a configuration that is in several groups, the last counts."""
         self.losses = [list(answer.warmup.losses) for answer in answers]
         self.peak_start = max(self.peak_start, *(answer.warmup.peak for answer in answers))
         self.versions = answers[0].versions
-        self.failure = None
+        self._go_on()
 
     def took(self, turn: str, answers: list[Turn]) -> None:
         """Take what the ranks said of one turn."""
@@ -57,7 +59,13 @@ class Entry:
         """Let a failure cost what was measured in this group only, for one that is in several."""
         if self.failure:
             self.seconds = {turn: seconds for turn, seconds in self.seconds.items() if not turn.startswith(f"{group}/")}
-            self.failure = None if self.seconds else self.failure
+            if self.seconds:
+                self._go_on()
+
+    def _go_on(self) -> None:
+        """There are figures from other starts: what failed is a gap, no failure."""
+        self.gaps += [self.failure] if self.failure else []
+        self.failure = None
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from benchmarks.configurations import Configuration
 from benchmarks.floor import RANKS, traffic
@@ -18,6 +18,7 @@ from benchmarks.protocol import Exchange, Run, Sizes, Start, Trace
 from benchmarks.results import Entry, Line, LinkResult, Result
 from benchmarks.team import Team, TeamError
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 LINE = "line"
 
@@ -34,7 +35,8 @@ class Plan:
 
     output: Path
     sizes: Sizes = field(default_factory=Sizes)
-    rounds: int = 5
+    starts: int = 2
+    rounds: int = 3
     steps: int = 2
     warmup: int = 3
     seed: int = 0
@@ -64,7 +66,7 @@ def measure(place: Place, group: Sequence[Configuration], plan: Plan, result: Re
     with ExitStack() as stack:
         line = stack.enter_context(line_between(place, plan))
         teams: dict[str, Team] = {}
-        for configuration in group:
+        for configuration in shuffled(group, f"{plan.seed} start {place.group}"):
             entry = link.entries.setdefault(configuration.name, Entry())
             say(f"{configuration.name}: starting, compiling, {plan.warmup} steps to warm up")
             with failures_of(configuration.name, entry, teams, say):
@@ -80,6 +82,11 @@ def measure(place: Place, group: Sequence[Configuration], plan: Plan, result: Re
             trace(place, teams, link, plan, say)
     for configuration in group:
         link.entries[configuration.name].settle(place.group)
+
+
+def shuffled(items: Sequence[T], seed: str) -> list[T]:
+    """`items` in an order that `seed` decides."""
+    return random.Random(seed).sample(items, len(items))
 
 
 def turns(place: Place, plan: Plan) -> Iterator[str]:
@@ -125,9 +132,7 @@ def take_turns(
 ) -> None:
     """One round: the line, then every configuration, in an order of its own that the seed decides."""
     exchange(turn, line, link.line, traffic(parameters), say)
-    names = sorted(teams)
-    random.Random(f"{plan.seed} {turn}").shuffle(names)
-    for name in names:
+    for name in shuffled(sorted(teams), f"{plan.seed} {turn}"):
         with failures_of(name, link.entries[name], teams, say):
             teams[name].tell(*[Run(plan.steps)] * RANKS)
             link.entries[name].took(turn, teams[name].hear())

@@ -1,4 +1,4 @@
-"""What the timeline and the executor cost: `python benchmarks/timeline_cost.py`, a world of one.
+"""What the timeline and the executor cost: `python benchmarks/timeline_cost.py`, alone or on the ranks of torchrun.
 
 Two models that are alike take steps in turns, one with the recorder, one without: the ratio of each pair, their median
 and quartiles. A step's noise is larger than what is looked for, so the cost of recording a line is also measured by
@@ -8,6 +8,7 @@ itself, and held against the step. The executor's own overhead is read off the t
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 import zcompile  # noqa: E402
 from examples.gpt import GPT, GPTConfig  # noqa: E402
 from zcompile.runtime.recorder import Line, Recorder, Track  # noqa: E402
+from zcompile.timeline import Timeline  # noqa: E402
 
 
 class Trained:
@@ -82,6 +85,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    found = measure(options)
+    if os.environ.get("RANK", "0") == "0":
+        show(*found)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace) -> tuple[list[float], list[Timeline]]:
+    """Ratios of steps with the recorder to steps without, and the timelines of those with it."""
     on, off = Trained(options, recorded=True), Trained(options, recorded=False)
     for trained in (on, off, on, off):
         trained.step()
@@ -91,11 +105,16 @@ def main() -> None:
         seconds = {trained: trained.step() for trained in pair}
         ratios.append(seconds[on] / seconds[off])
         timelines.append(on.model.timeline)
+    return ratios, timelines
+
+
+def show(ratios: list[float], timelines: list[Timeline]) -> None:
+    """Print the last page, and what all of them say together."""
     step = statistics.median(timeline.compute + timeline.optimizer + timeline.overhead for timeline in timelines)
     lines = len(timelines[0].lines)
     each = seconds_per_line()
     print(timelines[-1])
-    print(f"step with the recorder / without, {options.rounds} pairs: {spread(ratios, '.4f')}")
+    print(f"step with the recorder / without, {len(ratios)} pairs: {spread(ratios, '.4f')}")
     print(f"recording: {each * 1e6:.2f} µs a line, {lines} lines: {each * lines / step:.4%} of a step of {step:.3f} s")
     per_line = [timeline.overhead_per_line * 1e6 for timeline in timelines]
     print(f"host overhead of the executor: {spread(per_line, '.1f')} µs a line", end=", ")

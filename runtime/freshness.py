@@ -8,6 +8,7 @@ too, and no rank gathers alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -54,12 +55,8 @@ class Freshness:
         to come reads them.
         """
         if kept:
-            for held, differ in zip(kept, self._on_any_rank([not h.kept_is_current() for h in kept]), strict=True):
-                if differ:
-                    held.kept.clear()
-
-    def _on_any_rank(self, flags: list[bool]) -> list[bool]:
-        if self.communicator.size == 1:
-            return flags
-        tensor = torch.tensor(flags, dtype=torch.int32, device=self.communicator.device)
-        return [bool(flag) for flag in self.communicator.any_rank(tensor).tolist()]
+            differ = torch.stack([held.kept_differs() for held in kept])
+            if self.communicator.size > 1:
+                differ = self.communicator.any_rank(differ)
+            for held in itertools.compress(kept, differ.tolist()):
+                held.kept.clear()

@@ -53,9 +53,10 @@ class Delivery:
         """Take gradients of the backward that runs now, for delivery at its end."""
         running = self._current()
         running.gradients += gradients
-        if any(one.shards.communicator.device.type == "cuda" for one in gradients):
-            # Delivery runs on the caller's stream, which autograd joins only with the streams of its leaves.
-            running.events.append(torch.cuda.current_stream().record_event())
+        devices = {one.shards.communicator.device for one in gradients}
+        # Delivery runs on the caller's stream, which autograd joins only with the streams of its leaves. Streams are
+        # those of the model's device: the caller's current device may be another one.
+        running.events += [torch.cuda.current_stream(d).record_event() for d in devices if d.type == "cuda"]
 
     def at_end(self, reduce: Callable[[], Sequence[Gradients]]) -> None:
         """Call `reduce` when the backward that runs now has come to its end, and deliver what it gives."""
@@ -93,11 +94,11 @@ class Delivery:
             del self._running[number]
             return
         for event in ended.events:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(event.device).wait_event(event)
         for tensor in (tensor for gradients in ended.gradients for tensor in gradients.tensors.values()):
             if tensor.is_cuda:
                 # The backward's stream owns the memory: freed, it must not be used there while this one still reads.
-                tensor.record_stream(torch.cuda.current_stream())
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         for reduce in ended.late:
             ended.gradients += reduce()
         if self.synchronises:

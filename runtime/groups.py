@@ -167,9 +167,18 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def default_device(mesh: DeviceMesh | None) -> torch.device:
     """Where a model without memory is to live: where the mesh's, or else the default group's, collectives run."""
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    kind = mesh.device_type if mesh is not None else "cuda" if nccl else "cpu"
+    kind = mesh.device_type if mesh is not None else "cuda" if _reaches_gpus() else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _reaches_gpus() -> bool:
+    """Whether the default group has a backend for GPUs, alone ("nccl") or beside another ("cpu:gloo,cuda:nccl")."""
+    if not (dist.is_initialized() and torch.cuda.is_available()):
+        return False
+    try:
+        return backend_name(dist.GroupMember.WORLD, torch.device("cuda")) == "nccl"
+    except RuntimeError:
+        return False
 
 
 def resolve_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh:

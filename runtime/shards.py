@@ -215,19 +215,20 @@ class UnitShards:
         """True if a kept full copy is taken to be up to date."""
         return any(not full.is_stale for full in self.kept.values())
 
-    def kept_is_current(self) -> bool:
-        """True if this rank's part of every kept full copy still equals its shard."""
+    def kept_differs(self) -> torch.Tensor:
+        """1 if this rank's part of a kept full copy no longer equals its shard, else 0; int32 [] on the device.
+
+        The host does not wait for it: on CUDA all units are compared before the first answer is read.
+        """
         rank = self.communicator.rank
-        for full in self.kept.values():
-            if full.is_stale:
-                continue
+        found = [torch.zeros((), dtype=torch.bool, device=self.communicator.device)]
+        for full in (full for full in self.kept.values() if not full.is_stale):
             for index, param in enumerate(full.unit.params):
-                start, stop = param.shard_rows(rank)
-                kept = full[index][start:stop] if param.shape else full[index]
-                is_copy = param.shards or param.compute_dtype
-                if is_copy and not torch.equal(kept, self.local(param).to(kept.dtype)):
-                    return False
-        return True
+                if param.shards or param.compute_dtype:  # else it is the shard itself
+                    start, stop = param.shard_rows(rank)
+                    kept = full[index][start:stop] if param.shape else full[index]
+                    found.append(torch.ne(kept, self.local(param).to(kept.dtype)).any())
+        return torch.stack(found).any().to(torch.int32)
 
 
 def _version(parameter: nn.Parameter) -> int:

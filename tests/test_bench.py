@@ -37,7 +37,9 @@ def link(**entries: Entry) -> LinkResult:
 
 
 def result(**found: LinkResult) -> Result:
-    return Result({}, {"rounds": 2, "steps": 1}, cores=2, parameters=100_000_000, links=found or {"loopback": link()})
+    return Result(
+        {}, {"starts": 1, "rounds": 2, "steps": 1}, cores=2, parameters=100_000_000, links=found or {"loopback": link()}
+    )
 
 
 def printed(of: Result) -> str:
@@ -78,7 +80,10 @@ def test_a_failure_costs_the_turns_of_its_own_group() -> None:
     found = entry(2.0)
     found.failure = "rank 0 died"
     found.settle(group=1)
-    assert (found.failure, len(found.seconds)) == (None, 2)
+    assert (found.failure, len(found.seconds), found.gaps) == (None, 2, ["rank 0 died"])
+    found.failure = "no room"
+    found.began([Ready(Turn([9.0], [8.0], 1.0, 5), 10)] * 2)
+    assert (found.failure, found.gaps) == (None, ["rank 0 died", "no room"])
     found.failure = "rank 0 died"
     found.settle(group=0)
     assert (found.failure, found.seconds) == ("rank 0 died", {})
@@ -165,6 +170,8 @@ def test_the_table_names_what_failed_and_what_was_left_out() -> None:
     text = printed(result(**found))
     assert "FAILED: rank 0 died (signal 9)" in text
     assert "1gbit is left out: no tc" in text
+    found["loopback"].entries["fsdp2-3"] = Entry({"0/1": 6.0}, peak=9, gaps=["rank 1 died"])
+    assert "fsdp2-3 has fewer rounds: rank 1 died" in printed(result(**found))
 
 
 def test_results_are_written_as_json(tmp_path: Path) -> None:

@@ -86,9 +86,16 @@ def gathered_again(communications: list[str]) -> int:
     return sum(line.startswith("backward: all_gather") for line in communications)
 
 
+@pytest.fixture(scope="module")
+def unlimited(ranks: Ranks) -> list[tuple[list[str], int]]:
+    return ranks.run(2, limited, None, 0)
+
+
 @pytest.mark.parametrize("prefetch", [0, "auto"])
-def test_ranks_keep_what_fits_on_all_of_them(ranks: Ranks, prefetch: int | str) -> None:
-    (most, _), (_, least) = ranks.run(2, limited, None, 0)
+def test_ranks_keep_what_fits_on_all_of_them(
+    ranks: Ranks, unlimited: list[tuple[list[str], int]], prefetch: int | str
+) -> None:
+    (most, _), (_, least) = unlimited
     (some, _), (same, _) = ranks.run(2, limited, least + 20_000, prefetch)
     (none, _), _ = ranks.run(2, limited, "1 GiB", prefetch)
     assert some == same
@@ -101,8 +108,8 @@ def over(rank: int, limit: int) -> str:
     return str(caught.value)
 
 
-def test_a_step_over_the_limit_is_refused_on_every_rank(ranks: Ranks) -> None:
-    (_, first), (_, second) = ranks.run(2, limited, None, 0)
+def test_a_step_over_the_limit_is_refused_on_every_rank(ranks: Ranks, unlimited: list[tuple[list[str], int]]) -> None:
+    (_, first), (_, second) = unlimited
     assert first < second
     for message in ranks.run(2, over, (first + second) // 2):
         assert "memory_limit" in message
