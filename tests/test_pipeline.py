@@ -18,6 +18,7 @@ from zcompile.pipeline import Journal
 ORDER = [
     "split_phases",
     "assign_units",
+    "defer_weights",
     "outline_regions",
     "pack_small",
     "insert_gathers",

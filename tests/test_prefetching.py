@@ -24,7 +24,7 @@ LINE = Hardware(flops=1e9, memory_bandwidth=1e12, latency=0.0, bandwidth=1e6)
 def outlined_at(schedule: Schedule) -> Pipeline:
     """The stage's passes from where regions are outlined."""
     full = zcompile.pipeline(stage=3, prefetch=schedule.prefetch, small=schedule.small)
-    skipped = ("split_phases", "assign_units", "outline_regions")
+    skipped = ("split_phases", "assign_units", "defer_weights", "outline_regions")
     start = Pass("outlined", lambda program: program, ensures=(REGIONS_OUTLINED,))
     return Pipeline(full.stage, (start, *(step for step in full.passes if step.name not in skipped)))
 

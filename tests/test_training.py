@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
+from zcompile import Pass
+from zcompile.facts import UNITS_ASSIGNED
+from zcompile.ops import Reduce, op_of
+from zcompile.passes.defer_weights import defer_weights
 
 STEPS = 5
 Values = dict[str, torch.Tensor]
@@ -84,6 +89,26 @@ def compare_rounding(rank: int, kind: str, world: int) -> float:
         got, _, _ = train(rank, kind, 3, sgd, stage=stage, backend="eager")
         worst = max(worst, *(float((got[n] - want[n]).abs().max()) for n in want))
     return worst
+
+
+DEFER = Pass("defer_weights", partial(defer_weights, large=1), (UNITS_ASSIGNED,))
+
+
+def deferred(rank: int, stage: int) -> tuple[list[str], list[str]]:
+    """The units in the order in which they are reduced, and what differs from DDP after training."""
+    want = train_ddp(rank, "gpt", STEPS)
+    got, _, _ = train(rank, "gpt", STEPS, stage=stage, backend="eager", passes={"defer_weights": DEFER})
+    compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager", passes={"defer_weights": DEFER})
+    compiled(*batch("gpt", rank, 0)).backward()
+    reductions = compiled._engine.steps[0].program.nodes(Reduce)
+    return [op_of(node, Reduce).unit for node in reductions], [n for n in want if not torch.equal(got[n], want[n])]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_that_are_computed_last_train_as_ddp(ranks: Ranks, stage: int) -> None:
+    for order, differing in ranks.run(2, deferred, stage):
+        assert order[-1].endswith("0"), "the first block's weights come after the embedding's"
+        assert not differing
 
 
 @pytest.mark.parametrize("world", [1, 3, pytest.param(4, marks=pytest.mark.slow)])

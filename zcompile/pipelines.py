@@ -11,6 +11,7 @@ from zcompile.layout import SMALL_BYTES, STAGES
 from zcompile.options import bytes_of, check_prefetch, check_stage
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.assign_units import assign_units
+from zcompile.passes.defer_weights import defer_weights
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.keep_full import keep_full
@@ -57,6 +58,7 @@ def pipeline(
     bounded = facts.units_bounded(prefetch)
     split = Pass("split_phases", partial(split_phases, partition=partition), ensures=(facts.PHASES_SPLIT,))
     assign = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,))
+    defer = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
     outline = Pass("outline_regions", outline_regions, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,))
     pack = Pass("pack_small", partial(pack_small, small=small), (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,))
     gather = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
@@ -65,7 +67,7 @@ def pipeline(
     ensures = () if limit else (bounded,)
     ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures)
     sink = Pass("sink_waits", partial(sink_waits, depth=max(prefetch, 1)), (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,))
-    passes = [split, assign, outline, pack, gather, reduce]
+    passes = [split, assign, defer, outline, pack, gather, reduce]
     if STAGES[stage].parameters_sharded:
         passes.append(keep)
     if STAGES[stage].optimizer_sharded:

@@ -1,0 +1,77 @@
+"""defer_weights: at the end of the backward, leave the weights of the unit before the last for after the last.
+
+    da = aten.mm.default(dy, w)      # unit b          da = aten.mm.default(dy, w)      # unit b
+    gb = aten.mm.default(t, ya)      # unit b    ->    ga = aten.mm.default(da_t, x)    # unit a
+    ga = aten.mm.default(da_t, x)    # unit a          gb = aten.mm.default(t, ya)      # unit b
+
+Nothing is left that could hide the last reduction, often that of a large embedding. A unit's gradients with respect to
+its weights are needed by no other unit, so they can wait until the last unit's are on their way (the split of B and W
+in "Zero Bubble Pipeline Parallelism", Qi et al. 2023, section 2). It costs a region more to compile, so it is done for
+large gradients only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zcompile.derived import derived_values
+from zcompile.ops import Item, Phase, Results, data
+from zcompile.program import Program
+
+LARGE_BYTES = 1024 * 1024
+"""Gradients of the last unit from which the exchange takes longer than a region more is worth."""
+
+
+def defer_weights(program: Program, *, large: int = LARGE_BYTES) -> Program:
+    """Move what the last unit of the backward does not need, of the unit before it, to the end."""
+    program = program.copy()
+    before, last = _last_two(program)
+    if program.layout.world == 1 or _gradient_bytes(program, last) < large:
+        return program
+    deferred = _not_needed(before, last)
+    if _gradient_bytes(program, deferred):
+        (end,) = program.nodes(Results)
+        for node in deferred:
+            end.prepend(node)
+    return program
+
+
+def _last_two(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What the backward computes for the last two units, in order; glue stays with what it follows."""
+    derived = derived_values(program)
+    runs: list[list[fx.Node]] = [[], []]
+    current = ""
+    for node in program.body(Phase.BACKWARD):
+        unit = "" if node in derived else data(node).unit
+        if unit and unit != current:
+            current = unit
+            runs.append([])
+        runs[-1].append(node)
+    return runs[-2], runs[-1]
+
+
+def _gradient_bytes(program: Program, nodes: list[fx.Node]) -> int:
+    gradients = set(program.results.gradients.values())
+    types = (data(node).type for node in nodes if node in gradients)
+    return sum(type_.nbytes for type_ in types if type_)
+
+
+def _not_needed(before: list[fx.Node], last: list[fx.Node]) -> list[fx.Node]:
+    """Those of `before` that `last` does not depend on, if it depends on any; random numbers keep their order."""
+    needed = {source for node in last for source in node.all_input_nodes}
+    if needed.isdisjoint(before):
+        return []
+    for node in reversed(before):
+        if node in needed or _is_random(node):
+            needed |= {node, *node.all_input_nodes}
+    return [node for node in before if _called(node) not in needed]
+
+
+def _called(node: fx.Node) -> fx.Node:
+    """The operation itself: one of several results stays with it."""
+    return node.all_input_nodes[0] if isinstance(data(node).op, Item) else node
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
