@@ -173,10 +173,11 @@ def default_device(mesh: DeviceMesh | None) -> torch.device:
 
 def _reaches_gpus() -> bool:
     """Whether the default group has a backend for GPUs, alone ("nccl") or beside another ("cpu:gloo,cuda:nccl")."""
-    if not (dist.is_initialized() and torch.cuda.is_available()):
+    group = dist.GroupMember.WORLD
+    if group is None or not torch.cuda.is_available():
         return False
     try:
-        return backend_name(dist.GroupMember.WORLD, torch.device("cuda")) == "nccl"
+        return backend_name(group, torch.device("cuda")) == "nccl"
     except RuntimeError:
         return False
 
