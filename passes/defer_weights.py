@@ -17,6 +17,7 @@ from torch import fx
 
 from zcompile.derived import derived_values
 from zcompile.ops import Item, Phase, Results, data
+from zcompile.passes.outline_regions import runs
 from zcompile.program import Program
 
 LARGE_BYTES = 1024 * 1024
@@ -37,18 +38,11 @@ def defer_weights(program: Program, *, large: int = LARGE_BYTES) -> Program:
     return program
 
 
-def _last_two(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What the backward computes for the last two units, in order; glue stays with what it follows."""
+def _last_two(program: Program) -> list[list[fx.Node]]:
+    """What the backward computes for its last two units: what are to be its last two regions."""
     derived = derived_values(program)
-    runs: list[list[fx.Node]] = [[], []]
-    current = ""
-    for node in program.body(Phase.BACKWARD):
-        unit = "" if node in derived else data(node).unit
-        if unit and unit != current:
-            current = unit
-            runs.append([])
-        runs[-1].append(node)
-    return runs[-2], runs[-1]
+    found = runs([node for node in program.body(Phase.BACKWARD) if node not in derived])
+    return found[-2:] if len(found) > 1 else [[], []]
 
 
 def _gradient_bytes(program: Program, nodes: list[fx.Node]) -> int:

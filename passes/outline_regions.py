@@ -46,12 +46,12 @@ def outline_regions(program: Program) -> Program:
     symbols = find_symbol_binding_fx_nodes(program.graph)
     outer = _Outer(program)
     for phase in Phase:
-        for run in _runs([node for node in program.body(phase) if node not in derived]):
+        for run in runs([node for node in program.body(phase) if node not in derived]):
             outer.call(_Outline(program, derived, run, symbols), phase)
     return outer.finished()
 
 
-def _runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:
+def runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """Maximal runs of one unit; glue joins the run before it, at the beginning the one after."""
     runs: list[list[fx.Node]] = []
     home: dict[fx.Node, list[fx.Node]] = {}

@@ -57,6 +57,22 @@ def at_stage(head: str, stage: int) -> str:
     return head.replace("stage = 3", f"stage = {stage}")
 
 
+PAIR = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+    "b": [
+        "b.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+"""
+"""Two units of one weight each, before regions are outlined."""
+
 CHAIN = """
 world = 2
 stage = 3

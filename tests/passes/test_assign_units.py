@@ -1,23 +1,8 @@
 from __future__ import annotations
 
-from tests.passes.programs import parsed
+from tests.passes.programs import PAIR, parsed
 from zcompile.ops import Item, data
 from zcompile.passes.assign_units import assign_units
-
-HEAD = """
-world = 2
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-"""
 
 PHASES = """
 def forward(box):
@@ -58,7 +43,7 @@ def backward(box):
 
 
 def units() -> dict[str, str]:
-    program = parsed(HEAD, PHASES)
+    program = parsed(PAIR, PHASES)
     result = assign_units(program)
     assert not any(data(node).unit for node in program.nodes()), "a pass works on a copy"
     assert result.text(regions=True) == program.text(regions=True), "units are not printed"
@@ -89,5 +74,5 @@ def test_what_stands_between_units_belongs_to_none() -> None:
 
 
 def test_results_stay_with_the_operation_that_gave_them() -> None:
-    program = assign_units(parsed(HEAD, PHASES))
+    program = assign_units(parsed(PAIR, PHASES))
     assert {data(node).unit for node in program.nodes(Item)} == {"b"}

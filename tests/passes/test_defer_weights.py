@@ -1,24 +1,9 @@
 from __future__ import annotations
 
-from tests.passes.programs import check
+from tests.passes.programs import PAIR, check
 from zcompile import Program
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.defer_weights import defer_weights
-
-HEAD = """
-world = 2
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-"""
 
 IN_ORDER = """
 def forward(box):
@@ -96,16 +81,16 @@ def assigned(program: Program) -> Program:
 
 
 def test_weights_of_the_unit_before_the_last_come_after_it() -> None:
-    check(assigned, HEAD, IN_ORDER, DEFERRED)
+    check(assigned, PAIR, IN_ORDER, DEFERRED)
 
 
 def test_deferring_twice_changes_nothing() -> None:
-    check(assigned, HEAD, DEFERRED, DEFERRED)
+    check(assigned, PAIR, DEFERRED, DEFERRED)
 
 
 def test_small_gradients_are_not_worth_a_region() -> None:
-    check(lambda program: defer_weights(assign_units(program), large=65), HEAD, IN_ORDER, IN_ORDER)
+    check(lambda program: defer_weights(assign_units(program), large=65), PAIR, IN_ORDER, IN_ORDER)
 
 
 def test_alone_there_is_nothing_to_hide() -> None:
-    check(assigned, HEAD.replace("world = 2", "world = 1"), IN_ORDER, IN_ORDER)
+    check(assigned, PAIR.replace("world = 2", "world = 1"), IN_ORDER, IN_ORDER)

@@ -1,24 +1,9 @@
 from __future__ import annotations
 
-from tests.passes.programs import check, parsed
+from tests.passes.programs import PAIR, check, parsed
 from zcompile import Program
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.outline_regions import outline_regions
-
-HEAD = """
-world = 2
-stage = 3
-units = {
-    "a": [
-        "a.weight f32[4, 4]",
-    ],
-    "b": [
-        "b.weight f32[4, 4]",
-    ],
-}
-packed = {
-}
-"""
 
 SPLIT = """
 def forward(box):
@@ -325,20 +310,20 @@ def outlined(program: Program) -> Program:
 
 
 def test_runs_of_one_unit_become_regions_and_equal_ones_are_shared() -> None:
-    check(outlined, HEAD, SPLIT, OUTLINED, REGIONS)
+    check(outlined, PAIR, SPLIT, OUTLINED, REGIONS)
 
 
 def test_a_view_of_a_parameter_is_taken_inside_each_region_that_reads_it() -> None:
-    check(outlined, HEAD, DERIVED, DERIVED_OUTLINED, DERIVED_REGIONS)
+    check(outlined, PAIR, DERIVED, DERIVED_OUTLINED, DERIVED_REGIONS)
 
 
 def test_glue_joins_the_region_beside_it_and_shared_memory_is_marked() -> None:
-    check(outlined, HEAD, GLUE, GLUE_OUTLINED, GLUE_REGIONS)
+    check(outlined, PAIR, GLUE, GLUE_OUTLINED, GLUE_REGIONS)
 
 
 def test_regions_do_not_depend_on_the_stage() -> None:
     regions = [
-        outlined(parsed(HEAD.replace("stage = 3", f"stage = {stage}"), SPLIT)).regions["region_0"].key()
+        outlined(parsed(PAIR.replace("stage = 3", f"stage = {stage}"), SPLIT)).regions["region_0"].key()
         for stage in range(4)
     ]
     assert len(set(regions)) == 1
