@@ -75,6 +75,40 @@ def backward(box):
     return [None], {'b.weight': gb, 'a.weight': ga}
 """
 
+RANDOM = """
+def forward(box):
+    (
+        a_weight,                  # f32[4, 4]           parameter a.weight
+        b_weight,                  # f32[4, 4]           parameter b.weight
+        x,                         # f32[8, 4]
+    ) = unbox(box)
+    ta = aten.t.default(a_weight)  # &f32[4, 4]          a
+    ya = aten.mm.default(x, ta)    # f32[8, 4]   +128 B  a
+    del ta
+    tb = aten.t.default(b_weight)  # &f32[4, 4]          b
+    yb = aten.mm.default(ya, tb)   # f32[8, 4]   +128 B  b
+    del ya, tb                     #             -128 B
+    return [yb], [x]
+
+
+def backward(box):
+    (
+        b_weight,                          # f32[4, 4]           parameter b.weight
+        x,                                 # f32[8, 4]
+        dy,                                # f32[8, 4]           tangent
+    ) = unbox(box)
+    td = aten.t.default(dy)                # &f32[4, 8]          b
+    del td
+    gb = aten.rand_like.default(b_weight)  # f32[4, 4]   +64 B   b
+    db = aten.mm.default(dy, b_weight)     # f32[8, 4]   +128 B  b
+    del dy                                 #             -128 B
+    dt = aten.t.default(db)                # &f32[4, 8]          a
+    del db                                 #             -128 B
+    ga = aten.mm.default(dt, x)            # f32[4, 4]   +64 B   a
+    del x, dt                              #             -128 B
+    return [None], {'b.weight': gb, 'a.weight': ga}
+"""
+
 
 def assigned(program: Program) -> Program:
     return defer_weights(assign_units(program), large=64)
@@ -94,3 +128,7 @@ def test_small_gradients_are_not_worth_a_region() -> None:
 
 def test_alone_there_is_nothing_to_hide() -> None:
     check(assigned, PAIR.replace("world = 2", "world = 1"), IN_ORDER, IN_ORDER)
+
+
+def test_random_numbers_are_drawn_in_the_order_in_which_they_were() -> None:
+    check(assigned, PAIR, RANDOM, RANDOM)
