@@ -70,6 +70,7 @@ def recorded(rank: int, stage: int, folder: str) -> dict[str, object]:
     train(compiled, optimizer, rank, 1)
     timeline = compiled.timeline
     called = [event.operation for event in timeline.lines]
+    sending = {event.unit for event in timeline.events if event.operation == "send" and event.spent is Spent.EXPOSED}
     wanted = [name for program in compiled.programs for name in calls_in(str(program))]
     sent = compiled.traffic.bytes - before
     trace = timeline.save(Path(folder) / f"{stage}_{rank}.json")
@@ -79,6 +80,7 @@ def recorded(rank: int, stage: int, folder: str) -> dict[str, object]:
         "bytes": timeline.nbytes == sent,
         "messages": {message.operation for message in timeline.messages or ()},
         "units": {message.unit for message in timeline.messages or ()} == {u.name for u in compiled.layout.units},
+        "sending": sending == ({u.name for u in compiled.layout.units} if stage else set()),
         "spent": all(timeline.spent(on) > 0 for on in Spent),
         "steps": [one.number for one in compiled.timelines],
         "page": all(unit.name in str(timeline) for unit in compiled.layout.units),
@@ -93,7 +95,7 @@ def test_a_step_shows_the_lines_of_its_programs(ranks: Ranks, stage: int, tmp_pa
         trace = json.loads(Path(str(found.pop("trace"))).read_text())["traceEvents"]
         assert found == {
             "lines": True, "complaints": [], "bytes": True, "messages": operations[min(stage, 1)], "units": True,
-            "spent": True, "steps": [0, 1, 2], "page": True,
+            "sending": True, "spent": True, "steps": [0, 1, 2], "page": True,
         }  # fmt: skip
         assert all({"ph", "ts", "dur", "pid", "tid", "name"} <= event.keys() for event in trace if event["ph"] != "M")
         assert {event["pid"] for event in trace} == {rank}

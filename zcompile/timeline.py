@@ -1,10 +1,11 @@
 """The timeline of a step: where its time went, as figures, as a page of text and as a trace.
 
 Everything that was recorded is a span: the call of the model, in it a program's run, in that its lines, in a line the
-wait for a message. Each moment of the step belongs to the innermost span around it, which says what it was spent on:
+sending of a message or the wait for it. Each moment of the step belongs to the innermost span around it, which says
+what it was spent on:
 
     compute     in a region
-    exposed     waiting for a collective
+    exposed     sending what a collective sends, as far as the host itself does that, and waiting for one
     optimizer   in an optimizer's step
     overhead    in other lines of a program, between them, in a call outside of programs, delivering gradients
     idle        in none of them: the loss's own backward, the data loader, whatever the loop does
@@ -47,7 +48,7 @@ class Event:
     """One span of a step; moments are seconds since the step began."""
 
     operation: str
-    """The region, the function that a line calls, or what else this is: call, forward, backward, wait, ..."""
+    """The region, the function that a line calls, or what else this is: call, forward, backward, send, wait, ..."""
     name: str
     """Of the value that a line gives; of the program, for its run."""
     unit: str
@@ -138,7 +139,7 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Standing and waiting for communication."""
+        """Standing for communication: to wait for it, or for the host to send."""
         return self.spent(Spent.EXPOSED)
 
     @property
@@ -148,7 +149,7 @@ class Timeline:
 
     @property
     def overhead(self) -> float:
-        """Of the host: in lines that are neither region nor wait, between lines, around programs, in delivery."""
+        """Of the host: in lines that neither compute nor communicate, between lines, around programs, in delivery."""
         return self.spent(Spent.OVERHEAD)
 
     @property
@@ -158,7 +159,7 @@ class Timeline:
 
     @property
     def hidden(self) -> float | None:
-        """With communication in flight, and not waiting for it; None where it is not known."""
+        """With communication in flight, and not standing for it; None where it is not known."""
         if self.messages is None:
             return None
         flying = _union((message.start, message.end) for message in self.messages)
@@ -257,7 +258,7 @@ class Timeline:
 
     def trace_events(self) -> list[dict[str, Any]]:
         """What `save` writes, in Chrome's trace format: complete events (`ph` X) in microseconds, `pid` the rank."""
-        lanes = ["step and programs", "compute", "waits", "optimizer"]
+        lanes = ["step and programs", "compute", "sends and waits", "optimizer"]
         found = [self._traced(0, f"step {self.number}", 0.0, self.seconds, {"trains": self.trains})]
         for event in self.events:
             lane = _LANES.get(event.spent, 0)
@@ -313,7 +314,7 @@ def _events(step: StepRecord, clock: _Clock) -> Iterator[Event]:
         begins = max(clock.at(start), 0.0)
         return Event(operation, name, "", phase, spent, begins, max(clock.at(end), begins), 0.0)
 
-    kinds = {"optimizer": Spent.OPTIMIZER, "wait": Spent.EXPOSED}
+    kinds = {"optimizer": Spent.OPTIMIZER, "send": Spent.EXPOSED, "wait": Spent.EXPOSED}
     if step.split:
         kinds["call"] = Spent.COMPUTE  # the model's own code around programs
     for span in step.spans:
@@ -336,19 +337,19 @@ def _lines(run: Run) -> Iterator[tuple[Line, Moment, Moment]]:
 
 
 def _nested(events: Iterable[Event]) -> Iterator[Event]:
-    """`events` in order, each with the seconds that are its own; one within a line or a run is of its phase."""
+    """`events` in order, each with its own seconds; one within a line or a run is of its phase and unit."""
     found = sorted(events, key=lambda event: (event.start, -event.end))
     own = [event.seconds for event in found]
-    phases = [event.phase for event in found]
     around: list[int] = []
     for index, event in enumerate(found):
         while around and found[around[-1]].end <= event.start:
             around.pop()
         if around:
-            own[around[-1]] -= min(event.end, found[around[-1]].end) - event.start
-            phases[index] = phases[index] or phases[around[-1]]
+            outer = found[around[-1]]
+            own[around[-1]] -= min(event.end, outer.end) - event.start
+            found[index] = replace(event, phase=event.phase or outer.phase, unit=event.unit or outer.unit)
         around.append(index)
-    return (replace(e, own=s, phase=phase) for e, s, phase in zip(found, own, phases, strict=True))
+    return (replace(event, own=seconds) for event, seconds in zip(found, own, strict=True))
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
