@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -47,16 +48,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--no-traces", dest="traces", action="store_false", help="leave the traces out")
     add("--output", type=Path, default=OUTPUT, help="folder of the results (benchmarks/results/local)")
     options = parser.parse_args(arguments)
-    for name in ("starts", "rounds", "steps", "warmup"):
-        if getattr(options, name) < 1:
+    for name in ("starts", "rounds", "steps", "warmup", "timeout", "together"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)} is too small: give 1 or more")
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.output).close()
+    except OSError as error:
+        parser.error(f"--output {options.output} cannot be written to: {error.strerror}")
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, and write what was found, also when it is interrupted."""
+    """Measure, and write what was found, also when it is interrupted.
+
+    Returns 0, 130 if it was interrupted, or 1 if zcompile failed: died, hung, or trained to other losses.
+    """
     options = parse(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends processes and namespaces as Ctrl-C does
     console = Console(stderr=True)
     plan = Plan(
@@ -80,7 +88,8 @@ def main(arguments: Sequence[str]) -> int:
         status = INTERRUPTED
     finally:
         finish(result, plan.output, console)
-    return status
+    ours = [e for link in result.links.values() for name, e in link.entries.items() if BY_NAME[name].ours]
+    return status or int(any(entry.failure for entry in ours))
 
 
 def measure_link(link: Link, options: argparse.Namespace, plan: Plan, result: Result, say: Say) -> None:

@@ -80,7 +80,7 @@ def groups(names: Iterable[str], largest: int) -> list[tuple[Configuration, ...]
         return [tuple(chosen)]
     shared = [configuration for configuration in chosen if configuration.name in REFERENCES]
     rest = [configuration for configuration in chosen if configuration.name not in REFERENCES]
-    return [tuple(shared + part) for part in _stages_together(rest, max(1, largest - len(shared)))]
+    return [tuple(shared + part) for part in _stages_together(rest, max(1, largest - len(shared))) or [[]]]
 
 
 def _stages_together(rest: Sequence[Configuration], room: int) -> list[list[Configuration]]:

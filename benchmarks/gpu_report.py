@@ -46,6 +46,9 @@ def report(result: Result) -> RenderableType:
                 parts.append(Text(f"{name} FAILED: {entry.failure}", style="red"))
             elif entry.gap:
                 parts.append(Text(f"{name}: no look into a step: {entry.gap}", style="red"))
+    if result.options.get("device") == "cpu":
+        on_cpu = "\non the CPU: a trial of the way; peak is resident memory, there are no CUDA graphs, and no targets"
+        return Group(*parts, Text(NOTES), Text(on_cpu))
     return Group(*parts, Text(NOTES), targets_table(result))
 
 

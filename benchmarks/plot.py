@@ -59,7 +59,7 @@ def draw_times(axis: Any, name: str, link: LinkResult, shown: list[Configuration
         floor = spread(list(floors(link, result.parameters, result.cores).values()))
         if floor and configuration.communicates:
             axis.plot([floor.median] * 2, [row - 0.4, row + 0.4], color="black", lw=1.5)
-    axis.set_title(f"{name}: seconds a step\n(black: the floor of the stage)", size=10)
+    axis.set_title(f"{name}: seconds a step\n(black: the floor)", size=10)
 
 
 def draw_memory(axis: Any, links: list[LinkResult], shown: list[Configuration]) -> None:

@@ -26,8 +26,8 @@ class Entry:
     """Of each step, by turn, of each rank."""
     cpu: dict[str, float] = field(default_factory=dict)
     """Seconds of processor time of a step, both ranks together, by turn."""
-    losses: list[list[float]] = field(default_factory=lambda: [[], []])
-    """Of each step from the first on, by rank."""
+    losses: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Of each step from the first on, by group, by rank."""
     peak: int = 0
     """Largest resident memory of a rank in bytes while it trained after the warm-up."""
     peak_start: int = 0
@@ -38,9 +38,9 @@ class Entry:
     gaps: list[str] = field(default_factory=list)
     """Why it has fewer turns than others."""
 
-    def began(self, answers: list[Ready]) -> None:
-        """Take what the ranks said of their warm-up; of a configuration that is in several groups, the last counts."""
-        self.losses = [list(answer.warmup.losses) for answer in answers]
+    def began(self, group: int, answers: list[Ready]) -> None:
+        """Take what the ranks said of their warm-up in a group."""
+        self.losses[str(group)] = [list(answer.warmup.losses) for answer in answers]
         self.peak_start = max(self.peak_start, *(answer.warmup.peak for answer in answers))
         self.versions = answers[0].versions
         self._go_on()
@@ -52,13 +52,14 @@ class Entry:
         self.steps[turn] = [answer.seconds for answer in answers]
         self.cpu[turn] = sum(answer.cpu for answer in answers) / count
         self.peak = max(self.peak, *(answer.peak for answer in answers))
-        for losses, answer in zip(self.losses, answers, strict=True):
+        for losses, answer in zip(self.losses[group_of(turn)], answers, strict=True):
             losses += answer.losses
 
     def settle(self, group: int) -> None:
         """Let a failure cost what was measured in this group only, for one that is in several."""
         if self.failure:
-            self.seconds = {turn: seconds for turn, seconds in self.seconds.items() if not turn.startswith(f"{group}/")}
+            self.seconds = {turn: seconds for turn, seconds in self.seconds.items() if group_of(turn) != str(group)}
+            self.losses.pop(str(group), None)
             if self.seconds:
                 self._go_on()
 
@@ -66,6 +67,11 @@ class Entry:
         """There are figures from other starts: what failed is a gap, no failure."""
         self.gaps += [self.failure] if self.failure else []
         self.failure = None
+
+
+def group_of(turn: str) -> str:
+    """The group that a turn (group/round) belongs to."""
+    return turn.partition("/")[0]
 
 
 @dataclass
@@ -135,22 +141,25 @@ def ratio(subject: dict[str, float], reference: dict[str, float]) -> Spread | No
 def fail_other_losses(result: LinkResult, tolerance: float = TOLERANCE) -> None:
     """Mark configurations whose losses are not those of the baseline, or of the first one there is without it.
 
-    Ranks that do not communicate are held against it in their first step only: after that they train other models.
+    All groups train from the same values on the same data. Ranks that do not communicate are held against it in their
+    first step only: after that they train other models.
     """
     order = [BASELINE, *(c.name for c in CONFIGURATIONS if c.communicates), *result.entries]
     reference = next((result.entries[name] for name in order if result.healthy(name)), None)
     if reference is None:
         return
+    right = next(iter(reference.losses.values()))
     for name, entry in result.entries.items():
         steps = None if BY_NAME[name].communicates else 1
-        if not entry.failure and (found := first_difference(entry, reference, steps, tolerance)):
+        if not entry.failure and (found := first_difference(entry, right, steps, tolerance)):
             entry.failure = found
 
 
-def first_difference(entry: Entry, reference: Entry, steps: int | None, tolerance: float) -> str | None:
-    """Where the losses of the first `steps` steps part, in words."""
-    for rank, (mine, theirs) in enumerate(zip(entry.losses, reference.losses, strict=True)):
-        for step, (loss, other) in enumerate(zip(mine[:steps], theirs, strict=False)):
-            if not abs(loss - other) <= tolerance * abs(other):  # so that a nan differs
-                return f"other losses: {loss:.5g} where {other:.5g} is right, step {step}, rank {rank}"
+def first_difference(entry: Entry, right: list[list[float]], steps: int | None, tolerance: float) -> str | None:
+    """Where the losses of the first `steps` steps, in any group, part from the right ones of each rank, in words."""
+    for losses in entry.losses.values():
+        for rank, (mine, theirs) in enumerate(zip(losses, right, strict=True)):
+            for step, (loss, other) in enumerate(zip(mine[:steps], theirs, strict=False)):
+                if not abs(loss - other) <= tolerance * abs(other):  # so that a nan differs
+                    return f"other losses: {loss:.5g} where {other:.5g} is right, step {step}, rank {rank}"
     return None

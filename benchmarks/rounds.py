@@ -72,7 +72,7 @@ def measure(place: Place, group: Sequence[Configuration], plan: Plan, result: Re
             with failures_of(configuration.name, entry, teams, say):
                 team = stack.enter_context(trained(place, configuration, plan))
                 answers = team.hear()
-                entry.began(answers)
+                entry.began(place.group, answers)
                 teams[configuration.name] = team
                 result.parameters = answers[0].parameters
         for turn in turns(place, plan):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds
+from benchmarks import bench, rounds
 from benchmarks.bench import measure_link, parse
 from benchmarks.configurations import BY_NAME, CONFIGURATIONS, REFERENCES, groups, peers
 from benchmarks.floor import floors, lowest, traffic
@@ -27,7 +27,7 @@ SECONDS = {"compute-compiled": 2.0, "ddp": 3.0, "zcompile-3": 2.4, "fsdp2-3": 4.
 
 def entry(seconds: float, losses: tuple[float, ...] = (9.0, 8.0, 7.0), peak: int = 2**30) -> Entry:
     times = {"0/0": seconds, "0/1": 2 * seconds}
-    return Entry(times, losses=[list(losses), list(losses)], peak=peak)
+    return Entry(times, losses={"0": [list(losses), list(losses)]}, peak=peak)
 
 
 def link(**entries: Entry) -> LinkResult:
@@ -63,11 +63,11 @@ def test_a_ratio_is_taken_within_each_round() -> None:
 def test_a_step_takes_as_long_as_its_slower_rank() -> None:
     found = Entry()
     ready = [Ready(Turn([9.0], [8.0 + rank], 1.0, 5), 10) for rank in range(2)]
-    found.began(ready)
+    found.began(0, ready)
     found.took("0/0", [Turn([1.0, 2.0], [7.0, 6.0], 4.0, 30), Turn([2.0, 2.0], [7.5, 6.5], 2.0, 20)])
     assert found.seconds == {"0/0": 2.0}
     assert found.cpu == {"0/0": 3.0}
-    assert found.losses == [[8.0, 7.0, 6.0], [9.0, 7.5, 6.5]]
+    assert found.losses == {"0": [[8.0, 7.0, 6.0], [9.0, 7.5, 6.5]]}
     assert (found.peak_start, found.peak) == (5, 30)
 
 
@@ -82,7 +82,7 @@ def test_a_failure_costs_the_turns_of_its_own_group() -> None:
     found.settle(group=1)
     assert (found.failure, len(found.seconds), found.gaps) == (None, 2, ["rank 0 died"])
     found.failure = "no room"
-    found.began([Ready(Turn([9.0], [8.0], 1.0, 5), 10)] * 2)
+    found.began(1, [Ready(Turn([9.0], [8.0], 1.0, 5), 10)] * 2)
     assert (found.failure, found.gaps) == (None, ["rank 0 died", "no room"])
     found.failure = "rank 0 died"
     found.settle(group=0)
@@ -146,6 +146,29 @@ def test_other_losses_are_a_failure_and_take_part_in_no_ratio() -> None:
     assert "FAILED: other losses: 7.1 where 7 is right" in printed(result(loopback=found))
 
 
+@pytest.mark.parametrize("group", ["0", "1"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_losses_of_every_start_and_every_rank_count(group: str, rank: int) -> None:
+    wrong = entry(2.4)
+    wrong.losses["1"] = [list(losses) for losses in wrong.losses["0"]]
+    wrong.losses[group][rank][1] = 8.1
+    found = link(zcompile_3=wrong)
+    fail_other_losses(found)
+    assert wrong.failure == f"other losses: 8.1 where 8 is right, step 1, rank {rank}"
+
+
+def test_what_was_measured_is_judged_and_ours_decide_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(link_measured: object, options: object, plan: object, found: Result, say: object) -> None:
+        found.links["loopback"] = link(zcompile_3=entry(2.4, losses=(9.0, 8.0, 7.5)))
+
+    monkeypatch.setattr(bench, "measure_link", measured)
+    assert bench.main(["--links", "loopback", "--output", str(tmp_path)]) == 1
+    assert "FAILED: other losses: 7.5 where 7 is right" in (tmp_path / "table.txt").read_text()
+    assert "FAILED" in capsys.readouterr().out
+
+
 def test_a_loss_that_is_no_number_is_a_failure() -> None:
     found = link(zcompile_3=entry(2.4, losses=(9.0, float("nan"), 7.0)))
     fail_other_losses(found)
@@ -189,6 +212,12 @@ def test_each_group_holds_the_references_and_whole_stages() -> None:
         assert [c.name for c in group[:2]] == list(REFERENCES)
     rest = [c.name for group in split for c in group[2:]]
     assert sorted(rest) == sorted(set(names) - set(REFERENCES))
+
+
+def test_references_alone_are_a_group_however_few_fit() -> None:
+    assert [[c.name for c in group] for group in groups(["ddp", "compute-compiled"], 1)] == [
+        ["compute-compiled", "ddp"]
+    ]
 
 
 def test_a_machine_without_the_tools_leaves_the_link_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -247,7 +276,14 @@ def test_the_line_is_measured_over_loopback(tmp_path: Path) -> None:
 
 
 def test_the_command_refuses_what_cannot_be_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in ((["--rounds", "0"], "give 1 or more"), (["--only", "fsdp3"], "invalid choice")):
+    for arguments, message in (
+        (["--rounds", "0"], "give 1 or more"),
+        (["--together", "-1"], "give 1 or more"),
+        (["--timeout", "0"], "give 1 or more"),
+        (["--only", "fsdp3"], "invalid choice"),
+        (["--output", __file__], "cannot be written to"),
+        (["--output", "/proc/nowhere"], "cannot be written to"),
+    ):
         with pytest.raises(SystemExit):
             parse(arguments)
         assert message in capsys.readouterr().err
