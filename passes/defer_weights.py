@@ -17,8 +17,8 @@ from torch import fx
 
 from zcompile.derived import derived_values
 from zcompile.ops import Item, Phase, Results, data
-from zcompile.passes.outline_regions import runs
 from zcompile.program import Program
+from zcompile.runs import runs
 
 LARGE_BYTES = 1024 * 1024
 """Gradients of the last unit from which the exchange takes longer than a region more is worth."""

@@ -38,35 +38,18 @@ from zcompile.ops import (
     set_data,
 )
 from zcompile.program import Program, Region, set_results
+from zcompile.runs import runs
 
 
-def outline_regions(program: Program) -> Program:
-    """A program whose body is calls of regions only."""
+def outline_regions(program: Program, *, fuses: bool = True) -> Program:
+    """A program whose body is calls of regions only; `fuses`: of what compiles them, see `zcompile.fusion`."""
     derived = derived_values(program)
     symbols = find_symbol_binding_fx_nodes(program.graph)
-    outer = _Outer(program)
+    outer = _Outer(program, fuses)
     for phase in Phase:
         for run in runs([node for node in program.body(phase) if node not in derived]):
             outer.call(_Outline(program, derived, run, symbols), phase)
     return outer.finished()
-
-
-def runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Maximal runs of one unit; glue joins the run before it, at the beginning the one after."""
-    runs: list[list[fx.Node]] = []
-    home: dict[fx.Node, list[fx.Node]] = {}
-    current = ""
-    for node in nodes:
-        if isinstance(data(node).op, Item):
-            home[node] = home[node.all_input_nodes[0]]
-        else:
-            unit = data(node).unit
-            if not runs or (unit and current and unit != current):
-                runs.append([])
-            current = unit or current
-            home[node] = runs[-1]
-        home[node].append(node)
-    return runs
 
 
 @dataclass
@@ -150,8 +133,8 @@ class _Outline:
 class _Outer:
     """The outer program while it is written."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, fuses: bool) -> None:
+        self.program, self.fuses = program, fuses
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.regions: dict[str, Region] = {}
@@ -176,7 +159,7 @@ class _Outer:
         call = self.graph.create_node("call_function", region, (found.name, *args), name=name)
         if single:
             self._give(single, call, found, 0)
-            held = replace(held, type=data(call).type, view=data(call).view)
+            held = replace(held, type=data(call).type, view=data(call).view, storage=data(call).storage)
         set_data(call, held)
         for index, node in enumerate(outline.gives if single is None else ()):
             item = self.graph.create_node("call_function", operator.getitem, (call, index), name=node.name)
@@ -185,11 +168,14 @@ class _Outer:
 
     def _give(self, node: fx.Node, result: fx.Node, found: Region, index: int) -> None:
         result.meta = dict(node.meta)
-        set_data(result, replace(data(node), view=_shares_memory(found.outputs, index)))
+        view = _shares_memory(found.outputs, index)
+        kept, shown = data(_root(found.outputs[index])).nbytes, data(node).type
+        storage = kept if not view and shown and kept != shown.nbytes else 0
+        set_data(result, replace(data(node), view=view, storage=storage))
         self.values[node] = result
 
     def _region(self, outline: _Outline) -> Region:
-        found = outline.region(f"region_{len(self.regions)}")
+        found = replace(outline.region(f"region_{len(self.regions)}"), fuses=self.fuses)
         same = self.equal.setdefault(found.key(), found)
         self.regions[same.name] = same
         return same

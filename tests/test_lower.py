@@ -12,8 +12,8 @@ from torch import nn
 
 import zcompile
 from zcompile._torch import is_symbolic, prepare_inductor
-from zcompile.lower import RegionCache, spread
 from zcompile.program import Region
+from zcompile.regions import RegionCache, spread
 
 
 def test_few_neighbouring_ranks_begin_far_apart() -> None:

@@ -34,6 +34,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing  # a graph compiled again for other parameters
 from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
+from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op, ...) -> generator's state, result
+from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (state, op, ...) -> the same result
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
@@ -72,7 +74,10 @@ __all__ = [
     "post_accumulate_hooks",
     "prepare_inductor",
     "promise_no_donated_buffers",
+    "random_state",
+    "replayed_random",
     "retracing",
+    "saved_random",
     "supports_foreach",
     "tracing_again",
     "tracing_context",
@@ -267,6 +272,14 @@ def _quiet(name: str) -> Iterator[None]:
 
 def _refuse(_: logging.LogRecord) -> bool:
     return False
+
+
+def random_state(drawn: Any) -> torch.Tensor:
+    """A fake of the state of the generator that drew these fake numbers."""
+    tensor = next(leaf for leaf in tree_leaves(drawn) if isinstance(leaf, FakeTensor))
+    generator = torch if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)
+    state: torch.Tensor = tensor.fake_mode.from_tensor(generator.get_rng_state())
+    return state
 
 
 def default_store() -> dist.Store:

@@ -159,6 +159,10 @@ class _Reader:
         self.constants: dict[str, Any] = {}
         self.modules: dict[str, fx.GraphModule] = {}
         self.primals: list[tuple[fx.Node, str | None]] = []
+        described = joint.graph.output_node().meta.get("desc", ())
+        mutated = (getattr(getattr(one, "mutated_input", None), "idx", None) for one in described)
+        self.mutated = {index for index in mutated if index is not None}
+        """Inputs that the forward writes to."""
 
     def read(self, num_outputs: int, layout: Layout) -> Program:
         for node in self.joint.graph.find_nodes(op="placeholder"):
@@ -181,7 +185,7 @@ class _Reader:
         # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors say which one it means.
         index = getattr(node.meta.get("desc"), "idx", None)
         readable, parameter = self.inputs[index] if index is not None else (node.name, None)
-        op = Parameter(parameter) if parameter else Input(Kind.DATA, len(self.primals))
+        op = Parameter(parameter) if parameter else Input(Kind.DATA, len(self.primals), index in self.mutated)
         self.primals.append((node, parameter))
         return self._copy(node, Data(op), identifier(readable))
 
@@ -232,10 +236,8 @@ class _Reader:
         return {*layout.trainable} - gradients.keys()
 
     def _refuse_mutated_parameters(self) -> None:
-        for described in self.joint.graph.output_node().meta.get("desc", ()):
-            index = getattr(getattr(described, "mutated_input", None), "idx", None)
-            name = self.inputs[index][1] if index is not None else None
-            if name:
+        for index in sorted(self.mutated):
+            if name := self.inputs[index][1]:
                 fix = "keep what changes in a buffer, or change parameters between steps"
                 raise CaptureError(name, "the model's forward writes to this parameter", fix)
 

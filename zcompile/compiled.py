@@ -48,6 +48,7 @@ def compile(
     units: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
@@ -71,8 +72,10 @@ def compile(
         dtype: In which floating-point parameters are gathered and computed with, under `torch.autocast` of that dtype;
             shards, gradients and optimizer state keep the model's. By default everything is in the model's dtype.
         reduce_dtype: In which gradients are averaged over the ranks; by default float32 where `dtype` is given.
-        memory_limit: Bytes, or "2 GiB", that a step may hold beside shards and optimizer state, by prediction: under
-            stage 3 as many units as fit stay full for the backward.
+        checkpoint: What the backward computes again: "unit", all of a unit but its input; a size ("2 GiB"), a share of
+            the peak (0.6) or "auto", the device's free memory: the cheapest choice with which a step takes no more.
+        memory_limit: Bytes, or "2 GiB", that a step may hold beside shards and optimizer state: under stage 3 as many
+            units as fit stay full for the backward.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
@@ -86,18 +89,33 @@ def compile(
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
-    options = Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump, memory_limit)
+    options = Options(stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit)
     given = None if weights is None else open_weights(weights)
-    device = _device(model, mesh)
-    communicator = Communicator(resolve_mesh(mesh, device), device)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
-    check_optimizers(optimizers, model)
+    communicator = _communicator(model, mesh)
+    optimizers = _optimizers(optimizer, model)
     layout = make_layout(model, STAGES[stage], communicator.size, units, options.precision)
-    agreement = Agreement(communicator)
-    agreement.reach("the model", [str(options), *_model_lines(model, layout)])
+    agreement = _agreed(communicator, [str(options), *_model_lines(model, layout)])
     shards, sites, retired = shard_model(model, layout, communicator, given)
     point_at_shards(optimizers, shards.values(), retired)
     return CompiledModule(model, Engine(layout, shards, communicator, agreement, options), sites, retired)
+
+
+def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:
+    device = _device(model, mesh)
+    return Communicator(resolve_mesh(mesh, device), device)
+
+
+def _optimizers(given: Optimizer | Sequence[Optimizer] | None, model: nn.Module) -> Sequence[Optimizer]:
+    optimizers = [given] if isinstance(given, Optimizer) else given or ()
+    check_optimizers(optimizers, model)
+    return optimizers
+
+
+def _agreed(communicator: Communicator, lines: Sequence[str]) -> Agreement:
+    """What ranks agree by, once they have the same model."""
+    agreement = Agreement(communicator)
+    agreement.reach("the model", lines)
+    return agreement
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:

@@ -11,7 +11,7 @@ import torch
 
 from zcompile.errors import OptionError
 from zcompile.layout import STAGES
-from zcompile.options import bytes_of, check_backend, check_dtype, check_prefetch, check_stage
+from zcompile.options import bytes_of, check_backend, check_dtype, check_prefetch, check_stage, checkpoint_of
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.pipelines import pipeline
 from zcompile.prefetching import Schedule
@@ -34,6 +34,7 @@ class Options:
     prefetch: int | Literal["auto"] = 2
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    checkpoint: str | int | float | None = None
     passes: Pipeline | Mapping[str, Pass | None] | None = None
     backend: str = "inductor"
     dump: str | os.PathLike[str] | None = None
@@ -47,11 +48,13 @@ class Options:
         check_backend(self.backend)
         check_dtype("dtype", self.dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
+        checkpoint_of(self.checkpoint)
         self.pipeline()
 
     def __str__(self) -> str:
         limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
-        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{limit}"
+        checkpoint = f" checkpoint {self.checkpoint}" if self.checkpoint is not None else ""
+        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{limit}{checkpoint}"
 
     @property
     def precision(self) -> Precision:
@@ -63,6 +66,11 @@ class Options:
         return bytes_of("memory_limit", self.memory_limit)
 
     @property
+    def has_budget(self) -> bool:
+        """True where checkpoints are placed so that memory suffices."""
+        return checkpoint_of(self.checkpoint) not in (None, "unit")
+
+    @property
     def schedule(self) -> Schedule:
         """What is used until a schedule has been chosen, and where nothing is to be chosen."""
         return Schedule() if self.prefetch == "auto" else Schedule(self.prefetch)
@@ -72,10 +80,11 @@ class Options:
         """True where the schedule depends on what is traced."""
         return self.prefetch == "auto" or self.limit is not None
 
-    def pipeline(self, schedule: Schedule | None = None, *, keeps: bool = True) -> Pipeline:
+    def pipeline(self, schedule: Schedule | None = None, *, keeps: bool = True, free: int | None = None) -> Pipeline:
         """The passes: those given, or the stage's with the changes that are given.
 
-        Without `keeps`, no unit stays full from the forward to the backward.
+        Without `keeps`, no unit stays full from the forward to the backward. `free` bytes are what checkpoint="auto"
+        may use; without them it is left out.
         """
         if isinstance(self.passes, Pipeline):
             self._check_alone(self.passes)
@@ -90,6 +99,8 @@ class Options:
             memory_limit=self.memory_limit,
             kept=schedule.kept,
             small=schedule.small,
+            checkpoint=free if self.checkpoint == "auto" else self.checkpoint,
+            whole=keeps,
         )
         changed = default.changed(self.passes or {})
         return changed if keeps else changed.changed({name: None for name in changed.names if name in KEEPING})
@@ -100,8 +111,9 @@ class Options:
             found = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
             raise OptionError("stage", found, fix)
-        if self.chooses:
-            option = "memory_limit" if self.memory_limit is not None else "prefetch"
+        if self.chooses or self.checkpoint is not None:
+            ignored = (name for name in ("memory_limit", "checkpoint") if getattr(self, name) is not None)
+            option = next(ignored, "prefetch")
             fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"
             if option == "prefetch":
                 fix = "give a number, or changes to the pipeline by name"

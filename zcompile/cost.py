@@ -44,12 +44,13 @@ def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> tuple[int, int]:
     """FLOPs of a node, and the bytes that it reads and writes; (0, 0) for what does not compute."""
     op = data(node).op
     if isinstance(op, Call):
-        inner = [_aten_cost(n) for n in regions[op.region].graph.nodes if n.op == "call_function"]
+        inner = [aten_cost(n) for n in regions[op.region].graph.nodes if n.op == "call_function"]
         return sum(flops for flops, _ in inner), sum(touched for _, touched in inner)
-    return _aten_cost(node) if isinstance(op, Compute) else (0, 0)
+    return aten_cost(node) if isinstance(op, Compute) else (0, 0)
 
 
-def _aten_cost(node: fx.Node) -> tuple[int, int]:
+def aten_cost(node: fx.Node) -> tuple[int, int]:
+    """FLOPs of an ATen operation, and the bytes that it reads and writes; none of either for a view."""
     held = data(node)
     touched = 0 if held.view else held.nbytes + sum(_bytes(source) for source in node.all_input_nodes)
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))

@@ -24,21 +24,26 @@ from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.errors import AgreementError, OptionError, TimelineError
 from zcompile.layout import Layout, Unit
-from zcompile.lower import RegionCache, Session, Step
+from zcompile.lower import Session, Step
 from zcompile.ops import Parameter, Phase, op_of
 from zcompile.passes.keep_within import check_fits
 from zcompile.pipeline import Journal, Pipeline
 from zcompile.prefetching import Schedule, choose, fit
 from zcompile.program import Program
+from zcompile.regions import RegionCache
 from zcompile.report import Break, dump_programs, explain
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.calibration import measure
+from zcompile.runtime.device_memory import free_bytes
 from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
 from zcompile.timeline import Timeline
+
+MARGIN = 0.9
+"""Share of the free memory that checkpoint="auto" fills: operations take some while they run, allocators waste some."""
 
 
 class Engine:
@@ -148,7 +153,8 @@ class Engine:
             if not self._chosen and keeps and traced.has_backward:
                 self.schedule = self._chosen_schedule(traced)
                 self._chosen = True
-            program = self.options.pipeline(self.schedule, keeps=keeps).run(traced, journal)
+            pipeline = self.options.pipeline(self.schedule, keeps=keeps, free=self._free_bytes())
+            program = pipeline.run(traced, journal)
             step = Step(traced, program, self.regions, self._session)
         self.steps.append(step)
         self.recorder.captured()
@@ -166,10 +172,22 @@ class Engine:
             OptionError: it does not, and there is a memory limit, which programs of their own cannot keep.
         """
         keeps = len(traced.layout.params) == len(self.layout.params)
-        if not keeps and traced.has_backward and self.options.memory_limit is not None:
-            found = "cannot be kept: the model runs as several programs, each of which knows of itself alone"
-            raise OptionError("memory_limit", found, "mend the graph breaks (see explain()), or leave it out")
+        bounds = {"memory_limit": self.options.limit is not None, "checkpoint": self.options.has_budget}
+        for option, given in bounds.items():
+            if given and not keeps and traced.has_backward:
+                found = "cannot be kept: the model runs as several programs, each of which knows of itself alone"
+                raise OptionError(option, found, "mend the graph breaks (see explain()), or leave it out")
         return keeps
+
+    def _free_bytes(self) -> int | None:
+        """What checkpoint="auto" may use: what is free but for two moments of an optimizer, which may be still to come.
+
+        Ranks may find different figures: what a rank computes again is no concern of the others'.
+        """
+        if self.options.checkpoint != "auto":
+            return None
+        moments = 2 * sum(param.shard_numel * param.dtype.itemsize for param in self.layout.params)
+        return max(int(MARGIN * (free_bytes(self.communicator.device) - moments)), 1)
 
     def _chosen_schedule(self, traced: Program) -> Schedule:
         """The schedule of the first program that trains, for it and all that come. Collective.

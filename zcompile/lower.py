@@ -1,97 +1,26 @@
-"""Lowering: regions compiled, the program's text loaded, and the step run under AOTAutograd's calling convention."""
+"""Lowering: the program's text loaded, and the step run under AOTAutograd's calling convention."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from zcompile._torch import HigherOrderOperator, compile_with_inductor, is_symbolic
+from zcompile._torch import is_symbolic
 from zcompile.facts import verify
 from zcompile.ops import AllGather, Call, Input, Item, Kind, Parameter, Phase, Release, Shards, WaitGather, data, op_of
 from zcompile.pipeline import ALWAYS
 from zcompile.pipelines import ACCUMULATE
 from zcompile.printer import function_text, inputs_of
-from zcompile.program import Program, Region
+from zcompile.program import Program
+from zcompile.regions import RegionCache
 from zcompile.runtime.executor import BoundUnit, load
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.recorder import Line, Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
-from zcompile.strides import keep_strides
-
-
-@dataclass
-class RegionCache:
-    """Compiled regions by structure, for all programs of one model."""
-
-    backend: str
-    rank: int = 0
-    ready: Callable[[], None] = lambda: None
-    """Returns when the backend may compile."""
-    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    seconds: float = 0.0
-    """Spent compiling so far."""
-
-    def get_all(self, found: Mapping[str, Region]) -> dict[str, Callable[..., Any]]:
-        """All of `found` compiled, by name.
-
-        Each rank begins elsewhere: where ranks share Inductor's cache, one finds there what another has compiled.
-        Nobody waits for anybody, and a rank that finds nothing compiles all.
-        """
-        names = list(found)
-        start = int(len(names) * spread(self.rank))
-        for name in (*names[start:], *names[:start]):
-            self.get(found[name])
-        return {name: self.get(region) for name, region in found.items()}
-
-    def get(self, found: Region) -> Callable[..., Any]:
-        """`found` compiled; equal regions of any program compile once."""
-        key = found.key()
-        if key not in self.compiled:
-            started = time.perf_counter()
-            self.ready()
-            self.compiled[key] = _compile(found, self.backend)
-            self.seconds += time.perf_counter() - started
-        return self.compiled[key]
-
-
-def spread(rank: int) -> float:
-    """A place of its own in [0, 1) for each rank, those of any few neighbours far apart: 0, 1/2, 1/4, 3/4, 1/8, ..."""
-    return int(f"{rank:b}"[::-1], 2) / (1 << rank.bit_length())
-
-
-def _compile(found: Region, backend: str) -> Callable[..., Any]:
-    """`found` as a function of a call's arguments: units' full parameters first, then values."""
-    graph = fx.Graph()
-    result: Any = graph.graph_copy(found.graph, {}, return_output_node=True)
-    graph.output(found_outputs := result[0] if isinstance(result[0], tuple) else (result[0],))
-    root = torch.nn.Module()
-    for name, module in found.modules.items():
-        setattr(root, name, module)
-    module = fx.GraphModule(root, graph)
-    if backend == "inductor" and not _replays_random(graph):
-        inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-        keep_strides(module, inputs)
-        run = compile_with_inductor(module, inputs)
-    else:
-        run = module.forward
-    takes, single = found.takes, len(found_outputs) == 1
-
-    def call(*args: Any) -> Any:
-        results = run(*[args[index] if item is None else args[index][item] for index, item in takes])
-        return results[0] if single else results
-
-    return call
-
-
-def _replays_random(graph: fx.Graph) -> bool:
-    """True for checkpointed random operations: Inductor takes them only with the step's own joint graph in hand."""
-    names = {node.target.name() for node in graph.nodes if isinstance(node.target, HigherOrderOperator)}
-    return not names.isdisjoint({"run_and_save_rng_state", "run_with_rng_state"})
 
 
 @dataclass(frozen=True)

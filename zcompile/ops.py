@@ -38,6 +38,8 @@ class Input:
 
     kind: Kind
     index: int
+    mutated: bool = False
+    """True if the forward writes to it: once it has run, the value that it read is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +168,13 @@ class Data:
     """The unit whose region it belongs to, once assigned; empty for glue between units."""
     view: bool = False
     """True if the value shares the memory of another one."""
+    storage: int = 0
+    """Bytes of the memory that the value keeps alive, where that is not what it shows; printed behind the type."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of new memory that the value takes."""
-        return self.type.nbytes if self.type and not self.view else 0
+        return (self.storage or self.type.nbytes) if self.type and not self.view else 0
 
 
 _KEY = "zcompile"

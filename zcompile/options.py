@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Literal
 
 import torch
 
@@ -45,6 +46,26 @@ def bytes_of(option: str, size: object) -> int | None:
             option, f"{size!r} is no size", "give a number of bytes, or a text such as '512 MiB' or '2 GB'"
         )
     return int(count)
+
+
+def checkpoint_of(checkpoint: object) -> Literal["unit", "auto"] | int | float | None:
+    """What is meant by `checkpoint=`: a word, a size in bytes, or a share of the peak.
+
+    Raises:
+        OptionError: it is none of them.
+    """
+    if checkpoint is None or checkpoint == "unit" or checkpoint == "auto":
+        return checkpoint
+    if isinstance(checkpoint, float):
+        if not 0 < checkpoint < 1:
+            fix = "give a share of the peak between 0 and 1, such as 0.5, or leave it out to save all"
+            raise OptionError("checkpoint", f"{checkpoint!r} is no share that has an effect", fix)
+        return checkpoint
+    try:
+        return bytes_of("checkpoint", checkpoint)
+    except OptionError as error:
+        fix = "give 'unit', 'auto', a size such as '512 MiB', or a share of the peak such as 0.5"
+        raise OptionError("checkpoint", f"{checkpoint!r} is no setting", fix) from error
 
 
 _FACTORS = {"": 1} | {

@@ -27,7 +27,8 @@ from zcompile.program import Program, Region, set_results
 from zcompile.tensor_type import TensorType, dtype_of
 
 _MARGIN = re.compile(
-    r"#\s*(?P<types>(?:&?\w+\[[^\]]*\](?:,\s*)?)*)\s*(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
+    r"#\s*(?P<types>(?:&?\w+\[[^\]]*\](?:@\d+)?(?:,\s*)?)*)\s*"
+    r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
 )
 _NAMESPACE: dict[str, Any] = {
     "aten": torch.ops.aten,
@@ -54,14 +55,17 @@ def parse(text: str) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """The type of one value in a margin, None for a size; and whether it shares another value's memory."""
+    """The type of one value in a margin, None for a size; whether it shares another value's memory, or keeps more."""
 
     type: TensorType | None = None
     view: bool = False
+    storage: int = 0
 
     @classmethod
     def parse(cls, text: str) -> _Type:
-        return cls() if "int[]" in text else cls(TensorType.parse(text), text.startswith("&"))
+        if "int[]" in text:
+            return cls()
+        return cls(TensorType.parse(text), text.startswith("&"), int(text.partition("@")[2] or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def _margins(text: str) -> dict[int, _Margin]:
     margins = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and (found := _MARGIN.match(token.string)):
-            types = tuple(map(_Type.parse, re.findall(r"&?\w+\[[^\]]*\]", found["types"])))
+            types = tuple(map(_Type.parse, re.findall(r"&?\w+\[[^\]]*\](?:@\d+)?", found["types"])))
             margins[token.start[0]] = _Margin(types, found["source"].strip())
     return margins
 
@@ -186,9 +190,9 @@ class _Parser:
         elif kind == "parameter":
             op = Parameter(rest)
         else:
-            op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index)
+            op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated")
         phase = scope.phase if kind == "tangent" else Phase.FORWARD
-        source = margin.source if isinstance(op, Input) and op.kind is Kind.DATA else ""
+        source = margin.source if isinstance(op, Input) and op.kind is Kind.DATA and not op.mutated else ""
         prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
         node = scope.graph.create_node("placeholder", f"{prefix}_{index}", name=name)
         node.meta["partitioner_tag"] = "is_backward" if kind == "tangent" else "is_forward"
@@ -223,7 +227,7 @@ class _Parser:
             if isinstance(element, ast.Name) and element.id != "_":
                 node = scope.graph.create_node("call_function", operator.getitem, (source, index), name=element.id)
                 found = next(types, _Type())
-                held = Data(Item(index), scope.phase, found.type, margin.source, view=found.view)
+                held = Data(Item(index), scope.phase, found.type, margin.source, view=found.view, storage=found.storage)
                 scope.names[element.id] = self._typed(node, held)
 
     def _call(self, call: ast.Call, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
@@ -247,6 +251,7 @@ class _Parser:
                 margin.first.type,
                 margin.source,
                 view=margin.first.view,
+                storage=margin.first.storage,
             ),
         )
 

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Literal
 
 from zcompile import facts
+from zcompile.errors import OptionError
 from zcompile.layout import SMALL_BYTES, STAGES
-from zcompile.options import bytes_of, check_prefetch, check_stage
+from zcompile.options import bytes_of, check_prefetch, check_stage, checkpoint_of
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.defer_weights import defer_weights
@@ -18,10 +19,12 @@ from zcompile.passes.keep_full import keep_full
 from zcompile.passes.keep_within import keep_within
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
+from zcompile.passes.place_checkpoints import place_checkpoints
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
 from zcompile.passes.split_phases import split_phases
 from zcompile.pipeline import Pass, Pipeline
+from zcompile.program import Program
 
 ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,), (facts.ACCUMULATED_ONCE,))
 """Not part of a pipeline: applied to a finished program of stage 0 or 1, for backwards under `no_sync`."""
@@ -36,6 +39,8 @@ def pipeline(
     memory_limit: int | str | None = None,
     kept: Sequence[str] | None = None,
     small: int = SMALL_BYTES,
+    checkpoint: str | int | float | None = None,
+    whole: bool = True,
 ) -> Pipeline:
     """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
 
@@ -48,18 +53,23 @@ def pipeline(
             `zcompile.memory` predicts it. Under stage 3 as many units as fit are kept from the forward to the backward.
         kept: Those units, where they have been chosen already; the limit is then not checked again.
         small: Parameters of at most so many bytes travel packed with their neighbours.
+        checkpoint: What the backward computes again: all of a unit but its input ("unit"), or the cheapest choice with
+            which the step holds at most these bytes (a number, "512 MiB"), or this share of its peak (a float).
+        whole: False for programs that are parts of a model, where a checkpoint setting may be without effect.
 
     Raises:
-        OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size.
+        OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
     """
     check_stage(stage)
     check_prefetch(prefetch)
     limit = bytes_of("memory_limit", memory_limit)
     bounded = facts.units_bounded(prefetch)
+    fuses = partition == "min_cut"
     split = Pass("split_phases", partial(split_phases, partition=partition), ensures=(facts.PHASES_SPLIT,))
     assign = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,))
     defer = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
-    outline = Pass("outline_regions", outline_regions, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,))
+    outlined = partial(outline_regions, fuses=fuses)
+    outline = Pass("outline_regions", outlined, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,))
     pack = Pass("pack_small", partial(pack_small, small=small), (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,))
     gather = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
     reduce = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
@@ -67,7 +77,7 @@ def pipeline(
     ensures = () if limit else (bounded,)
     ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures)
     sink = Pass("sink_waits", partial(sink_waits, depth=max(prefetch, 1)), (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,))
-    passes = [split, assign, defer, outline, pack, gather, reduce]
+    passes = [defer, outline, pack, gather, reduce]
     if STAGES[stage].parameters_sharded:
         passes.append(keep)
     if STAGES[stage].optimizer_sharded:
@@ -77,4 +87,28 @@ def pipeline(
         within = partial(keep_within, memory_limit=limit, units=kept)
         fits = (facts.memory_bounded(limit),) if kept is None else ()
         passes.append(Pass("keep_within", within, (facts.WAITS_SUNK,), fits))
-    return Pipeline(STAGES[stage], tuple(passes))
+    budget = checkpoint_of(checkpoint)
+    place = _checkpoints(budget, passes, fuses=fuses, whole=whole)
+    goals = (facts.memory_bounded(budget),) if isinstance(budget, int) and not limit else ()
+    return Pipeline(STAGES[stage], (split, assign, *place, *passes), (facts.VOLUME_RIGHT, *goals))
+
+
+def _checkpoints(
+    checkpoint: Literal["unit", "auto"] | int | float | None, following: Sequence[Pass], *, fuses: bool, whole: bool
+) -> list[Pass]:
+    """The pass that places checkpoints, if any, before those that are `following`.
+
+    What is kept full within a memory limit comes on top of a budget.
+    """
+    if checkpoint is None:
+        return []
+    if checkpoint == "auto":
+        raise OptionError("checkpoint", "'auto' wants to know a device", "give it to zcompile.compile, or a size here")
+
+    def finish(program: Program) -> Program:
+        for step in following:
+            program = program if step.name == "keep_within" else step(program)
+        return program
+
+    place = partial(place_checkpoints, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
+    return [Pass("place_checkpoints", place, (facts.UNITS_ASSIGNED,))]

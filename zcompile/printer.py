@@ -195,15 +195,16 @@ def _argument(program: Program, node: fx.Node) -> Line:
             return Line(f"{node.name},", _type_text(held), source=f"parameter {name}")
         case WaitGather(unit):
             return Line(f"{node.name},", source=f"full unit {unit}")
-        case Input(kind) if kind is not Kind.DATA:
-            return Line(f"{node.name},", _type_text(held), source=str(kind))
+        case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
+            return Line(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
         case _:
             return Line(f"{node.name},", _type_text(held), source=held.source)
 
 
 def _type_text(held: Data) -> str:
-    """The type; with `&` before it where the value shares the memory of another one."""
-    return f"{'&' if held.view else ''}{held.type}" if held.type else "int[]"
+    """The type; with `&` before it where the value shares the memory of another one, and what it keeps beside."""
+    kept = f"@{held.storage}" if held.storage else ""
+    return f"{'&' if held.view else ''}{held.type}{kept}" if held.type else "int[]"
 
 
 def _statement(node: fx.Node, delta: int) -> list[Line]:

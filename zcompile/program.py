@@ -59,6 +59,8 @@ class Region:
     takes: tuple[tuple[int, int | None], ...]
     modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     """Graphs that higher-order operations in `graph` call, by attribute name."""
+    fuses: bool = True
+    """False if operations run one by one, each writing its result to memory."""
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -108,6 +110,8 @@ class Program:
     modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     """Trainable parameters that the traced code does not use, so that they have no gradient here."""
+    notes: tuple[str, ...] = ()
+    """What passes have to say of their choices; `explain()` shows it."""
     phases: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD)
 
     # -- reading --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import fx
 
 from zcompile.layout import Layout
+from zcompile.memory import peak_bytes
 from zcompile.ops import AllGather, Call, Phase, Reduce, WaitGather, WaitReduce, data, op_of
 from zcompile.pipeline import Journal
 from zcompile.program import Program
@@ -65,6 +66,9 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
         console.print(f"\nprogram {number} ({kind}, digest {program.digest()[:12]})")
         console.print(f"  {_volume_line(program)}")
         console.print(f"  predicted peak of full parameters: {human_bytes(peak_full_bytes(program))}")
+        console.print(f"  predicted peak beside shards and optimizer state: {human_bytes(peak_bytes(program))}")
+        for note in program.notes:
+            console.print(f"  {note}", soft_wrap=True, markup=False, highlight=False)
         console.print(_overlap_table(program))
     if programs:
         console.print(f"\n{regions} distinct regions compiled for {sum(len(p.nodes(Call)) for p in programs)} calls")

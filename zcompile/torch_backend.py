@@ -9,6 +9,7 @@ and an optimizer over them is pointed at the shards when it first steps.
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -374,6 +375,7 @@ def backend(
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
@@ -389,7 +391,7 @@ def backend(
         OptionError: a stage, prefetch, dtype or backend that cannot be meant.
         PipelineError: a pass that is unknown, missing or out of place.
     """
-    return Backend(Options(stage, prefetch, dtype, reduce_dtype, passes, backend, dump, memory_limit), mesh)
+    return Backend(Options(stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit), mesh)
 
 
 def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
@@ -398,7 +400,7 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
     Raises:
         OptionError: an option that `zcompile.backend` does not have.
     """
-    known = ("stage", "prefetch", "mesh", "dtype", "reduce_dtype", "memory_limit", "passes", "backend", "dump")
+    known = tuple(inspect.signature(backend).parameters)
     for option in options or {}:
         if option not in known:
             raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, known))

@@ -304,6 +304,71 @@ def backward(box):
 """
 
 
+PART = """
+def forward(box):
+    (
+        a_weight,                      # f32[4, 4]           parameter a.weight
+        b_weight,                      # f32[4, 4]           parameter b.weight
+        x,                             # f32[8, 4]
+    ) = unbox(box)
+    h = aten.mm.default(x, a_weight)   # f32[8, 4]   +128 B  a
+    del x                              #             -128 B
+    s = aten.slice.Tensor(h, 0, 0, 4)  # &f32[4, 4]          a
+    del h                              #             -128 B
+    y = aten.mm.default(s, b_weight)   # f32[4, 4]   +64 B   b
+    del s
+    return [y], []
+"""
+
+PART_OUTLINED = """
+def forward(box):
+    (
+        a,              #                1 parameters  unit a
+        b,              #                1 parameters  unit b
+        x,              # f32[8, 4]
+    ) = unbox(box)
+    s = region_0(a, x)  # f32[4, 4]@128  +128 B        a
+    del x               #                -128 B
+    y = region_1(b, s)  # f32[4, 4]      +64 B         b
+    del s               #                -128 B
+    return [y], []
+"""
+
+PART_REGIONS = """
+world = 2
+stage = 3
+units = {
+    "a": [
+        "a.weight f32[4, 4]",
+    ],
+    "b": [
+        "b.weight f32[4, 4]",
+    ],
+}
+packed = {
+}
+
+
+def region_0(box):
+    (
+        a_weight,                      # f32[4, 4]           argument 0 item 0
+        x,                             # f32[8, 4]           argument 1
+    ) = unbox(box)
+    h = aten.mm.default(x, a_weight)   # f32[8, 4]   +128 B  a
+    s = aten.slice.Tensor(h, 0, 0, 4)  # &f32[4, 4]          a
+    return [s]
+
+
+def region_1(box):
+    (
+        b_weight,                     # f32[4, 4]         argument 0 item 0
+        s,                            # f32[4, 4]         argument 1
+    ) = unbox(box)
+    y = aten.mm.default(s, b_weight)  # f32[4, 4]  +64 B  b
+    return [y]
+"""
+
+
 def outlined(program: Program) -> Program:
     """Units are not printed: a parsed program has none yet."""
     return outline_regions(assign_units(program))
@@ -319,6 +384,11 @@ def test_a_view_of_a_parameter_is_taken_inside_each_region_that_reads_it() -> No
 
 def test_glue_joins_the_region_beside_it_and_shared_memory_is_marked() -> None:
     check(outlined, PAIR, GLUE, GLUE_OUTLINED, GLUE_REGIONS)
+
+
+def test_a_part_that_leaves_a_region_keeps_the_whole() -> None:
+    result = check(outlined, PAIR, PART, PART_OUTLINED, PART_REGIONS)
+    assert result.memory(result.node("s")) == 8 * 4 * 4
 
 
 def test_regions_do_not_depend_on_the_stage() -> None:

@@ -1,0 +1,86 @@
+"""place_checkpoints: save less for the backward, and compute the rest again when it is needed.
+
+With checkpoint="unit", of two units that each multiply and apply a sine:
+
+    h = aten.mm.default(x, a)                          h = aten.mm.default(x, a)
+    ya = aten.sin.default(h)                           ya = aten.sin.default(h)
+    ...                                                ...
+    return [y], [h, x, ya, ...]           ->           return [y], [x, ya, ...]
+
+    c = aten.cos.default(h)                            h_1 = aten.mm.default(x, a)
+    dh = aten.mul.Tensor(dya, c)                       c = aten.cos.default(h_1)
+                                                       dh = aten.mul.Tensor(dya, c)
+
+A budget chooses value by value (`zcompile.checkpointing`), so that the step holds no more and the least time is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from zcompile.checkpointing import Budget, Choice, by_unit
+from zcompile.cost import aten_cost
+from zcompile.errors import OptionError
+from zcompile.ops import Phase, data
+from zcompile.program import Program
+from zcompile.recompute import Turn, recompute
+from zcompile.tensor_type import human_bytes
+
+
+def place_checkpoints(
+    program: Program,
+    *,
+    checkpoint: Literal["unit"] | int | float,
+    finish: Callable[[Program], Program] = lambda program: program,
+    fuses: bool = True,
+    whole: bool = True,
+) -> Program:
+    """A program whose backward computes values of the forward again in place of reading them.
+
+    Args:
+        program: With phases split and units assigned.
+        checkpoint: "unit" saves the input of each unit; a number of bytes bounds what the finished program holds
+            beside shards and optimizer state, a float that as a share of what it holds without checkpoints.
+        finish: The passes that follow.
+        fuses: Of what compiles the regions, see `zcompile.fusion`.
+        whole: False for a part of a model, which may have nothing to save.
+
+    Raises:
+        OptionError: the budget is too small for any choice, or there is nothing to compute again.
+    """
+    if not program.has_backward:
+        return program.copy()
+    turn = Turn(program)
+    if isinstance(checkpoint, str):
+        made = by_unit(turn)
+        result = recompute(turn, made.again)
+        if whole and not any(made.again.values()):
+            found = f"{checkpoint!r} has no effect: no unit but the last computes anything that can be computed again"
+            raise OptionError("checkpoint", found, "give smaller units=, or leave it out")
+    else:
+        made, result = _within(Budget(turn, finish, fused=fuses), checkpoint)
+    return replace(result, notes=(*program.notes, _note(program, result, made)))
+
+
+def _note(before: Program, after: Program, made: Choice) -> str:
+    saved, again = (sum(data(node).nbytes for node in program.saved()) for program in (before, after))
+    forward = sum(aten_cost(node)[0] for node in before.body(Phase.FORWARD))
+    share = f"{made.flops / forward:.1%} of the forward's FLOPs" if forward else "no FLOPs"
+    gap = f", within {made.gap:.1%} of the least time" if made.gap else ""
+    kept = f"{human_bytes(again)} of activations saved in place of {human_bytes(saved)}"
+    return f"checkpoints: {kept}, {share} computed again{gap}"
+
+
+def _within(budget: Budget, checkpoint: int | float) -> tuple[Choice, Program]:
+    start = budget.untouched()
+    limit = int(checkpoint * start.peak) if isinstance(checkpoint, float) else checkpoint
+    if start.peak <= limit:
+        return start.made, start.program
+    found = budget.within(limit, start)
+    if found.peak > limit:
+        less = f"{human_bytes(limit)} is less than the {human_bytes(found.peak)} that this step takes at the least"
+        fix = f"give at least {found.peak} bytes, a smaller prefetch or batch, or smaller units="
+        raise OptionError("checkpoint", less, fix)
+    return found.made, found.program

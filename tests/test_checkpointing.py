@@ -1,0 +1,242 @@
+"""Checkpoints: numbers that stay what they are, budgets that are kept, and choices as cheap as any."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zcompile
+from tests.models import GPT, batch
+from tests.ranks import Ranks
+from tests.test_training import STEPS, train, train_ddp
+from zcompile import OptionError, Program
+from zcompile.checkpointing import GAP, Choice, Problem, choice
+from zcompile.cost import aten_cost
+from zcompile.memory import peak_bytes
+from zcompile.ops import Phase
+from zcompile.options import checkpoint_of
+from zcompile.recompute import Turn
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+UNITS = {"gpt": None, "conv": ["stages.*"]}
+
+
+def against_ddp(rank: int, kind: str, found: list[object]) -> list[str]:
+    """What differs from DDP's parameters after some steps, by setting."""
+    want = train_ddp(rank, kind, STEPS)
+    differing = []
+    for checkpoint in found:
+        got, _, _ = train(rank, kind, STEPS, checkpoint=checkpoint, units=UNITS[kind], backend="eager")
+        differing += [f"{checkpoint} {name}" for name in want if not torch.equal(got[name], want[name])]
+    return differing
+
+
+@pytest.mark.parametrize("kind", ["gpt", "conv"])
+def test_recomputed_values_are_bit_for_bit_the_same(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(2, against_ddp, kind, ["unit", 0.9]) == [[], []]
+
+
+def against_none(rank: int, kind: str, stage: int, backend: str) -> float:
+    """The largest difference from training without checkpoints."""
+    want, _, _ = train(rank, kind, 2, stage=stage, backend=backend)
+    got, _, _ = train(rank, kind, 2, stage=stage, checkpoint="unit", backend=backend)
+    return max((got[name] - want[name]).abs().max().item() for name in want)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_in_an_odd_world_nothing_changes(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(3, against_none, "mlp", stage, "eager") == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_compiled_regions_recompute_the_same_up_to_rounding(ranks: Ranks) -> None:
+    assert max(ranks.run(3, against_none, "gpt", 3, "inductor")) < 1e-5
+
+
+class Dropping(nn.Module):
+    """Its result tells all masks, and so do the gradients of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((256,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x * self.weight, 0.2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_recomputed_dropout_draws_the_same_numbers(backend: str) -> None:
+    torch.manual_seed(0)
+    compiled = zcompile.compile(Dropping(), checkpoint="unit", backend=backend)
+    for _ in range(2):
+        compiled.zero_grad()
+        given = compiled(torch.ones(256))
+        given.sum().backward()
+        for param in compiled.parameters():
+            torch.testing.assert_close(param.grad.full_tensor(), given.detach() / 2)
+    masks = [node for node in compiled._engine.steps[0].program.saved() if node.meta["val"].dtype is torch.bool]
+    assert len(masks) == 1, "the last unit's only: the others' are drawn again"
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def traced(model: nn.Module, *inputs: torch.Tensor, **options: object) -> Program:
+    """The finished program of a training step in a world of one."""
+    compiled = zcompile.compile(model, backend="eager", **options)  # type: ignore[arg-type]
+    compiled(*inputs).backward()
+    return compiled._engine.steps[0].program
+
+
+def again_flops(program: Program) -> int:
+    """FLOPs of the step; what it has more than another is computed again."""
+    calls = [node for region in program.regions.values() for node in region.graph.nodes if node.op == "call_function"]
+    count = dict.fromkeys(program.regions, 0)
+    for call in program.nodes():
+        if (found := re.fullmatch(r"region_\d+", str(call.args[0]) if call.args else "")) is not None:
+            count[found[0]] += 1
+    flops = {name: sum(aten_cost(n)[0] for n in region.graph.nodes if n.op == "call_function")
+             for name, region in program.regions.items()}  # fmt: skip
+    assert calls
+    return sum(count[name] * flops[name] for name in count)
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(layers=3, width=32)
+
+
+def test_a_budget_is_kept_and_recomputation_falls_as_it_grows() -> None:
+    inputs = batch("gpt", 0, 0, size=8)
+    most = peak_bytes(traced(gpt(), *inputs))
+    with pytest.raises(OptionError, match="at the least") as refused:
+        traced(gpt(), *inputs, checkpoint=1)
+    least = int(re.findall(r"at least (\d+) bytes", str(refused.value))[0])
+    flops = []
+    for share in range(4):
+        budget = least + (most - least) * share // 3
+        program = traced(gpt(), *inputs, checkpoint=budget)
+        assert peak_bytes(program) <= budget
+        flops.append(again_flops(program))
+    assert flops == sorted(flops, reverse=True)
+    assert flops[0] > flops[-1] == again_flops(traced(gpt(), *inputs))
+
+
+def test_a_share_is_one_of_the_peak() -> None:
+    inputs = batch("gpt", 0, 0, size=8)
+    most = peak_bytes(traced(gpt(), *inputs))
+    assert 0.7 * most < peak_bytes(traced(gpt(), *inputs, checkpoint=0.8)) <= 0.8 * most
+
+
+def test_auto_takes_what_the_device_has() -> None:
+    inputs = batch("gpt", 0, 0)
+    assert str(traced(gpt(), *inputs, checkpoint="auto")) == str(traced(gpt(), *inputs))
+
+
+@pytest.mark.parametrize("checkpoint", ["units", "-3 MiB", "", -5, 0, 0.0, 1.0, -0.5, float("nan"), True, b"unit"])
+def test_what_is_no_setting_is_refused(checkpoint: object) -> None:
+    with pytest.raises(OptionError, match="checkpoint"):
+        zcompile.compile(gpt(), checkpoint=checkpoint, backend="eager")  # type: ignore[arg-type]
+
+
+def test_settings_are_read() -> None:
+    found = [checkpoint_of(given) for given in (None, "unit", "auto", "1.5 KiB", 7, 0.25)]
+    assert found == [None, "unit", "auto", 1536, 7, 0.25]
+
+
+def test_a_setting_without_effect_is_refused() -> None:
+    with pytest.raises(OptionError, match="no effect"):
+        traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4), checkpoint="unit")
+
+
+# -- choices ----------------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = (nn.Tanh(), nn.GELU(), nn.Softmax(-1), nn.LayerNorm(8, elementwise_affine=False), nn.Identity())
+
+
+class Layer(nn.Module):
+    def __init__(self, activation: int, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, width), nn.Linear(width, 8)
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.second(torch.sin(self.first(x))))
+
+
+class Layers(nn.Module):
+    def __init__(self, kinds: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(*kind) for kind in kinds)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def assigned(model: nn.Module, *inputs: torch.Tensor) -> Program:
+    compiled = zcompile.compile(model, backend="eager")
+    compiled(*inputs)
+    return next(entry.after for entry in compiled.journals[0].entries if entry.name == "assign_units")
+
+
+def seconds(problem: Problem, made: Choice) -> float:
+    return sum(problem.again_seconds(operation) for operation, run in problem.again if made.runs_again(operation, run))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    kinds=st.lists(st.tuples(st.integers(0, len(ACTIVATIONS) - 1), st.integers(1, 40)), min_size=2, max_size=2),
+    share=st.floats(0, 1),
+    extra=st.lists(st.integers(0, 5000), min_size=2, max_size=2),
+)
+def test_no_choice_within_the_budget_is_cheaper(kinds: list[tuple[int, int]], share: float, extra: list[int]) -> None:
+    problem = Problem(Turn(assigned(Layers(kinds), torch.ones(6, 8))), fused=False)
+    turn = problem.turn
+    beside = {run.index: extra[index % 2] for index, run in enumerate(turn.runs)}
+    free = [value for value in problem.saved if any(key[0] is turn.operation(value) for key in problem.again)]
+    assert len(free) < 14
+    every = []
+    for kept in itertools.product([False, True], repeat=len(free)):
+        saved = {value for value, is_kept in zip(free, kept, strict=True) if is_kept}
+        made = choice(turn, lambda value, _, saved=saved: value in saved)
+        every.append((max(held + beside[run] for run, held in problem.held(made).items()), seconds(problem, made)))
+    least, most = min(peak for peak, _ in every), max(peak for peak, _ in every)
+    budget = least + share * (most - least)
+    found = problem.solve(budget, beside)
+    assert found is not None
+    assert max(held + beside[run] for run, held in problem.held(found).items()) <= budget + 1
+    cheapest = min(cost for peak, cost in every if peak <= budget)
+    assert seconds(problem, found) <= cheapest * (1 + GAP) + 1e-12
+    assert problem.solve(least - 2, beside) is None
+    smallest = problem.solve(None, beside)
+    assert smallest is not None
+    assert max(held + beside[run] for run, held in problem.held(smallest).items()) <= least + 1
+
+
+def test_nothing_runs_twice_where_one_run_is_enough() -> None:
+    program = traced(gpt(), *batch("gpt", 0, 0), checkpoint="unit")
+    for region in program.regions.values():
+        lines = [(n.target, str(n.args), str(n.kwargs)) for n in region.graph.nodes if n.op == "call_function"]
+        assert len(lines) == len(set(lines))
+    assert program.nodes(phase=Phase.BACKWARD)
