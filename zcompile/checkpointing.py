@@ -87,15 +87,17 @@ def choice(turn: Turn, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.
 def by_unit(turn: Turn) -> Choice:
     """Each unit's input is saved and the rest of it computed again (Chen et al. 2016, section 4).
 
-    Of the unit whose backward comes first nothing is: it would be computed twice and in memory all the same.
+    Of the unit whose backward comes first nothing is: it would be computed twice and in memory all the same. Nor is
+    what another unit reads, which is saved for that.
     """
     first = turn.backward[0].unit if turn.backward else ""
 
-    def is_saved(value: fx.Node, run: int) -> bool:
+    def is_foreign(value: fx.Node, run: int) -> bool:
         unit = turn.runs[run].unit
         return unit == first or turn.runs[turn.home[turn.operation(value)]].unit != unit
 
-    return choice(turn, is_saved)
+    saved = choice(turn, is_foreign).saved
+    return choice(turn, lambda value, run: value in saved or is_foreign(value, run))
 
 
 class Problem:
