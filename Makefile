@@ -43,6 +43,10 @@ test-all: $(READY) ## Run every test; ARGS goes to pytest
 bench: $(BENCH_READY) ## Measure training steps beside DDP, FSDP2 and DeepSpeed, about two hours; ARGS=--help for less
 	$(BENCH)/bin/python -m benchmarks.bench $(ARGS)
 
+.PHONY: bench-memory
+bench-memory: $(BENCH_READY) ## Measure peak memory beside the same, about half an hour; ARGS=--help for less
+	$(BENCH)/bin/python -m benchmarks.memory $(ARGS)
+
 .PHONY: check
 check: lint types ## Check lint, format and types; change nothing
 

@@ -25,6 +25,8 @@ class Configuration:
     """Whether torch.compile makes CUDA graphs (`mode="reduce-overhead"`)."""
     cast: bool = False
     """In bf16: whether zcompile casts parameters (`dtype=`); else the call runs under the autocast of the peers."""
+    checkpoint: Literal["unit"] | None = None
+    """Whether the backward computes each block again from its input."""
 
     @property
     def communicates(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
@@ -24,6 +25,9 @@ BUCKET = 6_553_600  # elements: 25 MiB, DistributedDataParallel's default
 
 def build(model: GPT, configuration: Configuration) -> Step:
     """The step of `configuration` over `model`; collective."""
+    if configuration.checkpoint and not configuration.ours:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
     return BUILDERS[configuration.family](model, configuration)
 
 
@@ -117,7 +121,7 @@ def deepspeed(model: GPT, configuration: Configuration) -> Step:
 
 def ours(model: GPT, configuration: Configuration) -> Step:
     """Zcompile with its defaults."""
-    compiled = zcompile.compile(model, stage=configuration.stage)
+    compiled = zcompile.compile(model, stage=configuration.stage, checkpoint=configuration.checkpoint)
     return loop(compiled, torch.optim.AdamW(compiled.parameters(), **ADAMW))
 
 

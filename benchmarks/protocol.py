@@ -53,6 +53,21 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Weigh:
+    """Train this many steps, and count the live bytes of the last (`benchmarks.live_bytes`)."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Bytes of a rank: alive before the step, and at most in it; what was there before the model is left out."""
+
+    state: int
+    peak: int
+
+
+@dataclass(frozen=True)
 class Turn:
     """Steps that a rank trained."""
 

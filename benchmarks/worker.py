@@ -5,7 +5,9 @@ Between two messages it sleeps, so that many configurations can be alive while o
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
+import os
 import sys
 import time
 import traceback
@@ -20,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.peers import build
-from benchmarks.protocol import Failed, Ready, Run, Start, Trace, Turn
+from benchmarks.protocol import Failed, Ready, Run, Start, Trace, Turn, Weigh, Weighed
 from benchmarks.workload import batch, make_model
 
 
@@ -29,6 +32,7 @@ class Worker:
     """Trains step after step; `step` counts them, and chooses the data."""
 
     def __init__(self, start: Start) -> None:
+        self.before = counter().live() if "LD_PRELOAD" in os.environ else 0
         model = make_model(start.sizes, start.seed)
         self.start, self.step = start, 0
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -63,13 +67,30 @@ class Worker:
             profile.export_chrome_trace(str(path))
         return turn
 
-    def answer(self, message: Any) -> Turn:
+    def weigh(self, steps: int) -> Weighed:
+        """Live bytes of the last of some steps."""
+        self.run(steps - 1)
+        found = counter()
+        state = found.live()
+        found.peak()
+        self.run(1)
+        return Weighed(state - self.before, found.peak() - self.before)
+
+    def answer(self, message: Any) -> Turn | Weighed:
         match message:
             case Run(steps):
                 return self.run(steps)
             case Trace(path):
                 return self.trace(path)
+            case Weigh(steps):
+                return self.weigh(steps)
         raise TypeError(f"a worker does not know what to do with {message!r}")
+
+
+def counter() -> LiveBytes:
+    """Of this process, once nothing waits to be collected."""
+    gc.collect()
+    return LiveBytes()
 
 
 def peak() -> int:

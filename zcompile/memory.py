@@ -68,22 +68,23 @@ def peak_bytes(program: Program) -> int:
 def _last_needs(program: Program) -> dict[fx.Node, fx.Node]:
     """The last line that needs the memory of each value that a line makes."""
     position = {node: index for index, node in enumerate(program.graph.nodes)}
+    alone = program.layout.world == 1
     last: dict[fx.Node, fx.Node] = {}
     for node in reversed(program.graph.nodes):
-        needs = [node, *(last[user] if _carries(node, user) else user for user in node.users)]
+        needs = [node, *(last[user] if _carries(node, user, alone) else user for user in node.users)]
         if isinstance(data(node).op, Item):
             needs += [last[item] for item in node.all_input_nodes[0].users if data(item).view and item in last]
         last[node] = max(needs, key=position.__getitem__)
     return {node: end for node, end in last.items() if node.op == "call_function" and data(node).nbytes}
 
 
-def _carries(node: fx.Node, user: fx.Node) -> bool:
+def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
     """True if `user` gives on the memory of `node`, or may: which argument a region's view shows is not known."""
     match data(user).op:
         case Reduce():
             return True  # its result arrives when it has been waited for
         case WaitReduce():
-            return not op_of(node, Reduce).scatter  # an all_reduce averages in place
+            return alone or not op_of(node, Reduce).scatter  # an all_reduce averages in place
         case Call():
             return data(user).view or any(data(item).view for item in user.users)
         case _:

@@ -283,8 +283,7 @@ class Program:
                 return self.layout.unit(op.unit).gathered_bytes
             case Call() | Compute():
                 return data(node).nbytes + sum(data(item).nbytes for item in items_of(node))
-            case Reduce(scatter=True):
-                world = self.layout.world
+            case Reduce(scatter=True) if (world := self.layout.world) > 1:  # alone, a gradient is its own average
                 params = [self.layout.param(name) for name in op.params]
                 return sum(param.padded_numel * param.reduce_dtype.itemsize // world for param in params)
             case Item() | Results():

@@ -1,0 +1,135 @@
+"""Peak memory of a step beside the peers, in live bytes: `make bench-memory`, or `python -m benchmarks.memory`.
+
+Two ranks over loopback, one configuration after the other. What is counted is every large block that a rank's process
+has allocated and not freed, in a step after the warm-up: tensors between operations and within them, buffers of
+messages, whatever a library keeps. "beside state" leaves out what is alive between two steps: parameters and optimizer
+state, and what a library holds on to. Writes memory.txt and memory.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.configurations import BY_NAME, Configuration
+from benchmarks.links import LOOPBACK, End
+from benchmarks.live_bytes import build
+from benchmarks.protocol import Ready, Sizes, Start, Weigh, Weighed
+from benchmarks.team import Team, TeamError, on_two_ends
+
+MIB = 2**20
+SIZES = Sizes(blocks=12, sequence=512)
+OUTPUT = Path(__file__).resolve().parent / "results" / "local"
+PLAIN = ("ddp", "zcompile-0", "zero-optimizer", "deepspeed-1", "zcompile-1", "fsdp2-2", "deepspeed-2", "zcompile-2",
+         "fsdp2-3", "fsdp2-3-compiled", "deepspeed-3", "zcompile-3")  # fmt: skip
+CHECKPOINTED = ("ddp", "deepspeed-2", "zcompile-2", "fsdp2-3", "fsdp2-3-compiled", "deepspeed-3", "zcompile-3")
+CONFIGURATIONS = {
+    **{name: BY_NAME[name] for name in PLAIN},
+    **{f"{name}+unit": replace(BY_NAME[name], checkpoint="unit") for name in CHECKPOINTED},
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a configuration takes on the rank that takes more, in bytes; or why that is not known."""
+
+    state: int = 0
+    peak: int = 0
+    failure: str = ""
+
+    @property
+    def beside(self) -> int:
+        return self.peak - self.state
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME", help="which (all)")
+    for size in fields(Sizes):
+        add(f"--{size.name}", type=int, default=getattr(SIZES, size.name), help=f"({getattr(SIZES, size.name)})")
+    add("--timeout", type=float, default=600, help="seconds until one that does not answer has failed (600)")
+    add("--output", type=Path, default=OUTPUT, help="folder of the results (benchmarks/results/local)")
+    options = parser.parse_args(arguments)
+    for name in (*(size.name for size in fields(Sizes)), "timeout"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)} is too small: give 1 or more")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure one after the other; returns 1 if one of zcompile's failed."""
+    options = parse(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    sizes = Sizes(**{size.name: getattr(options, size.name) for size in fields(Sizes)})
+    found: dict[str, Found] = {}
+    with tempfile.TemporaryDirectory(prefix="bench") as folder:
+        library = build(Path(folder))
+        for name in options.only:
+            print(f"{name}: training", file=sys.stderr, flush=True)
+            found[name] = weigh(name, CONFIGURATIONS[name], sizes, library, options)
+    text = {name: asdict(one) for name, one in found.items()}
+    (options.output / "memory.json").write_text(json.dumps({"sizes": asdict(sizes), "found": text}, indent=1) + "\n")
+    with (options.output / "memory.txt").open("w") as file:
+        for out in (file, sys.stdout):
+            Console(file=out, width=110).print(table(found, sizes))
+    return int(any(one.failure for name, one in found.items() if CONFIGURATIONS[name].ours))
+
+
+def weigh(name: str, configuration: Configuration, sizes: Sizes, library: Path, options: argparse.Namespace) -> Found:
+    """Train a few steps of one configuration on two ranks that count their bytes."""
+
+    def environment(given: Mapping[str, str], rank: int, end: End) -> dict[str, str]:
+        return {**on_two_ends(given, rank, end), "LD_PRELOAD": str(library)}
+
+    logs = options.output / "logs" / "memory"
+    logs.mkdir(parents=True, exist_ok=True)
+    ends = (LOOPBACK, LOOPBACK)
+    with Team("benchmarks.worker", ends, logs / name, options.timeout, environment=environment) as team:
+        store = library.parent / name
+        try:
+            team.tell(*(Start(rank, 2, configuration, sizes, 0, 2, store, options.timeout) for rank in range(2)))
+            ready: list[Ready] = team.hear()
+            team.tell(*[Weigh(2)] * len(ready))
+            answers: list[Weighed] = team.hear()
+        except TeamError as error:
+            return Found(failure=str(error))
+    most = max(answers, key=lambda answer: answer.peak)
+    return Found(most.state, most.peak)
+
+
+def table(found: Mapping[str, Found], sizes: Sizes) -> Table:
+    """One row a configuration, those of a stage together, "+unit" with the input of each block saved and no more."""
+    title = (
+        f"GPT of {sizes.blocks} blocks, width {sizes.width}, vocabulary {sizes.vocabulary}, sequence {sizes.sequence}"
+    )
+    made = Table(title=f"{title}, batch {sizes.batch} a rank, fp32, AdamW; MiB of the larger rank",
+                 title_justify="left", box=box.SIMPLE_HEAD)  # fmt: skip
+    for column in ("stage", "configuration", "state", "peak", "beside state", "peak of the best peer's"):
+        made.add_column(column, justify="left" if column == "configuration" else "right")
+    for name, one in found.items():
+        configuration = CONFIGURATIONS[name]
+        if one.failure:
+            made.add_row(str(configuration.stage), name, f"FAILED: {one.failure}", style="red")
+            continue
+        peers = [other.peak for peer, other in found.items()
+                 if not other.failure and not CONFIGURATIONS[peer].ours
+                 and (CONFIGURATIONS[peer].stage, CONFIGURATIONS[peer].checkpoint)
+                 == (configuration.stage, configuration.checkpoint)]  # fmt: skip
+        share = f"{one.peak / min(peers):.2f}" if configuration.ours and peers else ""
+        figures = (f"{value / MIB:.1f}" for value in (one.state, one.peak, one.beside))
+        made.add_row(str(configuration.stage), name, *figures, share, style="bold" if configuration.ours else None)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""Predicted memory against counted memory, in a process that counts what it allocates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.live_bytes import build
+from benchmarks.team import ROOT
+
+SCRIPT = """
+import json, sys, torch, zcompile
+from benchmarks.live_bytes import LiveBytes
+from tests.models import GPT
+from zcompile.memory import peak_bytes
+
+torch.set_num_threads(1)
+found = []
+for checkpoint in json.loads(sys.argv[1]):
+    torch.manual_seed(0)
+    compiled = zcompile.compile(GPT(layers=3, width=128, context=128, vocabulary=512), checkpoint=checkpoint,
+                                backend=sys.argv[2])
+    tokens = torch.randint(0, 512, (8, 129))
+    inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    for _ in range(3):
+        compiled.zero_grad()
+        counter = LiveBytes()
+        before, _ = counter.live(), counter.peak()
+        compiled(*inputs).backward()
+        measured = counter.peak() - before
+    found.append((peak_bytes(compiled._engine.steps[0].program), measured))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "tolerance"),
+    [("eager", 0.02), pytest.param("inductor", 0.08, marks=pytest.mark.slow)],  # what Inductor fuses is foretold
+)
+def test_the_predicted_peak_is_what_a_step_takes(tmp_path: Path, backend: str, tolerance: float) -> None:
+    environment = {**os.environ, "LD_PRELOAD": str(build(tmp_path)), "OMP_NUM_THREADS": "1"}
+    settings = [None, "unit", 0.7]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(settings), backend]
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    for setting, (predicted, measured) in zip(settings, json.loads(ended.stdout), strict=True):
+        assert measured == pytest.approx(predicted, rel=tolerance), setting
