@@ -44,7 +44,7 @@ bench: $(BENCH_READY) ## Measure training steps beside DDP, FSDP2 and DeepSpeed,
 	$(BENCH)/bin/python -m benchmarks.bench $(ARGS)
 
 .PHONY: bench-memory
-bench-memory: $(BENCH_READY) ## Measure peak memory beside the same, about half an hour; ARGS=--help for less
+bench-memory: $(BENCH_READY) ## Measure peak memory beside the same, a quarter of an hour; ARGS=--help for less
 	$(BENCH)/bin/python -m benchmarks.memory $(ARGS)
 
 .PHONY: check
