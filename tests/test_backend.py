@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
+from tests import zoo
 from tests.models import batch, make
 from tests.ranks import Ranks
 
@@ -245,3 +246,14 @@ def test_explain_and_programs() -> None:
     assert "blocks.1" in made.explain()
     assert [program.name for program in made.programs] == ["forward", "backward"]
     assert set(made.shards()) == set(dict(model.named_parameters()))
+
+
+def test_parameters_are_traced_with_the_sizes_that_they_have() -> None:
+    """Sizes that vary would be guarded on, and Dynamo could not say whose they are."""
+    plain = zoo.make("resnet")
+    made = zoo.make("resnet")
+    backend = zcompile.backend(backend="eager")
+    losses = [
+        zoo.loss("resnet", model, zoo.batch("resnet", 0, 0)) for model in (plain, torch.compile(made, backend=backend))
+    ]
+    assert losses[0].item() == losses[1].item()

@@ -70,6 +70,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "no_donated_buffers",
     "no_torch_function",
+    "of_fixed_sizes",
     "path_of_input",
     "post_accumulate_hooks",
     "prepare_inductor",
@@ -126,6 +127,15 @@ def around_compiling(before: Callable[[], None], after: Callable[[], None]) -> A
     calls = AroundCompiling(lambda *_: before(), lambda *_: after())
     calls.ensure()
     return calls
+
+
+def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
+    """While Dynamo compiles: a fake of a tensor that it has not seen. AOTAutograd's own would have sizes that vary."""
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        return tensor
+    fake: torch.Tensor = context.fake_mode.from_tensor(tensor, static_shapes=True)
+    return fake
 
 
 def retracing(context: Any) -> contextlib.AbstractContextManager[Any]:

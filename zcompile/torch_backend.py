@@ -28,6 +28,7 @@ from zcompile._torch import (
     compile_plainly,
     copyable,
     has_gradient_hooks,
+    of_fixed_sizes,
     path_of_input,
     retracing,
     tracing_context,
@@ -107,11 +108,12 @@ class Backend:
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         engine = self.engine
         nodes = module.graph.find_nodes(op="placeholder")
+        fakes = {id(value): of_fixed_sizes(self._husk(value)) for value in inputs if isinstance(value, nn.Parameter)}
         given = [
-            self._husk(value) if isinstance(value, nn.Parameter) else node.meta.get("example_value", value)
+            fakes[id(value)] if isinstance(value, nn.Parameter) else node.meta.get("example_value", value)
             for node, value in zip(nodes, inputs, strict=True)
         ]
-        names = Names({id(known.husk): known.name for known in self._known.values()}, {}, frozenset())
+        names = Names({id(fake): self._known[index].name for index, fake in fakes.items()}, {}, frozenset())
         trainable = {known.name: known.parameter.requires_grad for known in self._known.values()}
         with engine.autocast():
             return engine.capture(module, given, names, trainable, whole=False)
