@@ -12,12 +12,12 @@ large gradients only.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from zcompile.derived import derived_values
 from zcompile.ops import Item, Phase, Results, data
 from zcompile.program import Program
+from zcompile.recompute import is_random
 from zcompile.runs import runs
 
 LARGE_BYTES = 1024 * 1024
@@ -57,7 +57,7 @@ def _not_needed(before: list[fx.Node], last: list[fx.Node]) -> list[fx.Node]:
     if needed.isdisjoint(before):
         return []
     for node in reversed(before):
-        if node in needed or _is_random(node):
+        if node in needed or is_random(node):
             needed |= {node, *node.all_input_nodes}
     return [node for node in before if _called(node) not in needed]
 
@@ -65,7 +65,3 @@ def _not_needed(before: list[fx.Node], last: list[fx.Node]) -> list[fx.Node]:
 def _called(node: fx.Node) -> fx.Node:
     """The operation itself: one of several results stays with it."""
     return node.all_input_nodes[0] if isinstance(data(node).op, Item) else node
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

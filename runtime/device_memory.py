@@ -28,11 +28,12 @@ def _available() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _left_of_group(root: Path = Path("/sys/fs/cgroup")) -> int:
+def _left_of_group() -> int:
     """What the control group of this process may still take; all there is where it has no limit."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-        folder = root / next(line for line in lines if line.startswith("0::")).removeprefix("0::").lstrip("/")
+        path = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        folder = Path("/sys/fs/cgroup") / path
         most = (folder / "memory.max").read_text().strip()
         return _ALL if most == "max" else int(most) - int((folder / "memory.current").read_text())
     except (OSError, StopIteration):

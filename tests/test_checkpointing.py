@@ -148,6 +148,28 @@ def test_a_share_is_one_of_the_peak() -> None:
     assert 0.7 * most < peak_bytes(traced(gpt(), *inputs, checkpoint=0.8)) <= 0.8 * most
 
 
+def test_a_budget_is_for_training_not_for_evaluation() -> None:
+    inputs = batch("gpt", 0, 0, size=8)
+    budget = int(0.85 * peak_bytes(traced(gpt(), *inputs)))
+    compiled = zcompile.compile(gpt(), checkpoint=budget, backend="eager")
+    compiled(*inputs).backward()
+    with torch.no_grad():
+        compiled(*batch("gpt", 0, 0, size=64))
+    assert peak_bytes(compiled._engine.steps[1].program) > budget
+
+
+def activations(**options: object) -> Program:
+    parts = (nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Sigmoid(), nn.Linear(64, 8)) for _ in range(6))
+    return traced(nn.Sequential(*parts), torch.ones(64, 8), units=["*"], **options)
+
+
+def test_what_costs_no_flops_is_computed_again_only_as_far_as_it_must() -> None:
+    most = activations()
+    program = activations(checkpoint=peak_bytes(most) - 1)
+    assert peak_bytes(program) < peak_bytes(most)
+    assert again_flops(program) == again_flops(most)
+
+
 def test_auto_takes_what_the_device_has() -> None:
     inputs = batch("gpt", 0, 0)
     assert str(traced(gpt(), *inputs, checkpoint="auto")) == str(traced(gpt(), *inputs))

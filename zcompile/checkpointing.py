@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 from torch import fx
 
-from zcompile.cost import DEFAULT_HARDWARE, Hardware, aten_cost, seconds_of
+from zcompile.cost import DEFAULT_HARDWARE, aten_cost, seconds_of
 from zcompile.fusion import fuses, is_stored
 from zcompile.memory import live_bytes
 from zcompile.ops import Call, Item, Phase, data, op_of
@@ -103,8 +103,8 @@ def by_unit(turn: Turn) -> Choice:
 class Problem:
     """The choice of a program as a mixed-integer program; see the module for its variables and constraints."""
 
-    def __init__(self, turn: Turn, *, fused: bool = True, hardware: Hardware = DEFAULT_HARDWARE) -> None:
-        self.turn, self.fused, self.hardware = turn, fused, hardware
+    def __init__(self, turn: Turn, *, fused: bool = True) -> None:
+        self.turn, self.fused = turn, fused
         reached = self._reached()
         self.saved = {value: column for column, value in enumerate(dict.fromkeys(value for value, _ in reached))}
         """Columns of s."""
@@ -143,7 +143,7 @@ class Problem:
         flops, touched = aten_cost(operation)
         if self.fused and fuses(operation):
             touched = self.again_bytes(operation) + touched // 16
-        return seconds_of(flops, touched, 0, self.hardware)
+        return seconds_of(flops, touched, 0, DEFAULT_HARDWARE)
 
     @cached_property
     def _seconds(self) -> Any:
@@ -193,7 +193,10 @@ class Problem:
         if found.x is None:
             return None
         saved = {value for value, column in self.saved.items() if found.x[column] > 0.5}
-        return choice(self.turn, lambda value, _: value in saved, float(found.mip_gap or 0.0))
+        gap = (
+            0.0 if budget is None else float(found.mip_gap or 0.0)
+        )  # without a budget it is the peak's, not the time's
+        return choice(self.turn, lambda value, _: value in saved, gap)
 
     def _needs(self) -> Any:
         """What is read is saved or computed again, by the backward itself and by what it computes again."""
@@ -297,12 +300,13 @@ class Budget:
             if made is None:
                 break
             found.append(self.outcome(made))
-            if CLOSE * budget <= found[-1].peak <= budget or not made.flops:
+            fits = found[-1].peak <= budget
+            if fits and (found[-1].peak >= CLOSE * budget or not made.flops):
                 break
             if made.again == found[-2].made.again:
                 allowed -= max(found[-1].peak - budget, 0)
         fitting = [outcome for outcome in found if outcome.peak <= budget]
-        return min(fitting, key=lambda outcome: outcome.made.flops) if fitting else self._smallest(found)
+        return min(fitting, key=lambda one: (one.made.flops, -one.peak)) if fitting else self._smallest(found)
 
     def _smallest(self, found: list[Outcome]) -> Outcome:
         for _ in range(2):

@@ -403,6 +403,13 @@ def memory_bounded(limit: int) -> Fact:
     return Fact(f"at most {human_bytes(limit)} held", violations)
 
 
+def in_training(fact: Fact) -> Fact:
+    """`fact` of programs with a backward; without one nothing is saved, so that no checkpoint could bring it about."""
+    return Fact(
+        f"{fact.name} in training", lambda program: fact.violations(program) if program.has_backward else iter(())
+    )
+
+
 def units_bounded(prefetch: int) -> Fact:
     """At most `prefetch` units are full beside those that a region reads while it runs; one more if it reads none."""
     return Fact(f"at most {prefetch} + 1 units full at once", _units_bounded(prefetch))

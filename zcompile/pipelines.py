@@ -89,7 +89,7 @@ def pipeline(
         passes.append(Pass("keep_within", within, (facts.WAITS_SUNK,), fits))
     budget = checkpoint_of(checkpoint)
     place = _checkpoints(budget, passes, fuses=fuses, whole=whole)
-    goals = (facts.memory_bounded(budget),) if isinstance(budget, int) and not limit else ()
+    goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     return Pipeline(STAGES[stage], (split, assign, *place, *passes), (facts.VOLUME_RIGHT, *goals))
 
 
