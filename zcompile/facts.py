@@ -405,9 +405,12 @@ def memory_bounded(limit: int) -> Fact:
 
 def in_training(fact: Fact) -> Fact:
     """`fact` of programs with a backward; without one nothing is saved, so that no checkpoint could bring it about."""
-    return Fact(
-        f"{fact.name} in training", lambda program: fact.violations(program) if program.has_backward else iter(())
-    )
+
+    def violations(program: Program) -> Iterator[Violation]:
+        if program.has_backward:
+            yield from fact.violations(program)
+
+    return Fact(f"{fact.name} in training", violations)
 
 
 def units_bounded(prefetch: int) -> Fact:
