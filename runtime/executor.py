@@ -26,6 +26,8 @@ class BoundUnit:
 
     shards: UnitShards
     unit: Unit
+    updater: Callable[[Gradients], None] | None = None
+    """What steps the optimizer for the unit's parameters, in programs that do."""
 
     @property
     def kept(self) -> Full | None:
@@ -53,6 +55,8 @@ class Gather:
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]]
     keep: bool
     done: Full | None = None
+    sent: Sequence[tuple[list[Param], torch.Tensor]] = ()
+    """Of a gather for a later step: what this rank has sent, for that step to see whether it still holds."""
 
     def wait(self) -> Full:
         """The full parameters, contiguous, in the unit's order."""
@@ -108,7 +112,7 @@ class Gradients:
     """Gradients of a unit by parameter name: averaged and ready for `.grad`, or (`held`) this rank's own, full."""
 
     shards: UnitShards
-    tensors: Mapping[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
     held: bool = False
 
 
@@ -124,16 +128,39 @@ def all_gather(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | Non
 
     With `dtype`, shards that the layout computes with in it are cast before they are sent.
     """
-    shards, unit = bound.shards, bound.unit
+    ahead: Gather | None = bound.shards.ahead.pop(bound.unit.names, None) if bound.updater is not None else None
+    if ahead is not None:
+        return ahead
     kept = bound.kept if keep else None
     if kept is not None and not kept.is_stale:
         return Gather(bound, [], keep, kept)
+    return _start(bound, keep, dtype, kept)
+
+
+def gather_ahead(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None) -> None:
+    """Start gathering a unit for the next step, whose `all_gather` takes it unless the shards have changed by then.
+
+    What is sent is a copy of the shards: between steps anybody may write to them, while it is still being read.
+    """
+    kept = bound.shards.kept.pop(bound.unit.names, None) if keep else None
+    bound.shards.ahead[bound.unit.names] = _start(bound, keep, dtype, kept, copies=True)
+
+
+def _start(
+    bound: BoundUnit, keep: bool, dtype: torch.dtype | None, kept: Full | None, *, copies: bool = False
+) -> Gather:
+    """Start gathering, into the memory of `kept` where there is one. `copies`: what is sent may be written to."""
+    shards, unit = bound.shards, bound.unit
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
+    sent: list[tuple[list[Param], torch.Tensor]] = []
     for message in bound.messages(lambda index: bool(unit.params[index].shards)):
         params = [unit.params[index] for index in message]
         shard = shards.wire(params)
         if dtype is not None and params[0].compute_dtype is dtype:
             shard = shard.to(dtype)
+        if copies:
+            shard = shard.clone()
+            sent.append((params, shard))
         if shards.communicator.size == 1:
             arrivals.append((message, shard, None))
             continue
@@ -143,7 +170,7 @@ def all_gather(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | Non
         if arrived is None:
             arrived = torch.empty(shard.numel() * shards.communicator.size, dtype=shard.dtype, device=shard.device)
         arrivals.append((message, arrived, shards.communicator.all_gather(arrived, shard)))
-    return Gather(bound, arrivals, keep)
+    return Gather(bound, arrivals, keep, sent=sent)
 
 
 def reduce_scatter(
@@ -168,6 +195,13 @@ def accumulate(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradie
     given = zip(bound.unit.params, grads, strict=True)
     tensors = {param.name: grad.to(param.dtype).contiguous() for param, grad in given if grad is not None}
     return Gradients(bound.shards, tensors, held=True)
+
+
+def update(bound: BoundUnit, grads: Gradients) -> None:
+    """Step the optimizer for the parameters of a unit; the memory of their gradients is free when this returns."""
+    assert bound.updater is not None, "programs with updates are run by a train step"
+    bound.updater(grads)
+    grads.tensors.clear()
 
 
 def wait(started: Gather | Reduction) -> Full | Gradients:
@@ -290,6 +324,8 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_reduce": all_reduce,
+    "update": update,
+    "gather_ahead": gather_ahead,
     "accumulate": accumulate,
     "wait": wait,
     "release": release,

@@ -1,4 +1,4 @@
-"""Freshness: whether full copies that stages 1 and 2 keep still equal the shards.
+"""Freshness: whether full copies still equal the shards: those that stages 1 and 2 keep, those gathered ahead.
 
 Version counters do not tell: the fused and foreach optimizers write a DTensor's local memory past them. So an
 optimizer step says that it has changed parameters, and where no step came in between (gradient accumulation,
@@ -35,7 +35,7 @@ class Freshness:
     def refresh(self) -> None:
         """Leave no copy as current that a step or a write has outdated.
 
-        Collective where copies are kept that no step has outdated.
+        Collective where there are copies that no step has outdated. What was gathered ahead was so after the step.
 
         A step is taken to be every rank's, without asking: the answer would cost a message in every step and, on CUDA,
         a wait of the host for the optimizer's kernels. A rank that steps alone gathers alone, which ends in a
@@ -55,8 +55,11 @@ class Freshness:
         to come reads them.
         """
         if kept:
-            differ = torch.stack([held.kept_differs() for held in kept])
+            differ = torch.stack([held.copies_differ() for held in kept])
             if self.communicator.size > 1:
                 differ = self.communicator.any_rank(differ)
             for held in itertools.compress(kept, differ.tolist()):
+                for gather in held.ahead.values():
+                    gather.wait()  # on CUDA: its memory must not be used again while it is still being filled
+                held.ahead.clear()
                 held.kept.clear()

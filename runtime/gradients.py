@@ -118,9 +118,7 @@ class Delivery:
             _spread_overflow(changed)
         for parameter, twin in changed.items():
             for holder in (parameter, twin) if twin is not None else (parameter,):
-                for hook in post_accumulate_hooks(holder):
-                    if not isinstance(hook, Refusal):
-                        hook(holder)
+                run_hooks(holder)
 
     def _reduce_rest(self) -> list[Gradients]:
         """Reduce what is held back of parameters that this backward did not reach."""
@@ -153,6 +151,13 @@ class Refusal:
         raise ParameterError(self.name, "was read outside of compiled graphs, where it is sharded", fix)
 
 
+def run_hooks(holder: nn.Parameter) -> None:
+    """Run the user's hooks of `register_post_accumulate_grad_hook`: the gradient is in `.grad`."""
+    for hook in post_accumulate_hooks(holder):
+        if not isinstance(hook, Refusal):
+            hook(holder)
+
+
 def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
     """Make gradients that are whole on every rank infinite on all of them where a shard on any rank is not finite.
 
@@ -175,19 +180,11 @@ def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
     if twin is not None and twin.grad is None:
         parameter.grad = None  # the user has dropped it by the parameter that he knows
     if parameter.grad is None:
-        parameter.grad = _like(gradients, name, tensor)
+        parameter.grad = gradients.shards.gradient(name, tensor)
     else:
         _local(parameter.grad).add_(tensor)
     if twin is not None:
         twin.grad = parameter.grad
-
-
-def _like(gradients: Gradients, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    shards = gradients.shards
-    if not isinstance(shards.parameters[name], DTensor):
-        return tensor
-    unit = shards.unit
-    return shards.distribute(unit.params[unit.index(name)], tensor)
 
 
 def _local(gradient: torch.Tensor | nn.Parameter) -> torch.Tensor:

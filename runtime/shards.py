@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +69,8 @@ class UnitShards:
         self.parameters: dict[str, nn.Parameter] = {}
         self.kept: dict[tuple[str, ...], Full] = {}
         """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold; also stale ones."""
+        self.ahead: dict[tuple[str, ...], Any] = {}
+        """Gathers (`executor.Gather`) on their way for the next step, by the parameters that they bring."""
         self.twins: dict[str, nn.Parameter] = {}
         """Under `torch.compile`: what the user's module holds in place of a shard. It has the same `.grad`."""
         self._held: dict[str, Held] = {}
@@ -111,6 +114,12 @@ class UnitShards:
             shape=torch.Size(param.shape),
             stride=contiguous_stride(param.shape),
         )
+
+    def gradient(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, shaped like this rank's part of the parameter `name`, as it stands in `.grad`."""
+        if not isinstance(self.parameters[name], DTensor):
+            return tensor
+        return self.distribute(self.unit.params[self.unit.index(name)], tensor)
 
     def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
         """This rank's part of `full`, which is shaped like the parameter `name`, in memory of its own."""
@@ -212,13 +221,14 @@ class UnitShards:
 
     @property
     def has_current(self) -> bool:
-        """True if a kept full copy is taken to be up to date."""
-        return any(not full.is_stale for full in self.kept.values())
+        """True if a full copy, kept or on its way, is taken to be up to date."""
+        return bool(self.ahead) or any(not full.is_stale for full in self.kept.values())
 
-    def kept_differs(self) -> torch.Tensor:
-        """1 if this rank's part of a kept full copy no longer equals its shard, else 0; int32 [] on the device.
+    def copies_differ(self) -> torch.Tensor:
+        """1 if this rank's part of a full copy, kept or on its way, no longer equals its shard, else 0.
 
-        The host does not wait for it: on CUDA all units are compared before the first answer is read.
+        An int32 [] on the device. The host does not wait for it: on CUDA all units are compared before the first
+        answer is read.
         """
         rank = self.communicator.rank
         found = [torch.zeros((), dtype=torch.bool, device=self.communicator.device)]
@@ -228,6 +238,8 @@ class UnitShards:
                     start, stop = param.shard_rows(rank)
                     kept = full[index][start:stop] if param.shape else full[index]
                     found.append(torch.ne(kept, self.local(param).to(kept.dtype)).any())
+        for gather in self.ahead.values():
+            found += [torch.ne(sent, self.wire(params).to(sent.dtype)).any() for params, sent in gather.sent]
         return torch.stack(found).any().to(torch.int32)
 
 

@@ -12,9 +12,23 @@ import zcompile
 from tests.passes.programs import CHAIN, OUTLINED, at_stage, joined
 from zcompile import Pass, Pipeline, Program, ProgramError, facts, ops
 from zcompile.layout import STAGES
-from zcompile.ops import AllGather, Call, Reduce, Release, WaitGather, WaitReduce, data, op_of, set_data
+from zcompile.ops import (
+    AllGather,
+    Call,
+    GatherAhead,
+    Phase,
+    Reduce,
+    Release,
+    WaitGather,
+    WaitReduce,
+    data,
+    op_of,
+    set_data,
+)
+from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
+from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.keep_full import keep_full
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.schedule_prefetch import schedule_prefetch
@@ -354,6 +368,52 @@ def test_compute_outside_a_region() -> None:
 
 
 # -- the runner -------------------------------------------------------------------------------------------------------
+
+
+# -- train steps ------------------------------------------------------------------------------------------------------
+
+
+def train_step() -> Program:
+    return gather_ahead(insert_updates(right()))
+
+
+def update_refusal(program: Program) -> str:
+    with pytest.raises(ProgramError) as caught:
+        zcompile.verify(program, (facts.REDUCED_ONCE, facts.UPDATED_ONCE, facts.GATHERED_AHEAD), "after it")
+    return caught.value.found
+
+
+def test_a_gradient_that_is_not_used() -> None:
+    program = train_step().copy()
+    program.graph.erase_node(program.node("b_update"))
+    assert update_refusal(program) == "the reduced gradient of b.weight is returned 0 times"
+
+
+def test_a_gradient_that_is_used_for_another_unit() -> None:
+    program = train_step().copy()
+    program.node("b_update").update_arg(0, program.node("a"))
+    assert update_refusal(program) == "b_update updates b, but is given a and b_grads"
+
+
+def test_an_update_before_a_read() -> None:
+    program = train_step().copy()
+    gather = program.node("a_gather")
+    with program.graph.inserting_after(program.node("a_update")):
+        program.add(gather.target, gather.args, replace(data(gather), phase=Phase.BACKWARD), "a_again")  # type: ignore[arg-type]
+    assert update_refusal(program) == "a_again reads a after its update"
+
+
+def test_a_gather_ahead_of_its_update() -> None:
+    program = train_step().copy()
+    program.node("b_update").prepend(program.node("b_ahead"))
+    assert update_refusal(program) == "b_ahead gathers b before its update"
+
+
+def test_a_gather_ahead_that_no_forward_takes() -> None:
+    program = train_step().copy()
+    ahead = program.node("b_ahead")
+    set_data(ahead, replace(data(ahead), op=GatherAhead("b", keep=True)))
+    assert update_refusal(program) == "b_ahead gathers b as no forward does"
 
 
 def test_the_runner_names_the_pass_that_broke_an_earlier_fact() -> None:

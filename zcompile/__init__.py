@@ -24,6 +24,7 @@ from zcompile.pipelines import pipeline
 from zcompile.program import Program, Region
 from zcompile.timeline import Timeline
 from zcompile.torch_backend import Backend, backend
+from zcompile.train_step import TrainStep, train_step
 
 __version__ = "0.1.0"
 
@@ -49,11 +50,13 @@ __all__ = [
     "StateError",
     "Timeline",
     "TimelineError",
+    "TrainStep",
     "Violation",
     "ZcompileError",
     "backend",
     "compile",
     "parse",
     "pipeline",
+    "train_step",
     "verify",
 ]

@@ -39,7 +39,7 @@ from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (sta
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _foreach_supported_types
+from torch.optim.optimizer import Optimizer, _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "tracing_context",
     "tree_leaves",
     "tree_map_only",
+    "unhooked_step",
     "wants_gradient",
     "with_local",
 ]
@@ -312,6 +313,12 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """True if `register_hook` was called on the parameter: such hooks see gradients that autograd carries, not ours."""
     return bool(parameter._backward_hooks)
+
+
+def unhooked_step(optimizer: Optimizer) -> None:
+    """A step of `optimizer` without the hooks around it: torch wraps the step of every class of optimizers once."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -13,12 +13,14 @@ from zcompile.errors import OptionError
 from zcompile.layout import STAGES
 from zcompile.options import bytes_of, check_backend, check_dtype, check_prefetch, check_stage, checkpoint_of
 from zcompile.pipeline import Pass, Pipeline
-from zcompile.pipelines import pipeline
+from zcompile.pipelines import UPDATES, pipeline
 from zcompile.prefetching import Schedule
 from zcompile.units import Precision
 
 KEEPING = ("keep_full", "keep_within")
 """Passes that keep units full from the forward to the backward."""
+UPDATING = tuple(step.name for step in UPDATES)
+"""Passes of a train step."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,18 @@ class Options:
         """True where the schedule depends on what is traced."""
         return self.prefetch == "auto" or self.limit is not None
 
-    def pipeline(self, schedule: Schedule | None = None, *, keeps: bool = True, free: int | None = None) -> Pipeline:
+    def pipeline(
+        self,
+        schedule: Schedule | None = None,
+        *,
+        keeps: bool = True,
+        free: int | None = None,
+        updates: bool = False,
+    ) -> Pipeline:
         """The passes: those given, or the stage's with the changes that are given.
 
         Without `keeps`, no unit stays full from the forward to the backward. `free` bytes are what checkpoint="auto"
-        may use; without them it is left out.
+        may use; without them it is left out. `updates`: for programs of a train step.
         """
         if isinstance(self.passes, Pipeline):
             self._check_alone(self.passes)
@@ -101,8 +110,11 @@ class Options:
             small=schedule.small,
             checkpoint=free if self.checkpoint == "auto" else self.checkpoint,
             whole=keeps,
+            updates=updates,
         )
-        changed = default.changed(self.passes or {})
+        # Changes to the passes of a train step mean nothing to a program that is none.
+        meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in UPDATING}
+        changed = default.changed(meant)
         return changed if keeps else changed.changed({name: None for name in changed.names if name in KEEPING})
 
     def _check_alone(self, passes: Pipeline) -> None:

@@ -22,10 +22,10 @@ from zcompile._torch import prepare_inductor
 from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
-from zcompile.errors import AgreementError, OptionError, TimelineError
+from zcompile.errors import AgreementError, OptionError, PipelineError, TimelineError
 from zcompile.layout import Layout, Unit
 from zcompile.lower import Session, Step
-from zcompile.ops import Parameter, Phase, op_of
+from zcompile.ops import Parameter, Phase, Update, op_of
 from zcompile.passes.keep_within import check_fits
 from zcompile.pipeline import Journal, Pipeline
 from zcompile.prefetching import Schedule, choose, fit
@@ -40,6 +40,7 @@ from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.updates import Updater
 from zcompile.timeline import Timeline
 
 MARGIN = 0.9
@@ -94,10 +95,12 @@ class Engine:
         trainable: Mapping[str, bool],
         *,
         whole: bool = True,
+        updater: Updater | None = None,
     ) -> Callable[..., Any]:
         """The callable for one graph of Dynamo's; its programs are agreed with the other ranks when they first run.
 
-        `whole`: the graph is the whole model's; a part of it gathers only those parameters that it reads.
+        `whole`: the graph is the whole model's; a part of it gathers only those parameters that it reads. With
+        `updater`, programs update parameters with it and return no gradients.
         """
         weak = weakref.ref(self)
 
@@ -105,7 +108,7 @@ class Engine:
             # Dynamo keeps what it compiled until `torch.compiler.reset()`; the model must not live as long by it.
             engine = weak()
             assert engine is not None, "an engine is alive while it compiles"
-            runner: Runner = weakref.proxy(engine._lower(traced if whole else _restricted(traced)))
+            runner: Runner = weakref.proxy(engine._lower(traced if whole else _restricted(traced), updater))
             return runner
 
         return Capture(names, self.layout.with_trainable(trainable), lower)(module, inputs)
@@ -144,7 +147,7 @@ class Engine:
     def _returned(self) -> None:
         self.recorder.end_call(split=bool(self.breaks))
 
-    def _lower(self, traced: Program) -> Runner:
+    def _lower(self, traced: Program, updater: Updater | None) -> Runner:
         journal = Journal()
         # Casts are in the graph already: compiled under autocast, a region would get them twice.
         no_autocast = torch.autocast(self.communicator.device.type, enabled=False)
@@ -153,9 +156,14 @@ class Engine:
             if not self._chosen and keeps and traced.has_backward:
                 self.schedule = self._chosen_schedule(traced)
                 self._chosen = True
-            pipeline = self.options.pipeline(self.schedule, keeps=keeps, free=self._free_bytes())
+            pipeline = self.options.pipeline(
+                self.schedule, keeps=keeps, free=self._free_bytes(), updates=updater is not None and traced.has_backward
+            )
             program = pipeline.run(traced, journal)
-            step = Step(traced, program, self.regions, self._session)
+            if updater is None and program.nodes(Update):
+                fix = "leave it out, or call zcompile.train_step"
+                raise PipelineError("insert_updates", "updates parameters, and no optimizer is known", fix)
+            step = Step(traced, program, self.regions, replace(self._session, updater=updater))
         self.steps.append(step)
         self.recorder.captured()
         self.journals.append(journal)

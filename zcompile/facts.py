@@ -20,12 +20,14 @@ from zcompile.ops import (
     AllGather,
     Call,
     Compute,
+    GatherAhead,
     Parameter,
     Phase,
     Reduce,
     Release,
     Results,
     Shards,
+    Update,
     WaitGather,
     WaitReduce,
     all_gather,
@@ -35,7 +37,7 @@ from zcompile.ops import (
     reduce_scatter,
 )
 from zcompile.printer import MARK, render
-from zcompile.program import PLACEHOLDERS, Program
+from zcompile.program import PLACEHOLDERS, Program, reads_of
 from zcompile.tensor_type import human_bytes
 
 
@@ -247,7 +249,8 @@ def _reduced_once(program: Program) -> Iterator[Violation]:
         op = op_of(node, Reduce)
         count.update(op.params)
         yield from _reduce_violations(program, node, op, scatter)
-    delivered = [name for node in program.results.reduced for name in op_of(node, WaitReduce).params]
+    used = [node.all_input_nodes[1] for node in program.nodes(Update)]
+    delivered = [name for node in (*program.results.reduced, *used) for name in op_of(node, WaitReduce).params]
     expected = program.differentiated()
     for name in sorted({*count, *delivered, *expected}):
         if count[name] != (name in expected):
@@ -299,6 +302,31 @@ def _reduce_violations(program: Program, node: fx.Node, op: Reduce, scatter: boo
     waits = [user for user in node.users if isinstance(data(user).op, WaitReduce)]
     if len(waits) != 1:
         yield Violation(node, f"{node.name} is waited for {len(waits)} times; want once")
+
+
+def _updated_once(program: Program) -> Iterator[Violation]:
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    for node in program.results.reduced:
+        yield Violation(node, f"{node.name} is returned; want it used for an update")
+    for node in program.nodes(Update):
+        op, (shards, grads) = op_of(node, Update), node.all_input_nodes
+        if data(grads).op != WaitReduce(op.unit, op.params) or data(shards).op != Shards(op.unit):
+            yield Violation(node, f"{node.name} updates {op.unit}, but is given {shards.name} and {grads.name}")
+        for read in reads_of(shards):
+            if position[read] > position[node]:
+                yield Violation(read, f"{_label(read)} reads {op.unit} after its update")
+
+
+def _gathered_ahead(program: Program) -> Iterator[Violation]:
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    updated = {op_of(node, Update).unit: node for node in program.nodes(Update)}
+    first = {op_of(node, AllGather).unit: node for node in reversed(program.nodes(AllGather, phase=Phase.FORWARD))}
+    for node in program.nodes(GatherAhead):
+        op = op_of(node, GatherAhead)
+        if op.unit not in first or op_of(first[op.unit], AllGather) != AllGather(op.unit, op.keep, op.dtype):
+            yield Violation(node, f"{node.name} gathers {op.unit} as no forward does")
+        if op.unit in updated and position[updated[op.unit]] > position[node]:
+            yield Violation(node, f"{node.name} gathers {op.unit} before its update")
 
 
 def _reduction_of(program: Program, param: str) -> fx.Node | None:
@@ -387,6 +415,8 @@ RELEASED_ONCE = Fact("gathers released exactly once", _released_once)
 UNUSED_AFTER_RELEASE = Fact("nothing used after release", _unused_after_release)
 REDUCED_ONCE = Fact("trainable gradients reduced exactly once", _reduced_once)
 ACCUMULATED_ONCE = Fact("trainable gradients held back exactly once", _accumulated_once)
+UPDATED_ONCE = Fact("reduced gradients used for updates, after the last read", _updated_once)
+GATHERED_AHEAD = Fact("gathers for the next step started after updates", _gathered_ahead)
 WAITS_SUNK = Fact("waits of reductions sunk", _waits_sunk)
 MESSAGES_PACKED = Fact("messages packed", _messages_packed)
 VOLUME_RIGHT = Fact("communication volume of the stage", _volume_right)

@@ -37,6 +37,7 @@ from zcompile.errors import CaptureError, ParameterError, ZcompileError
 from zcompile.report import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather
 from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.updates import Updater
 from zcompile.sharding import Retired, Site
 
 BREAKS = (Unsupported, UserError, InternalTorchDynamoError)
@@ -85,19 +86,22 @@ class Tree:
                 # An attribute of the instance, as wrappers of forward are commonly put on modules; hooks still run.
                 object.__setattr__(child, "forward", _function(fragment))
 
-    def names(self, fragment: Fragment) -> Names:
-        """What the inputs of a graph of `fragment` are called."""
+    def names(self, path: str, signature: inspect.Signature) -> Names:
+        """What the inputs of a graph are called that a function of `signature`, at `path`, was traced into."""
         return Names(
             {id(site.husk): site.name for site in self.sites},
             {id(buffer): name for name, buffer in self.model.named_buffers()},
             frozenset(self._paths.values()),
-            tuple(inspect.signature(type(fragment.module).forward).parameters)[1:],
-            fragment.path,
+            tuple(signature.parameters)[1:],
+            path,
         )
 
 
 class Fragment:
     """A module whose calls run as programs, or, once its code has broken the graph, as Python around fragments."""
+
+    updater: Updater | None = None
+    """What the programs update parameters with, where they do."""
 
     def __init__(self, tree: Tree, module: nn.Module, path: str, forward: Callable[..., Any]) -> None:
         self.tree, self.module, self.path, self.forward = tree, module, path, forward
@@ -147,8 +151,14 @@ class Fragment:
                 found = "the model's code reads this parameter past its module, where it is empty now"
                 raise ParameterError(name, found, "read it as an attribute of its module, not from a list or a closure")
         trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
-        whole = self is self.tree.root
-        return self.tree.engine.capture(module, inputs, self.tree.names(self), trainable, whole=whole)
+        return self.tree.engine.capture(
+            module, inputs, self.names, trainable, whole=not self.path, updater=self.updater
+        )
+
+    @property
+    def names(self) -> Names:
+        """What the inputs of its graphs are called."""
+        return self.tree.names(self.path, inspect.signature(type(self.module).forward))
 
     def _split(self, error: Exception) -> None:
         found = Break.of(self.path, type(self.module).__name__, error)

@@ -11,13 +11,28 @@ from torch import fx
 
 from zcompile._torch import is_symbolic
 from zcompile.facts import verify
-from zcompile.ops import AllGather, Call, Input, Item, Kind, Parameter, Phase, Release, Shards, WaitGather, data, op_of
+from zcompile.ops import (
+    AllGather,
+    Call,
+    GatherAhead,
+    Input,
+    Item,
+    Kind,
+    Parameter,
+    Phase,
+    Release,
+    Shards,
+    Update,
+    WaitGather,
+    data,
+    op_of,
+)
 from zcompile.pipeline import ALWAYS
 from zcompile.pipelines import ACCUMULATE
 from zcompile.printer import function_text, inputs_of
 from zcompile.program import Program
 from zcompile.regions import RegionCache
-from zcompile.runtime.executor import BoundUnit, load
+from zcompile.runtime.executor import BoundUnit, Gradients, load
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.recorder import Line, Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
@@ -34,8 +49,10 @@ class Session:
     note: Callable[[str], None]
     """Called with the program's digest whenever a phase of it that communicates runs."""
     refresh: Callable[[], None]
-    """Called before every forward that uses kept full copies: none that is out of date is current afterwards."""
+    """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
     recorder: Recorder
+    updater: Callable[[Gradients], None] | None = None
+    """What steps the optimizer for the gradients of a unit, within a train step."""
 
 
 class Step:
@@ -58,11 +75,15 @@ class Step:
         self._read = _parameters_read(program, Phase.BACKWARD)
         self.reread: Sequence[int] = [self._position[name] for name in self._read]
         self._kept = [op_of(node, WaitGather).unit for node in program.kept()]
-        self._units = {unit.name: BoundUnit(session.shards[unit.name], unit) for unit in program.layout.units}
+        self._units = {
+            unit.name: BoundUnit(session.shards[unit.name], unit, session.updater) for unit in program.layout.units
+        }
         self._agreed = False
         self._digest = program.digest()
         self._forward_communicates = program.phase(Phase.FORWARD).volume() > 0
-        self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
+        self._has_copies = bool(program.nodes(GatherAhead)) or any(
+            op_of(node, AllGather).keep for node in program.nodes(AllGather)
+        )
         self._regions = regions.get_all(program.regions)
         self._forward = self._load(program, Phase.FORWARD)
         self._backward = self._load(program, Phase.BACKWARD) if program.has_backward else None
@@ -97,7 +118,7 @@ class Step:
             self._agreed = True
         if self._forward_communicates:
             self.session.note(self._digest)
-        if self._keeps:
+        if self._has_copies:
             self.session.refresh()
         husks = [box[index] for index in self.reread]
         values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
@@ -164,7 +185,7 @@ def _line(program: Program, node: fx.Node) -> Line:
     if isinstance(held.op, Call):
         around = (u.name for u in program.layout.units if f"{held.source}.".startswith(f"{u.name}."))
         return Line(held.op.region, held.op.region, max(around, key=len, default=held.source), is_region=True)
-    name = node.all_input_nodes[0].name if isinstance(held.op, Release) else node.name
+    name = node.all_input_nodes[0].name if isinstance(held.op, (Release, Update, GatherAhead)) else node.name
     return Line(function_text(node.target), name, held.source)
 
 

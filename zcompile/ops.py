@@ -120,6 +120,23 @@ class WaitReduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Update:
+    """Let the optimizer use the averaged gradients of `params`, and free them."""
+
+    unit: str
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherAhead:
+    """Start gathering a unit for the next step's forward, whose `AllGather` of it then starts nothing."""
+
+    unit: str
+    keep: bool = False
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Accumulate:
     """Hold this rank's own gradients of `params` back: they are reduced with those of a later backward."""
 
@@ -149,6 +166,8 @@ Op = (
     | Release
     | Reduce
     | WaitReduce
+    | Update
+    | GatherAhead
     | Accumulate
     | Copy
     | Results
@@ -232,6 +251,16 @@ def all_reduce(unit: Any, grads: Sequence[Any], *, dtype: torch.dtype | None = N
     _only_a_name("all_reduce")
 
 
+def update(unit: Any, grads: Any) -> NoReturn:
+    """Step the optimizer for the parameters of a unit with their averaged gradients, which are freed."""
+    _only_a_name("update")
+
+
+def gather_ahead(unit: Any, *, keep: bool = False, dtype: torch.dtype | None = None) -> NoReturn:
+    """Start gathering a unit for the next step."""
+    _only_a_name("gather_ahead")
+
+
 def accumulate(unit: Any, grads: Sequence[Any]) -> NoReturn:
     """Hold gradients back; a later reduction of the same parameters adds them to its own."""
     _only_a_name("accumulate")
@@ -258,6 +287,8 @@ NAMES = frozenset(
         "all_gather",
         "reduce_scatter",
         "all_reduce",
+        "update",
+        "gather_ahead",
         "accumulate",
         "wait",
         "release",

@@ -317,6 +317,11 @@ def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: 
         return ops.Accumulate(unit, tuple(param.name for param, grad in given if grad is not None))
     if node.target is ops.wait:
         return ops.WaitReduce(unit, source.params) if isinstance(source, ops.Reduce) else ops.WaitGather(unit)
+    if node.target is ops.update:
+        arrived = data(node.all_input_nodes[1]).op
+        return ops.Update(unit, arrived.params if isinstance(arrived, ops.WaitReduce) else ())
+    if node.target is ops.gather_ahead:
+        return ops.GatherAhead(unit, bool(node.kwargs.get("keep", False)), _dtype(node))
     if node.target is ops.copy:
         return ops.Copy()
     return ops.Release(unit) if node.target is ops.release else Compute()

@@ -13,8 +13,10 @@ from zcompile.options import bytes_of, check_prefetch, check_stage, checkpoint_o
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.defer_weights import defer_weights
+from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
+from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.keep_full import keep_full
 from zcompile.passes.keep_within import keep_within
 from zcompile.passes.outline_regions import outline_regions
@@ -28,7 +30,16 @@ from zcompile.program import Program
 
 ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,), (facts.ACCUMULATED_ONCE,))
 """Not part of a pipeline: applied to a finished program of stage 0 or 1, for backwards under `no_sync`."""
+UPDATES = (
+    Pass("insert_updates", insert_updates, (facts.WAITS_SUNK,), (facts.UPDATED_ONCE,)),
+    Pass("gather_ahead", gather_ahead, (facts.UPDATED_ONCE,), (facts.GATHERED_AHEAD,)),
+)
+"""What a train step adds; without prefetch no gather stands ahead of its use."""
 GATHERED = (facts.GATHERED_BEFORE_USE, facts.RELEASED_ONCE)
+ASSIGN = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,))
+DEFER = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
+GATHER = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
+REDUCE = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
 
 
 def pipeline(
@@ -41,6 +52,7 @@ def pipeline(
     small: int = SMALL_BYTES,
     checkpoint: str | int | float | None = None,
     whole: bool = True,
+    updates: bool = False,
 ) -> Pipeline:
     """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
 
@@ -56,6 +68,7 @@ def pipeline(
         checkpoint: What the backward computes again: all of a unit but its input ("unit"), or the cheapest choice with
             which the step holds at most these bytes (a number, "512 MiB"), or this share of its peak (a float).
         whole: False for programs that are parts of a model, where a checkpoint setting may be without effect.
+        updates: Let the optimizer use gradients as they arrive; for `zcompile.train_step`.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
@@ -66,31 +79,34 @@ def pipeline(
     bounded = facts.units_bounded(prefetch)
     fuses = partition == "min_cut"
     split = Pass("split_phases", partial(split_phases, partition=partition), ensures=(facts.PHASES_SPLIT,))
-    assign = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,))
-    defer = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
     outlined = partial(outline_regions, fuses=fuses)
     outline = Pass("outline_regions", outlined, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,))
     pack = Pass("pack_small", partial(pack_small, small=small), (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,))
-    gather = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
-    reduce = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
     keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED)
     ensures = () if limit else (bounded,)
     ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures)
-    sink = Pass("sink_waits", partial(sink_waits, depth=max(prefetch, 1)), (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,))
-    passes = [defer, outline, pack, gather, reduce]
+    sunk = partial(sink_waits, depth=max(prefetch, 1), consumed=updates)
+    sink = Pass("sink_waits", sunk, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,))
+    passes = [DEFER, outline, pack, GATHER, REDUCE]
     if STAGES[stage].parameters_sharded:
         passes.append(keep)
     if STAGES[stage].optimizer_sharded:
         passes.append(ahead)
     passes.append(sink)
     if limit:
-        within = partial(keep_within, memory_limit=limit, units=kept)
-        fits = (facts.memory_bounded(limit),) if kept is None else ()
-        passes.append(Pass("keep_within", within, (facts.WAITS_SUNK,), fits))
+        passes.append(_within(limit, kept))
+    if updates:
+        passes += UPDATES if prefetch else UPDATES[:1]
     budget = checkpoint_of(checkpoint)
     place = _checkpoints(budget, passes, fuses=fuses, whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
-    return Pipeline(STAGES[stage], (split, assign, *place, *passes), (facts.VOLUME_RIGHT, *goals))
+    return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes), (facts.VOLUME_RIGHT, *goals))
+
+
+def _within(limit: int, kept: Sequence[str] | None) -> Pass:
+    """The pass that keeps further units full, or those `kept`, within the memory limit."""
+    fits = (facts.memory_bounded(limit),) if kept is None else ()
+    return Pass("keep_within", partial(keep_within, memory_limit=limit, units=kept), (facts.WAITS_SUNK,), fits)
 
 
 def _checkpoints(

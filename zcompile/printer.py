@@ -29,7 +29,22 @@ from torch import fx
 
 from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.layout import Param
-from zcompile.ops import Call, Data, Input, Item, Kind, Parameter, Phase, Release, Shards, WaitGather, data, op_of
+from zcompile.ops import (
+    Call,
+    Data,
+    GatherAhead,
+    Input,
+    Item,
+    Kind,
+    Parameter,
+    Phase,
+    Release,
+    Shards,
+    Update,
+    WaitGather,
+    data,
+    op_of,
+)
 from zcompile.program import Program, Region, after_items, items_of
 from zcompile.tensor_type import TensorType, dtype_text, human_bytes
 
@@ -212,7 +227,7 @@ def _statement(node: fx.Node, delta: int) -> list[Line]:
     held = data(node)
     items = items_of(node)
     margin = (_delta_text(delta), held.source)
-    if isinstance(held.op, Release):
+    if isinstance(held.op, (Release, Update, GatherAhead)):
         return _wrapped(Line(_call_text(node), "", *margin))
     if not items:
         type_ = _type_text(held) if held.type else ""

@@ -25,6 +25,7 @@ from zcompile.ops import (
     Call,
     Compute,
     Data,
+    GatherAhead,
     Input,
     Item,
     Kind,
@@ -34,6 +35,7 @@ from zcompile.ops import (
     Release,
     Results,
     Shards,
+    Update,
     WaitGather,
     data,
     op_of,
@@ -42,7 +44,8 @@ from zcompile.ops import (
 from zcompile.tensor_type import TensorType
 
 PLACEHOLDERS = (Input, Parameter, Shards)
-COMMUNICATIONS = (AllGather, Reduce)
+Communication = AllGather | GatherAhead | Reduce
+COMMUNICATIONS = (AllGather, GatherAhead, Reduce)
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ class Program:
     @property
     def has_backward(self) -> bool:
         results = self.results
-        return bool(results.gradients or results.reduced or any(g is not None for g in results.input_gradients))
+        reduced = results.gradients or results.reduced or self.nodes(Update)
+        return bool(reduced or any(gradient is not None for gradient in results.input_gradients))
 
     def differentiated(self) -> set[str]:
         """Parameters with a gradient in this program."""
@@ -193,13 +197,15 @@ class Program:
                 lines.append(f"{phase}: {self._text_of(op)}")
         return lines
 
-    def _text_of(self, op: AllGather | Reduce) -> str:
+    def _text_of(self, op: Communication) -> str:
         """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
         match op:
             case Reduce(scatter=scatter):
                 name = "reduce_scatter" if scatter else "all_reduce"
             case AllGather(keep=keep):
                 name = "all_gather keep" if keep else "all_gather"
+            case GatherAhead():
+                name = "gather_ahead"
         texts = []
         for params in self._messages(op):
             sent = [p.reduce_dtype if isinstance(op, Reduce) else p.full_dtype for p in params]
@@ -207,7 +213,7 @@ class Program:
             texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
         return f"{name} {op.unit} ({', '.join(texts)})"
 
-    def _messages(self, op: AllGather | Reduce) -> list[list[Param]]:
+    def _messages(self, op: Communication) -> list[list[Param]]:
         """The parameters of each message of a communication."""
         unit = self.layout.unit(op.unit)
         wanted = set(op.params) if isinstance(op, Reduce) else {p.name for p in unit.params if p.shards}
@@ -225,8 +231,13 @@ class Program:
         return hashlib.sha256("\n".join(self.communications()).encode()).hexdigest()
 
     def payload(self, node: fx.Node) -> int:
-        """Bytes of the tensors that one communication moves, padding included; an all_reduce moves them twice."""
+        """Bytes of the tensors that one communication moves, padding included; an all_reduce moves them twice.
+
+        What is gathered ahead counts where the next step would gather it.
+        """
         op = data(node).op
+        if isinstance(op, GatherAhead):
+            return 0
         if isinstance(op, AllGather):
             return sum(param.padded_bytes for param in self.layout.unit(op.unit).params if param.shards)
         assert isinstance(op, Reduce), f"{node.name} is no communication"
@@ -279,7 +290,9 @@ class Program:
         """Bytes gained when `node` runs (negative for a release)."""
         op = data(node).op
         match op:
-            case AllGather():
+            case GatherAhead(keep=True):
+                return 0  # into the memory of the copy that the forward has gathered
+            case AllGather() | GatherAhead():
                 return self.layout.unit(op.unit).gathered_bytes
             case Call() | Compute():
                 return data(node).nbytes + sum(data(item).nbytes for item in items_of(node))
@@ -288,6 +301,8 @@ class Program:
                 return sum(param.padded_numel * param.reduce_dtype.itemsize // world for param in params)
             case Item() | Results():
                 return 0
+            case Update():
+                return -self.memory(node.all_input_nodes[1].all_input_nodes[0])
             case Release():
                 return -self.layout.unit(op.unit).gathered_bytes
             case _:
@@ -330,6 +345,13 @@ def after_items(call: fx.Node) -> fx.Node:
     while isinstance(data(call.next).op, Item):
         call = call.next
     return call
+
+
+def reads_of(shards: fx.Node) -> list[fx.Node]:
+    """The lines that read a unit's parameters: its gathers, until they have arrived, and the calls of regions."""
+    reads = [user for user in shards.users if isinstance(data(user).op, (AllGather, Call))]
+    full = [user for gather in reads for user in gather.users if isinstance(data(user).op, WaitGather)]
+    return [*reads, *full, *(user for node in full for user in node.users if isinstance(data(user).op, Call))]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import fx
 
 from zcompile.layout import Layout
 from zcompile.memory import peak_bytes
-from zcompile.ops import AllGather, Call, Phase, Reduce, WaitGather, WaitReduce, data, op_of
+from zcompile.ops import AllGather, Call, GatherAhead, Phase, Reduce, Release, WaitGather, WaitReduce, data, op_of
 from zcompile.pipeline import Journal
 from zcompile.program import Program
 from zcompile.tensor_type import human_bytes
@@ -99,7 +99,7 @@ def peak_full_bytes(program: Program) -> int:
     """The most bytes of gathered parameters alive at once, in flight or full."""
     alive = peak = 0
     for node in program.nodes():
-        if isinstance(data(node).op, AllGather) or program.memory(node) < 0:
+        if isinstance(data(node).op, (AllGather, GatherAhead, Release)):
             alive += program.memory(node)
             peak = max(peak, alive)
     return peak

@@ -6,7 +6,7 @@ what it was spent on:
 
     compute     in a region
     exposed     sending what a collective sends, as far as the host itself does that, and waiting for one
-    optimizer   in an optimizer's step
+    optimizer   in an optimizer's step, also where a program takes it unit by unit
     overhead    in other lines of a program, between them, in a call outside of programs, delivering gradients
     idle        in none of them: the loss's own backward, the data loader, whatever the loop does
 
@@ -282,6 +282,7 @@ class Timeline:
 
 
 _LANES = {Spent.COMPUTE: 1, Spent.EXPOSED: 2, Spent.OPTIMIZER: 3}
+_SPENT = {"update": Spent.OPTIMIZER}
 _WHERE = {
     "call": "calls of the model, around its programs",
     "forward": "forward programs, between lines",
@@ -325,7 +326,7 @@ def _events(step: StepRecord, clock: _Clock) -> Iterator[Event]:
     for run in step.runs:
         yield event(run.start, run.end, Spent.OVERHEAD, run.phase, run.phase, run.program)
         for line, start, end in _lines(run):
-            spent = Spent.COMPUTE if line.is_region else Spent.OVERHEAD
+            spent = Spent.COMPUTE if line.is_region else _SPENT.get(line.operation, Spent.OVERHEAD)
             timed = event(start, end, spent, line.operation, run.phase, line.name)
             yield replace(timed, unit=line.unit, is_line=True)
 

@@ -1,0 +1,56 @@
+"""gather_ahead: start the next step's first gathers as soon as their units are updated.
+
+    update(a, a_grads)                          update(a, a_grads)
+    c_grads = wait(c_reduce)            ->      gather_ahead(a)
+    update(c, c_grads)                          c_grads = wait(c_reduce)
+                                                update(c, c_grads)
+
+The units are those that the forward gathers before its first region: nothing there could hide them. They are full from
+then to the next forward, which takes what has been started. A gather that would raise the peak of memory stays where it
+is.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.memory import peak_bytes
+from zcompile.ops import AllGather, Call, Data, GatherAhead, Phase, Update, data, op_of
+from zcompile.program import Program
+
+
+def gather_ahead(program: Program) -> Program:
+    """A program at whose end the gathers are on their way that its forward begins with."""
+    if program.layout.world == 1 or not program.layout.stage.optimizer_sharded or not program.nodes(Update):
+        return program
+    peak = peak_bytes(program)
+    for gather in _first_gathers(program):
+        ahead = _started(program, gather.name)
+        if peak_bytes(ahead) <= peak:
+            program = ahead
+    return program
+
+
+def _first_gathers(program: Program) -> list[fx.Node]:
+    """Gathers that stand before the first region."""
+    found = []
+    for node in program.nodes(AllGather, Call, phase=Phase.FORWARD):
+        if isinstance(data(node).op, Call):
+            break
+        found.append(node)
+    return found
+
+
+def _started(program: Program, gather: str) -> Program:
+    """`program` with what `gather` brings gathered once more, at its end, as soon as that may be."""
+    program = program.copy()
+    first = program.node(gather)
+    op, (shards,) = op_of(first, AllGather), first.all_input_nodes
+    updates = program.nodes(Update)
+    # A frozen unit could be gathered at any time; at the end nothing else needs the memory.
+    own = [node for node in updates if op_of(node, Update).unit == op.unit]
+    with program.graph.inserting_after((own or updates)[-1]):
+        held = Data(GatherAhead(op.unit, op.keep, op.dtype), Phase.BACKWARD, source=op.unit)
+        program.add(ops.gather_ahead, (shards,), held, f"{shards.name}_ahead", **first.kwargs)
+    return program

@@ -1,0 +1,44 @@
+"""insert_updates: let the optimizer use each unit's gradients as soon as they have arrived, and free them.
+
+    b_grads = wait(b_reduce)                    b_grads = wait(b_reduce)
+    a_reduce = reduce_scatter(a, [ga])  ->      a_reduce = reduce_scatter(a, [ga])
+    a_grads = wait(a_reduce)                    update(b, b_grads)
+    return [], [b_grads, a_grads]               a_grads = wait(a_reduce)
+                                                update(a, a_grads)
+                                                return [], []
+
+So the gradients that a rank holds are those of the units in flight, not of the model (Lv et al., "Full Parameter
+Fine-tuning for Large Language Models with Limited Resources", 2023, section 3.1, does so without shards). A unit is
+updated after the last line that reads it: where its parameters are tied, its gradients may be there before that.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zcompile.ops import Copy, Data, Phase, Reduce, Shards, Update, WaitReduce, data, op_of, update
+from zcompile.program import Program, after_items, reads_of, set_results
+
+
+def insert_updates(program: Program) -> Program:
+    """A program that returns no gradients of parameters: the optimizer has used them."""
+    program = program.copy()
+    results = program.results
+    for waited in results.reduced:
+        op = op_of(waited, WaitReduce)
+        held = Data(Update(op.unit, op.params), Phase.BACKWARD, source=op.unit)
+        shards = next(node for node in program.nodes(Shards) if op_of(node, Shards).unit == op.unit)
+        with program.graph.inserting_after(_last(program, [waited, *reads_of(shards)])):
+            program.add(update, (shards, waited), held, f"{shards.name}_update")
+    set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients)
+    return program
+
+
+def _last(program: Program, lines: list[fx.Node]) -> fx.Node:
+    """The last of `lines`, or the reduction that starts behind it: it is in flight while the optimizer works."""
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    last = after_items(max(lines, key=position.__getitem__))
+    behind = last.next
+    while isinstance(data(behind).op, (Copy, WaitReduce)):
+        behind = behind.next
+    return behind if isinstance(data(behind).op, Reduce) else last

@@ -1,0 +1,129 @@
+"""Updates: an optimizer's step for some of its parameters, within the backward, as their gradients arrive."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from zcompile._torch import unhooked_step
+from zcompile.errors import OptimizerError
+from zcompile.runtime.executor import Gradients
+from zcompile.runtime.gradients import run_hooks
+
+
+class Updater:
+    """Steps optimizers for the parameters of one unit at a time.
+
+    The step that runs is the optimizer's own, on an object that shares its state and has the groups of the moment with
+    only these parameters in them. So it is as good as one step for all, if that treats each parameter by itself.
+
+    Raises:
+        OptimizerError: an optimizer does not (L-BFGS, those that count in their groups).
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            _check_separable(optimizer)
+        self.optimizers = optimizers
+        self._groups: dict[int, list[tuple[Optimizer, int]]] = {}
+        """By the identity of a parameter: the optimizers that hold it, and the group in which they do."""
+
+    def begin(self) -> None:
+        """Read the optimizers' groups, which may have grown since the last step."""
+        self._groups = {}
+        for optimizer in self.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    self._groups.setdefault(id(parameter), []).append((optimizer, number))
+
+    @torch.no_grad()
+    def __call__(self, gradients: Gradients) -> None:
+        """Step every optimizer for the parameters whose gradients these are."""
+        shards = gradients.shards
+        parameters = [shards.parameters[name] for name in gradients.tensors]
+        try:
+            for (name, tensor), parameter in zip(gradients.tensors.items(), parameters, strict=True):
+                parameter.grad = shards.gradient(name, tensor)
+                run_hooks(parameter)
+            for optimizer, groups in self._held(parameters):
+                _step(optimizer, groups)
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _held(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Optimizer, dict[int, list[nn.Parameter]]]]:
+        """The optimizers that hold some of `parameters`, with these by the number of their group."""
+        found: dict[int, tuple[Optimizer, dict[int, list[nn.Parameter]]]] = {}
+        for parameter in parameters:
+            for optimizer, number in self._groups.get(id(parameter), ()):
+                _, groups = found.setdefault(id(optimizer), (optimizer, defaultdict(list)))
+                groups[number].append(parameter)
+        return list(found.values())
+
+
+def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]]) -> None:
+    """Step `optimizer` for the parameters in `groups` alone."""
+    narrowed = [{**optimizer.param_groups[number], "params": params} for number, params in sorted(groups.items())]
+    unhooked_step(_with(optimizer, param_groups=narrowed))
+
+
+def _with(optimizer: Optimizer, **attributes: Any) -> Optimizer:
+    """An object that shares all attributes of `optimizer` but these."""
+    made = object.__new__(type(optimizer))
+    made.__dict__ = {**optimizer.__dict__, **attributes}
+    return made
+
+
+def _check_separable(optimizer: Optimizer) -> None:
+    """Compare steps for two parameters at once with steps for one after the other, in groups as the optimizer has them.
+
+    Raises:
+        OptimizerError: they differ, or a step leaves something in its groups.
+    """
+    kind, fix = type(optimizer).__name__, "use the loop: loss.backward(); optimizer.step(); optimizer.zero_grad()"
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        try:
+            together = _tried(optimizer, options, apart=False)
+            apart = _tried(optimizer, options, apart=True)
+        except Exception as error:
+            found = f"{kind} cannot step for some of its parameters alone: {type(error).__name__}: {error}"
+            raise OptimizerError("optimizer", found, fix) from error
+        if any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
+            found = f"{kind} steps otherwise for some of its parameters alone than for all at once"
+            raise OptimizerError("optimizer", found, fix)
+
+
+def _tried(optimizer: Optimizer, options: dict[str, Any], *, apart: bool) -> list[torch.Tensor]:
+    """Two parameters after three steps, taken at once or one after the other.
+
+    Raises:
+        ValueError: a step has changed the options of its group, which one for a part of it would not keep.
+    """
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    values = torch.arange(32, dtype=torch.float32, device=device).view(2, 4, 4) / 32
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    group = {**copy.deepcopy(options), "params": parameters}
+    before = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    tried = _with(optimizer, state=defaultdict(dict), param_groups=[group])
+    for _ in range(3):
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.grad = value.flip(0) - 0.25
+        if apart:
+            for parameter in parameters:
+                _step(tried, {0: [parameter]})
+        else:
+            unhooked_step(tried)
+    if changed := [key for key, value in before.items() if not _equal(group[key], value)]:
+        raise ValueError(f"it changes {changed[0]!r} of its group")
+    return [parameter.detach() for parameter in parameters]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

@@ -1,0 +1,343 @@
+"""`zcompile.train_step`: bit for bit the loop, in every stage; gradients are gone unit by unit; what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
+}
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups, as people make them for weight decay."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+def against_the_loop(rank: int, kind: str, optimizer: str, stage: int, **options: Any) -> list[str]:
+    """What differs after four steps with a schedule of the learning rate and a write between two steps."""
+    model = make(kind)
+    other = copy.deepcopy(model)
+    ours = OPTIMIZERS[optimizer](grouped(model))
+    step = zcompile.train_step(model, None, ours, stage=stage, backend="eager", **options)
+    compiled = zcompile.compile(other, stage=stage, backend="eager", **options)
+    theirs = OPTIMIZERS[optimizer](grouped(compiled))
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5) for one in (ours, theirs)]
+    differing = []
+    for number in range(4):
+        args = batch(kind, rank, number)
+        loss = step(*args)
+        expected = compiled(*args)
+        expected.backward()
+        theirs.step()
+        theirs.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        if number == 1:
+            for one in (step.model, compiled):
+                with torch.no_grad():
+                    for param in one.parameters():
+                        param.data.mul_(0.9)
+        differing += [] if torch.equal(loss, expected) else [f"loss {number}"]
+    got, want = (one.full_state_dict(rank0_only=False) for one in (step.model, compiled))
+    differing += [name for name in want if not torch.equal(got[name], want[name])]
+    differing += [name for name, param in step.model.named_parameters() if param.grad is not None]
+    return differing
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_is_the_loop(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, against_the_loop, "gpt", "adamw", stage) == [[], []]
+
+
+def with_all_optimizers(rank: int) -> list[str]:
+    return [name for kind in OPTIMIZERS for name in against_the_loop(rank, "mlp", kind, 3)]
+
+
+def test_a_step_is_the_loop_with_any_optimizer(ranks: Ranks) -> None:
+    assert ranks.run(2, with_all_optimizers) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": 0},
+        {"dtype": torch.bfloat16},
+        {"checkpoint": "unit"},
+        {"memory_limit": "40 MiB"},
+        {"passes": {"gather_ahead": None}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_step_is_the_loop_with_any_option(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert ranks.run(2, with_options, options) == [[], []]
+
+
+def with_options(rank: int, options: dict[str, Any]) -> list[str]:
+    return against_the_loop(rank, "gpt", "adamw", 3, **options)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_is_the_loop_where_no_size_divides(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(3, against_the_loop, "mlp", "adamw", stage) == [[], [], []]
+
+
+def test_alone_too() -> None:
+    assert against_the_loop(0, "mlp", "adamw", 3) == []
+
+
+class Tied(nn.Module):
+    """Tied weights, a frozen layer, a parameter that nobody reads, one that no optimizer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.tokens = nn.Embedding(10, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.tokens.weight
+        self.unread = nn.Parameter(torch.ones(3))
+        self.left_out = nn.Parameter(torch.ones(6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.tokens(tokens))
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + self.left_out
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, *, weight: float = 1.0) -> torch.Tensor:
+    return weight * torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def outside_the_model(rank: int, stage: int, clip: float | None) -> list[str]:
+    """Two optimizers, a loss function of the user's own, batches of several sizes, and calls between the steps."""
+    torch.manual_seed(0)
+    models = [Tied() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    compiled = [zcompile.compile(model, stage=stage, backend="eager") for model in models]
+    optimizers = [
+        [
+            torch.optim.AdamW([*model.layers.parameters(), model.unread], lr=0.1),
+            torch.optim.SGD(model.tokens.parameters(), lr=0.1, momentum=0.9),
+        ]
+        for model in compiled
+    ]
+    step = zcompile.train_step(compiled[0], loss_of, optimizers[0], clip_grad_norm=clip)
+    differing = []
+    for number in range(4):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        tokens = torch.randint(0, 10, (2 + (number % 3) * (rank + 1), 7), generator=generator)
+        expected = loss_of(compiled[1], tokens, weight=2.0)
+        expected.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(compiled[1].parameters(), clip)
+        for optimizer in optimizers[1]:
+            optimizer.step()
+        compiled[1].zero_grad()
+        differing += [] if torch.equal(step(tokens, weight=2.0), expected) else [f"loss {number}"]
+        with torch.no_grad():
+            same = torch.equal(compiled[0](tokens), compiled[1](tokens))
+        differing += [] if same else [f"evaluation {number}"]
+        if clip:
+            compiled[0].left_out.grad = None  # gradients without an optimizer stay, as in the loop
+    got, want = (one.full_state_dict(rank0_only=False) for one in compiled)
+    return [*differing, *(name for name in want if not torch.equal(got[name], want[name]))]
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_as_models_are(ranks: Ranks, stage: int, clip: float | None) -> None:
+    assert ranks.run(2, outside_the_model, stage, clip) == [[], []]
+
+
+def gradients_alive(rank: int) -> tuple[int, int]:
+    """The most bytes of gradients that are alive while the optimizer steps a unit, and those of the largest unit."""
+    model = make("gpt")
+    step = zcompile.train_step(model, None, torch.optim.AdamW(model.parameters()), backend="eager")
+    seen: list[tuple[StorageWeakRef, int]] = []
+    most = [0]
+
+    def see(parameter: torch.Tensor) -> None:
+        storage = parameter.grad._local_tensor.untyped_storage()  # type: ignore[union-attr]
+        if storage._cdata not in {reference.cdata for reference, _ in seen if not reference.expired()}:
+            seen.append((StorageWeakRef(storage), storage.nbytes()))
+        most[0] = max(most[0], sum(nbytes for reference, nbytes in seen if not reference.expired()))
+
+    for parameter in step.model.parameters():
+        parameter.register_post_accumulate_grad_hook(see)
+    step(*batch("gpt", rank, 0))
+    assert len(seen) > 4, "hooks have run"
+    return most[0], max(sum(p.shard_numel * 4 for p in unit.params) for unit in step.model.layout.units)
+
+
+def test_gradients_of_one_unit_are_alive_at_once(ranks: Ranks) -> None:
+    for most, largest in ranks.run(2, gradients_alive):
+        assert most <= largest
+
+
+def gathers(rank: int, changed: bool) -> list[int]:
+    """Messages of the forward of each of three steps: the first gathers all, the others what is not there yet."""
+    model = make("gpt")
+    step = zcompile.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    found = []
+    for number in range(3):
+        step(*batch("gpt", rank, number))
+        if changed and rank == 1:  # one rank alone writes, past autograd's counters
+            next(iter(step.model.parameters())).data._local_tensor.mul_(2)
+        timeline = step.model.timeline
+        found.append(sum(m.operation == "all_gather" for m in timeline.messages or ()))
+    return found
+
+
+def test_the_first_gathers_of_a_step_start_in_the_one_before(ranks: Ranks) -> None:
+    found = ranks.run(2, gathers, False)
+    assert found[0] == found[1]
+    _, second, third = found[0]
+    assert second == third
+    stale = ranks.run(2, gathers, True)[0]
+    assert stale[1] > second, "a copy that anybody has changed is gathered again, on all ranks"
+
+
+def test_inductor_gives_what_its_loop_gives() -> None:
+    model, other = make("mlp"), make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, None, optimizer)
+    compiled = zcompile.compile(other)
+    loop = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+    for number in range(3):
+        loss = compiled(*batch("mlp", 0, number))
+        loss.backward()
+        loop.step()
+        loop.zero_grad()
+        assert torch.equal(step(*batch("mlp", 0, number)), loss)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as some optimizers without schedules do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] /= group["count"]
+        return super().step(closure)
+
+
+class Together(torch.optim.SGD):
+    """Steps by the norm of all its gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_([p for p in group["params"] if p.grad is not None], 0.01)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (torch.optim.LBFGS, "LBFGS cannot step for some of its parameters alone: TypeError"),
+        (Counting, "changes 'lr' of its group"),
+        (Together, "Together steps otherwise for some of its parameters alone than for all at once"),
+    ],
+)
+def test_an_optimizer_that_steps_all_at_once_is_refused(kind: type[torch.optim.Optimizer], found: str) -> None:
+    model = make("mlp")
+    with pytest.raises(zcompile.OptimizerError, match=found):
+        zcompile.train_step(model, None, kind(model.parameters(), lr=0.1))  # type: ignore[call-arg]
+    assert not any(isinstance(param, DTensor) for param in model.parameters()), "nothing was sharded"
+    step = zcompile.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    step(*batch("mlp", 0, 0))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, float("inf"), float("nan")])
+def test_a_norm_that_clips_nothing_is_refused(norm: float) -> None:
+    with pytest.raises(zcompile.OptionError, match=r"clip_grad_norm: .* is no norm"):
+        zcompile.train_step(model := make("mlp"), None, sgd(model), clip_grad_norm=norm)
+
+
+def test_options_of_compile_are_refused_for_a_compiled_model() -> None:
+    compiled = zcompile.compile(make("mlp"), backend="eager")
+    with pytest.raises(zcompile.OptionError, match=r"stage: belongs to zcompile\.compile"):
+        zcompile.train_step(compiled, None, sgd(compiled), stage=2)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    for model in (make("mlp"), zcompile.compile(make("mlp"), backend="eager")):
+        with pytest.raises(zcompile.OptimizerError, match="holds none of the model's parameters"):
+            zcompile.train_step(model, None, sgd(make("mlp")))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "found"),
+    [
+        (lambda model, x, y: model(x, y) + torch.zeros(3), r"loss_fn: gives \[3\]"),
+        (lambda model, x, y: {"loss": model(x, y)}, "loss_fn: gives dict"),
+        (lambda model, x, y: model(x, y).detach(), "loss_fn: gives a loss that depends on no parameter"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss_fn: Callable[..., Any], found: str) -> None:
+    model = make("mlp")
+    step = zcompile.train_step(model, loss_fn, sgd(model), backend="eager")
+    before = step.model.full_state_dict()
+    with pytest.raises(zcompile.OptionError, match=found):
+        step(*batch("mlp", 0, 0))
+    assert all(torch.equal(value, before[name]) for name, value in step.model.full_state_dict().items())
+
+
+def test_a_graph_break_is_refused_where_it_is() -> None:
+    def broken(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x, y)
+        print(loss.item())
+        return loss
+
+    model = make("mlp")
+    step = zcompile.train_step(model, broken, sgd(model), backend="eager")
+    with pytest.raises(zcompile.CaptureError, match=r"test_train_step\.py:\d+: .*loss.item\(\).*: breaks the graph"):
+        step(*batch("mlp", 0, 0))
+
+
+def test_gradients_of_before_and_no_sync_are_refused() -> None:
+    compiled = zcompile.compile(make("mlp"), backend="eager", stage=1)
+    step = zcompile.train_step(compiled, None, sgd(compiled))
+    with compiled.no_sync(), pytest.raises(zcompile.OptionError, match="no_sync: holds gradients back"):
+        step(*batch("mlp", 0, 0))
+    compiled(*batch("mlp", 0, 0)).backward()
+    with pytest.raises(zcompile.ParameterError, match="has a gradient already"):
+        step(*batch("mlp", 0, 0))
+    compiled.zero_grad()
+    step(*batch("mlp", 0, 0))
+
+
+def test_updates_without_an_optimizer_are_refused() -> None:
+    passes = zcompile.pipeline(stage=3, partition="default", updates=True)
+    compiled = zcompile.compile(make("mlp"), passes=passes, backend="eager")
+    with pytest.raises(zcompile.PipelineError, match="insert_updates: updates parameters, and no optimizer is known"):
+        compiled(*batch("mlp", 0, 0))

@@ -1,0 +1,152 @@
+"""`zcompile.train_step`: forward, backward and the optimizer's step as one program, which keeps no gradients."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from zcompile.capture import Names
+from zcompile.compiled import CompiledModule, compile
+from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError
+from zcompile.fragments import Fragment, Tree
+from zcompile.report import Break
+from zcompile.runtime.updates import Updater
+
+LossFunction = Callable[..., torch.Tensor]
+"""`loss_fn(model, *batch)`: calls `model` and gives the loss, a tensor of one element."""
+
+
+def train_step(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    clip_grad_norm: float | None = None,
+    **options: Any,
+) -> TrainStep:
+    """Make a whole step of training one call: `step = zcompile.train_step(...)`, then `loss = step(*batch)`.
+
+    It gives, bit for bit, what the loop gives: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. But each
+    unit's gradients are used for its update as soon as they are reduced, and freed: a rank holds those of the units in
+    flight in place of Ψ/N. And the next step's first gathers start while the last units are updated.
+
+    An error in the middle of a backward leaves some units updated and others not; the loop leaves none.
+
+    Args:
+        model: A plain module, which is compiled (`step.model` is the compiled one), or one that is compiled already.
+        loss_fn: Called as `loss_fn(model, *batch)`, it gives the loss; None: the model itself does.
+        optimizer: One or several, over the model's parameters, that treat each parameter by itself. Its groups may
+            change between steps, as schedulers of the learning rate change them.
+        clip_grad_norm: The largest norm of all gradients together. It is known once the backward has ended: with it,
+            gradients are kept until then, as in the loop.
+        options: Those of `zcompile.compile`, for a plain module.
+
+    Raises:
+        OptionError: an option that cannot be meant, or that belongs to the `compile` of a compiled model.
+        OptimizerError: the optimizer holds none of the model's parameters, or its step is for all of them at once.
+        Others: as `zcompile.compile`.
+    """
+    if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
+        raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    updater = None if clip_grad_norm is not None else Updater(optimizers)
+    if not isinstance(model, CompiledModule):
+        model = compile(model, optimizer=optimizers, **options)
+    elif options:
+        fix = "give it to zcompile.compile, or give train_step the plain model"
+        raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
+    return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm)
+
+
+class TrainStep:
+    """See `train_step`. Collective: every rank calls it."""
+
+    def __init__(
+        self,
+        model: CompiledModule,
+        loss_fn: LossFunction | None,
+        optimizers: Sequence[Optimizer],
+        updater: Updater | None,
+        clip_grad_norm: float | None,
+    ) -> None:
+        self.model, self.optimizers, self.clip_grad_norm = model, optimizers, clip_grad_norm
+        self._parameters = dict(model.named_parameters())
+        held = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+        if not any(id(param) in held for param in self._parameters.values()):
+            fix = "build it over the parameters of the model that is given here"
+            raise OptimizerError("optimizer", "holds none of the model's parameters", fix)
+        self._updater = updater
+        self._fragment = _Loss(model._tree, loss_fn, updater)
+
+    def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
+        """Take one step; gives the loss, detached. It is this rank's own, of its own batch.
+
+        Raises:
+            OptionError: the loss is no scalar with a gradient, or this is within `no_sync`.
+            ParameterError: a parameter has a gradient already, which would be lost.
+            CaptureError: the model and its loss cannot be traced into one graph.
+            Others: as a call of the compiled model.
+        """
+        self._check()
+        with torch.enable_grad():
+            loss = _checked(self._fragment.tree.run(self._fragment, batch, named))
+            if self._updater is not None:
+                self._updater.begin()
+            loss.backward()
+        if self.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()  # what the program has updated has no gradient any more; schedulers and hooks see a step
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        kept = "kept for clipping" if self._updater is None else "used as they arrive"
+        return f"TrainStep({type(self.model).__name__} with {kinds}, gradients {kept})"
+
+    def _check(self) -> None:
+        if not self._fragment.tree.engine.delivery.synchronises:
+            fix = "accumulate over micro-batches in the loop: compiled(batch).backward(), then optimizer.step()"
+            raise OptionError("no_sync", "holds gradients back, and a train step uses them at once", fix)
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                fix = "call optimizer.step() or zero_grad() before the train step"
+                raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)
+
+
+def _checked(loss: object) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"gives {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}"
+        raise OptionError("loss_fn", found, "return the loss, a tensor of one element")
+    if not loss.requires_grad:
+        found = "gives a loss that depends on no parameter that is trained"
+        raise OptionError("loss_fn", found, "compute it from what model(...) gives, without detach() or no_grad()")
+    return loss
+
+
+class _Loss(Fragment):
+    """The model and its loss, traced as one graph."""
+
+    def __init__(self, tree: Tree, loss_fn: LossFunction | None, updater: Updater | None) -> None:
+        self.updater = updater
+        model = tree.model
+        call: Callable[..., Any] = model if loss_fn is None else loss_fn
+        self._signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
+        first = () if loss_fn is None else (model,)
+        super().__init__(tree, model, "", lambda *args, **kwargs: call(*first, *args, **kwargs))
+
+    @property
+    def names(self) -> Names:
+        return self.tree.names(self.path, self._signature)
+
+    def _split(self, error: Exception) -> None:
+        found = Break.of("", "the model and its loss", error)
+        fix = "mend it, or use the loop: compiled(batch), loss.backward(), optimizer.step()"
+        raise CaptureError(found.where, f"breaks the graph of the train step: {found.reason}", fix) from error
