@@ -28,6 +28,9 @@ class Configuration:
     checkpoint: Literal["unit"] | None = None
     """Whether the backward computes each block again from its input."""
 
+    updates: bool = False
+    """Whether zcompile updates each unit within the backward (`train_step`), in place of the loop."""
+
     @property
     def communicates(self) -> bool:
         """Whether the ranks train one model together, rather than each one its own."""

@@ -32,9 +32,12 @@ OUTPUT = Path(__file__).resolve().parent / "results" / "local"
 PLAIN = ("ddp", "zcompile-0", "zero-optimizer", "deepspeed-1", "zcompile-1", "fsdp2-2", "deepspeed-2", "zcompile-2",
          "fsdp2-3", "fsdp2-3-compiled", "deepspeed-3", "zcompile-3")  # fmt: skip
 CHECKPOINTED = ("ddp", "deepspeed-2", "zcompile-2", "fsdp2-3", "fsdp2-3-compiled", "deepspeed-3", "zcompile-3")
+UPDATING = tuple(f"zcompile-{stage}" for stage in range(4))
 CONFIGURATIONS = {
     **{name: BY_NAME[name] for name in PLAIN},
+    **{f"{name}+step": replace(BY_NAME[name], updates=True) for name in UPDATING},
     **{f"{name}+unit": replace(BY_NAME[name], checkpoint="unit") for name in CHECKPOINTED},
+    "zcompile-3+unit+step": replace(BY_NAME["zcompile-3"], checkpoint="unit", updates=True),
 }
 
 
@@ -108,7 +111,7 @@ def weigh(name: str, configuration: Configuration, sizes: Sizes, library: Path, 
 
 
 def table(found: Mapping[str, Found], sizes: Sizes) -> Table:
-    """One row a configuration, those of a stage together, "+unit" with the input of each block saved and no more."""
+    """One row a configuration, those of a stage together, with "+unit" the input of each block is saved and no more."""
     title = (
         f"GPT of {sizes.blocks} blocks, width {sizes.width}, vocabulary {sizes.vocabulary}, sequence {sizes.sequence}"
     )

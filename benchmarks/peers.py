@@ -122,7 +122,8 @@ def deepspeed(model: GPT, configuration: Configuration) -> Step:
 def ours(model: GPT, configuration: Configuration) -> Step:
     """Zcompile with its defaults."""
     compiled = zcompile.compile(model, stage=configuration.stage, checkpoint=configuration.checkpoint)
-    return loop(compiled, torch.optim.AdamW(compiled.parameters(), **ADAMW))
+    optimizer = torch.optim.AdamW(compiled.parameters(), **ADAMW)
+    return zcompile.train_step(compiled, None, optimizer) if configuration.updates else loop(compiled, optimizer)
 
 
 def loop(model: nn.Module | Callable[..., Any], optimizer: torch.optim.Optimizer) -> Step:

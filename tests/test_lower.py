@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
-from zcompile._torch import is_symbolic, prepare_inductor
+from zcompile._torch import compile_with_inductor, is_symbolic, prepare_inductor
 from zcompile.program import Region
 from zcompile.regions import RegionCache, spread
+from zcompile.runtime.executor import load
 
 
 def test_few_neighbouring_ranks_begin_far_apart() -> None:
@@ -67,3 +70,45 @@ def test_a_preparation_that_fails_leaves_the_error_to_the_compilation(monkeypatc
     bindings = codecache.CppPythonBindingsCodeCache
     monkeypatch.setattr(bindings, "load_pybinding", lambda *args: 1 / 0)
     prepare_inductor(torch.device("cpu"))()
+
+
+STEP = """
+def forward(box):
+    (
+        a,
+        x,
+    ) = unbox(box)
+    y = region_0(a, x)
+    del x
+    z = region_0(a, y)
+    return [y, z], []
+"""
+
+
+def test_what_is_deleted_behind_a_region_is_freed_within_it() -> None:
+    dead = []
+
+    def region(box: list[Any]) -> torch.Tensor:
+        a, x = box
+        box.clear()
+        result: torch.Tensor = a + x
+        seen = weakref.ref(x)
+        del x
+        dead.append(seen() is None)
+        return result
+
+    run = load(STEP, "forward", {"region_0": region}, "<step>")
+    (y, z), _ = run([torch.ones(2), torch.ones(2)])
+    assert dead == [True, False], "y is returned, and lives on"
+    assert torch.equal(y, torch.full((2,), 2.0))
+    assert torch.equal(z, torch.full((2,), 3.0))
+
+
+def test_what_inductor_compiles_takes_a_list_and_empties_it() -> None:
+    """Positional arguments, to which a torch that wraps otherwise would bring us back, live until the call returns."""
+    graph = make_fx(lambda x: (x.sin(),), tracing_mode="fake")(torch.ones(2))
+    run = compile_with_inductor(graph, [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")])
+    box = [torch.ones(2)]
+    assert torch.equal(run(box)[0], torch.ones(2).sin())
+    assert box == []
+    assert getattr(run, "__name__", "") != "<lambda>"

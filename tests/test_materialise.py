@@ -491,7 +491,7 @@ def train(rank: int, meta: bool, stage: int, backend: str) -> Values:
     return values_of(compiled)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_training_after_a_start_on_meta_is_that_after_an_ordinary_start(ranks: Ranks, stage: int) -> None:
     wanted = ranks.run(2, train, False, stage, "eager")[0]
     for found in ranks.run(2, train, True, stage, "eager"):

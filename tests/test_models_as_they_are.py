@@ -430,7 +430,7 @@ def shapes(rank: int, stage: int) -> int:
     return len(compiled.programs)
 
 
-@both
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_many_shapes_need_few_programs(ranks: Ranks, stage: int) -> None:
     """A pair for the first shape, one for sizes that vary, and one for each dimension found to vary later."""
     assert max(ranks.run(2, shapes, stage)) <= 6
@@ -522,7 +522,7 @@ def autocast_ddp(rank: int, stage: int, kind: str) -> tuple[list[str], torch.dty
     return differing(*found, 0), dtype
 
 
-@both
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_autocast_computes_in_bfloat16_the_bits_of_ddp(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, autocast_ddp, stage, "gpt") == [([], torch.bfloat16)] * 2
 

@@ -84,7 +84,15 @@ def low_training(rank: int, stage: int, dtype: torch.dtype, options: dict[str, A
     return float(((curves[0] - curves[1]).abs() / curves[1]).max()), float(curves[0][-1])
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (3, torch.bfloat16), (3, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        pytest.param(0, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(3, torch.bfloat16, marks=pytest.mark.slow),
+        (3, torch.float16),
+    ],
+    ids=str,
+)
 def test_the_loss_curve_is_that_of_ddp_with_autocast(ranks: Ranks, stage: int, dtype: torch.dtype) -> None:
     for distance, end in ranks.run(2, low_training, stage, dtype, {"backend": "eager"}):
         assert distance < 0.01

@@ -117,7 +117,7 @@ def full(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor() if hasattr(param, "full_tensor") else param
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_batches_of_different_sizes_on_the_ranks(ranks: Ranks, stage: int) -> None:
     assert max(ranks.run(2, batches_of_different_sizes, stage)) < 1e-6
 

@@ -33,7 +33,7 @@ def captured(kind: str, stage: int) -> Program:
 
 def after_each_pass(kind: str, stage: int, prefetch: int) -> list[Program]:
     journal, program = Journal(), captured(kind, stage)
-    zcompile.pipeline(stage=stage, prefetch=prefetch).run(program, journal)
+    zcompile.pipeline(stage=stage, prefetch=prefetch, updates=True).run(program, journal)
     return [program, *(entry.after for entry in journal.entries)]
 
 
@@ -41,7 +41,9 @@ def after_each_pass(kind: str, stage: int, prefetch: int) -> list[Program]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [0, 1, 3])  # the passes of stage 2 are those of stage 1
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, 3]
+)  # the passes of stage 2 are those of stage 1
 def test_the_program_after_every_pass_parses_back_to_its_own_text(kind: str, stage: int) -> None:
     seen = set()
     for program in itertools.chain(*(after_each_pass(kind, stage, prefetch) for prefetch in (0, 1, 2))):

@@ -111,8 +111,8 @@ def test_weights_that_are_computed_last_train_as_ddp(ranks: Ranks, stage: int) -
         assert not differing
 
 
-@pytest.mark.parametrize("world", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["gpt", "mlp", pytest.param("conv", marks=pytest.mark.slow)])
 def test_other_worlds_agree_to_rounding(ranks: Ranks, kind: str, world: int) -> None:
     assert max(ranks.run(world, compare_rounding, kind, world)) < 2e-6
 

@@ -71,6 +71,7 @@ __all__ = [
     "no_donated_buffers",
     "no_torch_function",
     "of_fixed_sizes",
+    "partitioner_budget",
     "path_of_input",
     "post_accumulate_hooks",
     "prepare_inductor",
@@ -96,6 +97,12 @@ def no_donated_buffers() -> contextlib.AbstractContextManager[None]:
     We give none away, and the promise would forbid `backward(retain_graph=True)`.
     """
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
+    return patched
+
+
+def partitioner_budget(share: float) -> contextlib.AbstractContextManager[None]:
+    """While torch compiles: the share of activations that its own partitioner saves, 0 to 1; for comparisons."""
+    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(activation_memory_budget=share)
     return patched
 
 
@@ -210,8 +217,8 @@ def path_of_input(node: fx.Node) -> str:
     return ".".join(re.findall(r"_(?:modules|parameters)\['([^']+)'\]", source)) or str(node.target)
 
 
-def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Compile an ATen graph of fake inputs by Inductor; the result is called with positional arguments.
+def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[[list[Any]], Any]:
+    """Compile an ATen graph of fake inputs by Inductor; the result is called with a list, which it empties.
 
     `torch._inductor.standalone_compile` is documented, but lives in a private module.
     """
@@ -222,7 +229,21 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
         node.meta["example_value"] = node.meta["val"]
     with _quiet("torch._inductor.standalone_compile"):
         compiled: Callable[..., Any] = standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph")
-    return compiled
+    return _boxed_inside(compiled)
+
+
+def _boxed_inside(compiled: Any) -> Callable[[list[Any]], Any]:
+    """What standalone_compile's result calls with a list, which is emptied: arguments are freed behind their last use.
+
+    The result itself takes positional arguments and holds them. Where torch has wrapped it otherwise, so does this.
+    """
+    found = None
+    function = getattr(compiled, "_compiled_fn", None)
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        if getattr(function, "__qualname__", "") == "aot_module_simplified.<locals>.forward":
+            found = inner
+        function = inner
+    return found or (lambda box: compiled(*box))
 
 
 def prepare_inductor(device: torch.device) -> Callable[[], None]:

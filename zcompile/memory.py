@@ -9,11 +9,16 @@ Sizes that vary between calls count as in the call that was traced.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import fx
 
 from zcompile.fusion import is_stored
 from zcompile.ops import Call, Item, Reduce, Results, WaitReduce, data, op_of
 from zcompile.program import Program, Region
+
+Freed = tuple[tuple[fx.Node, ...], int]
+"""Placeholders of a region that show one memory, and its bytes."""
 
 
 def live_bytes(program: Program) -> dict[fx.Node, int]:
@@ -22,20 +27,54 @@ def live_bytes(program: Program) -> dict[fx.Node, int]:
     dead: dict[fx.Node, int] = {}
     for node, end in ends.items():
         dead[end] = dead.get(end, 0) + data(node).nbytes
-    within = {name: region_bytes(region) for name, region in program.regions.items()}
     live, found = 0, {}
     for node in program.graph.nodes:
         op = data(node).op
         if node.op == "call_function" and not isinstance(op, Item):
             gained = program.memory(node)
-            found[node] = live + (max(gained, within[op.region]) if isinstance(op, Call) else gained)
+            most = gained
+            if isinstance(op, Call):
+                freed = _freed_within(program, node, ends)
+                left = gained - sum(nbytes for _, nbytes in freed)
+                most = max(left, region_bytes(program.regions[op.region], freed))
+            found[node] = live + most
             live += gained
         live -= dead.get(node, 0)
     return found
 
 
-def region_bytes(region: Region) -> int:
-    """The most bytes that a region holds while it runs, its results included, its arguments not."""
+def _freed_within(program: Program, call: fx.Node, ends: Mapping[fx.Node, fx.Node]) -> list[Freed]:
+    """What `call` frees within its region, because nobody needs it behind it."""
+    region, given = program.regions[op_of(call, Call).region], call.args[1:]
+    taken = zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True)
+    values = {placeholder: given[argument] for placeholder, (argument, item) in taken if item is None}
+    freed = []
+    for value in dict.fromkeys(values.values()):
+        if isinstance(value, fx.Node) and ends.get(value) is call:
+            shown = tuple(p for p, other in values.items() if other is value or _may_show(program, other, value))
+            freed.append((shown, data(value).nbytes))
+    return freed
+
+
+def _may_show(program: Program, view: object, value: fx.Node) -> bool:
+    """True if `view` may show the memory of `value`: as a view of it, or as another result of the same call."""
+    if not isinstance(view, fx.Node) or not data(view).view:
+        return False
+    (source,) = view.all_input_nodes if isinstance(data(view).op, Item) else (None,)
+    if source is None or source not in value.all_input_nodes:
+        return value in view.all_input_nodes
+    if not isinstance(data(source).op, Call):
+        return True
+    outputs = program.regions[op_of(source, Call).region].outputs
+    one, other = (_owner(outputs[op_of(node, Item).index]) for node in (view, value))
+    return one is other
+
+
+def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
+    """The most bytes that a region holds while it runs, its results included, its arguments not.
+
+    Bytes of arguments that are `freed` behind their last use are taken off from there on.
+    """
     nodes = list(region.graph.nodes)
     last = {node: index for index, node in enumerate(nodes)}
     for index, node in enumerate(nodes):
@@ -43,6 +82,9 @@ def region_bytes(region: Region) -> int:
             last[_owner(source)] = len(nodes) if isinstance(data(node).op, Results) else index
     live = most = 0
     ending: dict[int, int] = {}
+    for placeholders, nbytes in freed:
+        end = max(last[placeholder] for placeholder in placeholders)
+        ending[end] = ending.get(end, 0) + nbytes
     for index, node in enumerate(nodes):
         held = data(node)
         if node.op == "call_function" and held.nbytes and (not region.fuses or is_stored(node)):
@@ -73,7 +115,8 @@ def _last_needs(program: Program) -> dict[fx.Node, fx.Node]:
     for node in reversed(program.graph.nodes):
         needs = [node, *(last[user] if _carries(node, user, alone) else user for user in node.users)]
         if isinstance(data(node).op, Item):
-            needs += [last[item] for item in node.all_input_nodes[0].users if data(item).view and item in last]
+            beside = (item for item in node.all_input_nodes[0].users if item in last)
+            needs += [last[item] for item in beside if _may_show(program, item, node)]
         last[node] = max(needs, key=position.__getitem__)
     return {node: end for node, end in last.items() if node.op == "call_function" and data(node).nbytes}
 

@@ -58,24 +58,39 @@ def spread(rank: int) -> float:
 
 
 def _compile(found: Region, backend: str) -> Callable[..., Any]:
-    """`found` as a function of a call's arguments: units' full parameters first, then values."""
+    """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values."""
     graph = fx.Graph()
     result: Any = graph.graph_copy(found.graph, {}, return_output_node=True)
     graph.output(outputs := result[0] if isinstance(result[0], tuple) else (result[0],))
     root = torch.nn.Module()
     for name, module in found.modules.items():
         setattr(root, name, module)
-    run = _by_inductor(graph, root) if backend == "inductor" else fx.GraphModule(root, graph).forward
+    run = _by_inductor(graph, root) if backend == "inductor" else _boxed(root, graph)
     takes, single = found.takes, len(outputs) == 1
 
-    def call(*args: Any) -> Any:
-        results = run(*[args[index] if item is None else args[index][item] for index, item in takes])
+    def call(box: list[Any]) -> Any:
+        values = [box[index] if item is None else box[index][item] for index, item in takes]
+        box.clear()
+        results = run(values)
         return results[0] if single else results
 
     return call
 
 
-def _by_inductor(graph: fx.Graph, root: torch.nn.Module) -> Callable[..., Any]:
+def _boxed(root: torch.nn.Module, graph: fx.Graph) -> Callable[[list[Any]], Any]:
+    """`graph` as Python that takes a list and empties it: each value is freed behind its last use."""
+    boxed = fx.Graph()
+    box = boxed.placeholder("box")
+    values: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        values[node] = boxed.call_function(operator.getitem, (box, index))
+    boxed.call_method("clear", (box,))
+    boxed.output(boxed.graph_copy(graph, values))
+    run: Callable[[list[Any]], Any] = fx.GraphModule(root, boxed).forward
+    return run
+
+
+def _by_inductor(graph: fx.Graph, root: torch.nn.Module) -> Callable[[list[Any]], Any]:
     """`graph` compiled; Inductor does not take what keeps or replays a generator's state: it gets what lies between."""
     if not any(_is_replay(node) for node in graph.nodes):
         module = fx.GraphModule(root, graph)
@@ -93,7 +108,7 @@ def _by_inductor(graph: fx.Graph, root: torch.nn.Module) -> Callable[..., Any]:
         else:
             _append(outer, values, list(piece), sizes, root)
     outer.output(fx.map_arg(graph.output_node().args[0], values.__getitem__))
-    return fx.GraphModule(root, outer).forward
+    return _boxed(root, outer)
 
 
 def _append(
@@ -114,7 +129,7 @@ def _append(
     piece.output(tuple(inside[node] for node in given))
     name = f"piece_{len(root._modules)}"
     root.add_module(name, _Piece(_by_inductor(piece, root)))
-    called = outer.call_module(name, tuple(values[node] for node in taken))
+    called = outer.call_module(name, ([values[node] for node in taken],))
     for index, node in enumerate(given):
         values[node] = outer.call_function(operator.getitem, (called, index))
 
