@@ -2,25 +2,28 @@
 
 A large parameter travels by itself, straight from and into contiguous memory. Biases and norms would spend a message's
 latency on a few kilobytes each; packed, they cost one message and a copy. Small parameters of one dtype lie side by
-side in a unit's shards, so packing copies only on the receiving side.
+side in a unit's shards, so packing copies only on the receiving side. A message grows to a bucket at most.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from zcompile.layout import SMALL_BYTES, Param, Unit
 from zcompile.program import Program
 
 
-def pack_small(program: Program, *, small: int = SMALL_BYTES) -> Program:
-    """A program whose units send runs of parameters of at most `small` bytes as one message."""
+def pack_small(program: Program, *, small: int = SMALL_BYTES, bucket: int | None = None) -> Program:
+    """A program whose units send runs of parameters of at most `small` bytes as messages of at most `bucket` bytes."""
     layout = program.layout
-    return replace(program, layout=layout.with_units(tuple(_packed(unit, small) for unit in layout.units)))
+    most = math.inf if bucket is None else bucket
+    return replace(program, layout=layout.with_units(tuple(_packed(unit, small, most) for unit in layout.units)))
 
 
-def _packed(unit: Unit, limit: int) -> Unit:
+def _packed(unit: Unit, limit: int, bucket: float) -> Unit:
     def kind(index: int) -> tuple[object, ...]:
         param: Param = unit.params[index]
         return param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards), param.nbytes <= limit
@@ -28,5 +31,20 @@ def _packed(unit: Unit, limit: int) -> Unit:
     messages: list[tuple[int, ...]] = []
     for (*_, small), grouped in itertools.groupby(range(len(unit.params)), key=kind):
         run = tuple(grouped)
-        messages += [run] if small else [(index,) for index in run]
+        messages += _within(unit, run, bucket) if small else [(index,) for index in run]
     return replace(unit, messages=tuple(messages))
+
+
+def _within(unit: Unit, run: tuple[int, ...], bucket: float) -> Iterator[tuple[int, ...]]:
+    """`run` in parts of at most `bucket` bytes, gathered or reduced, or of one parameter."""
+    part: list[int] = []
+    taken = 0
+    for index in run:
+        param = unit.params[index]
+        nbytes = param.padded_numel * max(param.full_dtype.itemsize, param.reduce_dtype.itemsize)
+        if part and taken + nbytes > bucket:
+            yield tuple(part)
+            part, taken = [], 0
+        part.append(index)
+        taken += nbytes
+    yield tuple(part)

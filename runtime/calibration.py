@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zcompile._torch import real_tensors
 from zcompile.cost import Hardware
 from zcompile.runtime.groups import Communicator
 
@@ -29,7 +30,15 @@ _SIZES = {"cpu": _Sizes(768, 32 * 2**20, 4 * 2**20), "cuda": _Sizes(4096, 256 * 
 
 @torch.no_grad()
 def measure(communicator: Communicator, dtype: torch.dtype = torch.float32) -> Hardware:
-    """The rates of the device, which computes in `dtype`, and of the group. Collective: every rank must measure."""
+    """The rates of the device, which computes in `dtype`, and of the group. Collective: every rank must measure.
+
+    What a tracer would make of tensors, if one is at work, is kept away.
+    """
+    with real_tensors():
+        return _measure(communicator, dtype)
+
+
+def _measure(communicator: Communicator, dtype: torch.dtype) -> Hardware:
     communicator = Communicator(communicator.mesh, communicator.device)  # with a meter of its own
     device, sizes = communicator.device, _SIZES.get(communicator.device.type, _SIZES["cpu"])
     # Ones, not random numbers: the user's generators stay as they are.

@@ -157,31 +157,37 @@ def _start(
     for message in bound.messages(lambda index: bool(unit.params[index].shards)):
         params = [unit.params[index] for index in message]
         shard = shards.wire(params)
-        if dtype is not None and params[0].compute_dtype is dtype:
-            shard = shard.to(dtype)
-        if copies:
-            shard = shard.clone()
-            sent.append((params, shard))
+        casts = dtype is not None and params[0].compute_dtype is dtype
         if shards.communicator.size == 1:
-            arrivals.append((message, shard, None))
+            arrivals.append((message, shard.to(dtype) if casts else shard, None))
             continue
         # A stale copy's memory is used again: fresh memory costs the kernel's zeros, page by page. Nobody reads what
         # was there: a backward that still would is refused, and on CUDA the gather waits for the current stream.
         arrived = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
         if arrived is None:
-            arrived = torch.empty(shard.numel() * shards.communicator.size, dtype=shard.dtype, device=shard.device)
+            kind = dtype if casts else shard.dtype
+            arrived = torch.empty(shard.numel() * shards.communicator.size, dtype=kind, device=shard.device)
+        if casts or copies:  # sent from its place among what arrives, which takes no memory of its own
+            shard = arrived.view(shards.communicator.size, -1)[shards.communicator.rank].copy_(shard)
+        if copies:
+            sent.append((params, shard))
         arrivals.append((message, arrived, shards.communicator.all_gather(arrived, shard)))
     return Gather(bound, arrivals, keep, sent=sent)
 
 
 def reduce_scatter(
-    bound: BoundUnit, grads: Sequence[torch.Tensor | None], *, dtype: torch.dtype | None = None
+    bound: BoundUnit,
+    grads: Sequence[torch.Tensor | None],
+    *,
+    dtype: torch.dtype | None = None,
+    bucket: int | None = None,
 ) -> Reduction:
     """Start averaging gradients; each rank gets its shard (all of it, of a parameter that is not sharded).
 
-    With `dtype`, gradients that the layout reduces in it are cast before they are sent.
+    With `dtype`, gradients that the layout reduces in it are cast before they are sent. What takes memory beside
+    gradients and shards is sent in pieces of at most `bucket` bytes, or of one row of the parameter for each rank.
     """
-    return _reduce(bound, list(grads), dtype, scattered=True)
+    return _reduce(bound, list(grads), dtype, scattered=True, bucket=bucket)
 
 
 def all_reduce(
@@ -225,7 +231,12 @@ def copy(value: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce(
-    bound: BoundUnit, grads: list[torch.Tensor | None], dtype: torch.dtype | None, *, scattered: bool
+    bound: BoundUnit,
+    grads: list[torch.Tensor | None],
+    dtype: torch.dtype | None,
+    *,
+    scattered: bool,
+    bucket: int | None = None,
 ) -> Reduction:
     communicator, params = bound.shards.communicator, bound.unit.params
     grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
@@ -239,17 +250,50 @@ def _reduce(
         parts = [(params[index], grads[index]) for index in message]
         flight: Flight | None
         if scattered and first.shards:
-            sent = _packed_for_scatter(parts, communicator.size, cast)
-            if communicator.size == 1:
-                arrived, flight = sent, None
-            else:
-                arrived = torch.empty(sent.numel() // communicator.size, dtype=sent.dtype, device=sent.device)
-                flight = communicator.reduce_scatter(arrived, sent)
+            arrived, flight = _scattered(communicator, parts, cast, bucket)
         else:
             arrived = _flat([grad for _, grad in parts], cast)
             flight = None if communicator.size == 1 else communicator.all_reduce(arrived)
         arrivals.append((message, arrived, flight))
     return Reduction(bound, arrivals, scattered)
+
+
+def _scattered(
+    communicator: Communicator,
+    parts: list[tuple[Param, torch.Tensor | None]],
+    dtype: torch.dtype | None,
+    bucket: int | None,
+) -> tuple[torch.Tensor, Flight | None]:
+    """Where this rank's shard of one message's average arrives, and the flight that brings it."""
+    size, (param, grad) = communicator.size, parts[0]
+    assert grad is not None, "messages hold parameters with gradients only"
+    kind = dtype or grad.dtype
+    if bucket is not None and len(parts) == 1 and param.padded_numel * kind.itemsize > bucket:
+        packed = param.padded_numel != param.numel or kind is not grad.dtype or not grad.is_contiguous()
+        if communicator.stages(packed=packed):
+            row = param.shard_numel // param.rows
+            width = max(bucket // (size * row * kind.itemsize), 1) * row
+            arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)
+            piece = functools.partial(_piece, param, grad, kind, packed)
+            return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)
+    sent = _packed_for_scatter(parts, size, dtype)
+    if size == 1:
+        return sent, None
+    arrived = torch.empty(sent.numel() // size, dtype=sent.dtype, device=sent.device)
+    return arrived, communicator.reduce_scatter(arrived, sent)
+
+
+def _piece(param: Param, grad: torch.Tensor, dtype: torch.dtype, packed: bool, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of each rank's padded shard of a gradient, [ranks, stop - start]: whole rows of dim 0."""
+    if not packed:
+        return grad.view(param.shards, -1)[:, start:stop]
+    row = param.shard_numel // param.rows
+    rows = torch.zeros(param.shards, (stop - start) // row, *param.shape[1:], dtype=dtype, device=grad.device)
+    for rank in range(param.shards):
+        first, end = param.shard_rows(rank)
+        mine = grad[min(first + start // row, end) : min(first + stop // row, end)]
+        rows[rank, : len(mine)].copy_(mine)
+    return rows.view(param.shards, -1)
 
 
 def _flat(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:

@@ -77,17 +77,18 @@ class StreamFlight(Flight):
     """
 
     def __init__(
-        self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
+        self, land: Callable[[], object], alive: Sequence[object], finish: Callable[[], None] | None = None
     ) -> None:
+        """`land` lets the current stream wait for it, then `finish` runs; `alive` is held until then."""
         super().__init__()
-        self._work, self._tensors, self._finish = work, tuple(tensors), finish
+        self._land, self._alive, self._finish = land, tuple(alive), finish
 
     def wait(self) -> None:
         with typed():
-            self._work.wait()
+            self._land()
         if self._finish is not None:
             self._finish()
-        self._tensors, self._finish = (), None
+        self._alive, self._finish = (), None
 
 
 class HostFlight(Flight):

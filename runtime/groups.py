@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +16,12 @@ from zcompile._torch import backend_name
 from zcompile.errors import GroupError
 from zcompile.runtime.flights import Flight, HostFlight, Progress, StreamFlight, Traffic, typed, wait_all
 from zcompile.runtime.recorder import Recorder
+
+_TAG = 0x7A63_0000
+"""Of messages between ranks, to tell them from the user's own on the same group. Those above it are for messages of
+another thread, a tag for each reduction, which every rank counts alike."""
+Piece = Callable[[int, int], torch.Tensor]
+"""Gives elements [start, stop) of every rank's padded shard, [size, stop - start]; its rows are contiguous."""
 
 
 class Communicator:
@@ -30,10 +39,12 @@ class Communicator:
         self._averages = backend == "nccl"
         self._exchanges = backend == "gloo" and device.type == "cpu"
         self._progress = Progress() if device.type == "cpu" and self.size > 1 else None
+        self._tags = itertools.cycle(range(_TAG + 1, _TAG + 2**16))
+        self._staging: torch.cuda.Stream | None = None
         self.recorder = Recorder()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Flight:
-        """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]."""
+        """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
         self._count(full.nbytes)
         if not self._exchanges:
             work = _all_gather(full, shard, group=self.group, async_op=True)
@@ -42,7 +53,8 @@ class Communicator:
         works = self._exchange([shard] * self.size, rows)
 
         def arrive() -> None:
-            rows[self.rank].copy_(shard)
+            if rows[self.rank].data_ptr() != shard.data_ptr():
+                rows[self.rank].copy_(shard)
             wait_all(works)
 
         return self._follow(arrive)
@@ -57,12 +69,9 @@ class Communicator:
         if not self._exchanges:
             work = _reduce_scatter(shard, full, op=self._op, group=self.group, async_op=True)
             return self._fly(work, (shard, full), lambda: self._divide(shard))
-        rows = list(full.view(self.size, -1))
-        mine = rows[self.rank]
-        # The first of the others arrives where the sum is to be.
-        others = [*shard.view(1, -1), *torch.empty(self.size - 2, shard.numel(), dtype=full.dtype)]
-        arriving = [*others[: self.rank], mine, *others[self.rank :]]
-        works = self._exchange(rows, arriving)
+        rows = full.view(self.size, -1)
+        arriving = self._arriving(shard, rows)
+        works = self._exchange(list(rows), arriving)
 
         def arrive() -> None:
             wait_all(works)
@@ -70,24 +79,109 @@ class Communicator:
 
         return self._follow(arrive)
 
+    def stages(self, *, packed: bool) -> bool:
+        """True if a reduce_scatter takes memory beside gradients and shards: for packing them, or for others' parts."""
+        return packed or (self._exchanges and self.size > 2)
+
+    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
+        """`reduce_scatter` of what `piece` gives, at most `width` elements of each rank's shard at a time.
+
+        Two pieces are on their way at once, and no more memory is taken than theirs: beyond that, it does not depend on
+        the size of the shard.
+        """
+        self._count(shard.nbytes * self.size)
+        if self._exchanges:
+            return self._exchange_pieces(shard, piece, width)
+        if self.device.type == "cuda":
+            return self._stream_pieces(shard, piece, width)
+        sent = piece(0, shard.numel()).reshape(-1)
+        work = _reduce_scatter(shard, sent, op=self._op, group=self.group, async_op=True)
+        return self._fly(work, (shard, sent), lambda: self._divide(shard))
+
+    def _exchange_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
+        """On gloo: the first two start now, each further one on the progress thread when one has arrived.
+
+        That thread's messages have a tag of their own, so that they do not meet those that this thread sends meanwhile.
+        """
+        tag, on_their_way = next(self._tags), deque[tuple[list[dist.Work], torch.Tensor, list[torch.Tensor]]]()
+        starts = iter(range(0, shard.numel(), width))
+
+        def start(*, recorded: bool) -> None:
+            if (begin := next(starts, None)) is not None:
+                part = shard[begin : begin + width]
+                rows = piece(begin, begin + part.numel())
+                arriving = self._arriving(part, rows)
+                works = self._exchange(list(rows), arriving, tag, recorded=recorded)
+                on_their_way.append((works, part, arriving))
+
+        start(recorded=True)
+        start(recorded=True)
+
+        def arrive() -> None:
+            while on_their_way:
+                works, part, arriving = on_their_way.popleft()
+                wait_all(works)
+                _average(part, arriving)
+                del works, part, arriving  # this piece is gone before the next one is made
+                start(recorded=False)
+
+        return self._follow(arrive)
+
+    def _stream_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
+        """On NCCL: pieces are made on a stream of their own, which waits for the one before the last to be reduced.
+
+        Hazards: the gradients are ready when the current stream gets here, which the staging stream waits for; `piece`
+        holds them until the current stream has waited for the end. A piece's rows are allocated on the staging stream,
+        and dropped once that has waited for their reduction, so only its own later work can get their memory.
+        """
+        staging = self._staging = self._staging or torch.cuda.Stream(self.device)
+        staging.wait_stream(torch.cuda.current_stream(self.device))
+        on_their_way = deque[tuple[dist.Work, torch.Tensor]]()
+        with torch.cuda.stream(staging):
+            for begin in range(0, shard.numel(), width):
+                if len(on_their_way) == 2:
+                    on_their_way.popleft()[0].wait()
+                part = shard[begin : begin + width]
+                rows = piece(begin, begin + part.numel()).contiguous()
+                work = _reduce_scatter(part, rows.view(-1), op=self._op, group=self.group, async_op=True)
+                on_their_way.append((work, rows))
+            while on_their_way:
+                on_their_way.popleft()[0].wait()
+            self._divide(shard)
+            done = staging.record_event()
+        return StreamFlight(lambda: torch.cuda.current_stream(self.device).wait_event(done), (shard, piece))
+
+    def _arriving(self, shard: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Where each rank's part of `shard` is or arrives, in the order of ranks; one of them where the sum will be."""
+        others = [shard, *torch.empty(self.size - 2, shard.numel(), dtype=shard.dtype)]
+        return [*others[: self.rank], rows[self.rank], *others[self.rank :]]
+
     def all_reduce(self, tensor: torch.Tensor) -> Flight:
         """Average `tensor` over the ranks in place."""
         self._count(2 * tensor.nbytes)
         work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[dist.Work]:
+    def _exchange(
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        tag: int = _TAG,
+        *,
+        recorded: bool = True,
+    ) -> list[dist.Work]:
         """Send `sent[i]` to rank i and receive from it into `received[i]`, for every rank but this one.
 
         All that is to be received is announced first: a sender waits for the announcement, which would else stand
         behind what this rank itself sends (measured on a slow line: half the rate).
 
-        gloo writes what the socket takes within `isend`, on this thread: time of the line, not of the executor.
+        gloo writes what the socket takes within `isend`, on this thread: time of the line, not of the executor. What
+        the progress thread sends is not `recorded`: the program's thread does not wait for it.
         """
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        with self.recorder.span("send"), typed():
-            receives = [dist.irecv(received[i], group=self.group, group_src=i, tag=_TAG) for i in reversed(others)]
-            sends = [dist.isend(sent[i], group=self.group, group_dst=i, tag=_TAG) for i in others]
+        with self.recorder.span("send") if recorded else contextlib.nullcontext(), typed():
+            receives = [dist.irecv(received[i], group=self.group, group_src=i, tag=tag) for i in reversed(others)]
+            sends = [dist.isend(sent[i], group=self.group, group_dst=i, tag=tag) for i in others]
         return [work for work in (*receives, *sends) if work is not None]
 
     def _fly(
@@ -95,7 +189,7 @@ class Communicator:
     ) -> Flight:
         """The flight of one collective that reads or writes `tensors`; `finish` runs once it is done."""
         if self._progress is None:
-            return StreamFlight(work, tensors, finish)
+            return StreamFlight(work.wait, tensors, finish)
         alive = list(tensors)
 
         def arrive() -> None:
@@ -151,9 +245,6 @@ def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
 
 _CACHED = 2**17
 """Elements that stay in a core's cache between the sum and the division."""
-_TAG = 0x7A63
-"""Of messages between ranks, to tell them from the user's own on the same group."""
-
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

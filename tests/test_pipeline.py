@@ -24,6 +24,7 @@ ORDER = [
     "insert_gathers",
     "insert_reductions",
     "keep_full",
+    "split_large",
     "schedule_prefetch",
     "sink_waits",
 ]
@@ -55,7 +56,8 @@ def test_the_default_order() -> None:
     assert zcompile.pipeline(stage=3, prefetch=2).names == ORDER
     assert zcompile.pipeline(stage=3, memory_limit="1 GiB").names == [*ORDER, "keep_within"]
     assert zcompile.pipeline(stage=1).names == [name for name in ORDER if name != "keep_full"]
-    assert zcompile.pipeline(stage=0).names == [n for n in ORDER if n not in ("keep_full", "schedule_prefetch")]
+    sharded = ("keep_full", "split_large", "schedule_prefetch")
+    assert zcompile.pipeline(stage=0).names == [name for name in ORDER if name not in sharded]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -8,6 +8,7 @@ from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, parsed
 from tests.ranks import Ranks
 from zcompile import OptionError
+from zcompile._torch import FakeTensorMode
 from zcompile.cost import Hardware
 from zcompile.facts import REGIONS_OUTLINED
 from zcompile.memory import peak_bytes
@@ -16,6 +17,7 @@ from zcompile.options import bytes_of
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.prefetching import LEAST_PACKED, Schedule, choose, fit
+from zcompile.runtime.calibration import measure
 from zcompile.simulator import step_seconds
 
 LINE = Hardware(flops=1e9, memory_bandwidth=1e12, latency=0.0, bandwidth=1e6)
@@ -45,12 +47,22 @@ def test_a_step_takes_its_compute_and_what_no_compute_hides() -> None:
 @pytest.mark.parametrize(("bandwidth", "prefetch"), [(float("inf"), 0), (64 / 0.5e-6 / 2, 1)])
 def test_the_least_depth_that_hides_what_can_be_hidden_is_chosen(bandwidth: float, prefetch: int) -> None:
     hardware = Hardware(flops=2 * 8 * 4 * 4 / 1e-6, memory_bandwidth=1e12, latency=0.0, bandwidth=bandwidth)
-    assert choose(parsed(CHAIN, OUTLINED), outlined_at, hardware) == Schedule(prefetch, LEAST_PACKED)
+    assert choose(parsed(CHAIN, OUTLINED), outlined_at, hardware) == Schedule(prefetch, LEAST_PACKED, 64 * 2**20)
 
 
-def test_a_slow_group_packs_larger_parameters() -> None:
+def test_a_slow_group_packs_larger_parameters_and_sends_larger_pieces() -> None:
     slow = Hardware(flops=1e9, memory_bandwidth=1e10, latency=1e-3, bandwidth=1e8)
-    assert choose(parsed(CHAIN, OUTLINED), outlined_at, slow).small == 5_000_000
+    chosen = choose(parsed(CHAIN, OUTLINED), outlined_at, slow)
+    assert (chosen.small, chosen.bucket) == (5_000_000, 2_000_000)
+
+
+def test_what_is_measured_while_a_graph_is_traced_is_the_machine() -> None:
+    communicator = zcompile.compile(make("mlp"), backend="eager")._engine.communicator
+    with FakeTensorMode():
+        traced = measure(communicator)
+    real = measure(communicator)
+    assert real.flops / 10 < traced.flops < real.flops * 10
+    assert real.memory_bandwidth / 10 < traced.memory_bandwidth < real.memory_bandwidth * 10
 
 
 def test_a_depth_beyond_the_memory_limit_is_no_choice() -> None:

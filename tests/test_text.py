@@ -120,7 +120,7 @@ def region_3(box):
 
 def test_a_change_of_the_text_changes_what_runs() -> None:
     text = str(zcompile.parse(joined(CHAIN, OUTLINED)).phase(Phase.FORWARD))
-    regions = {"region_0": lambda unit, x: unit(x)}
+    regions = {"region_0": lambda box: box[0](box[1])}
     add, double = (lambda x: x + 1), (lambda x: x * 2)
 
     def outcome(text: str) -> float:
@@ -133,7 +133,7 @@ def test_a_change_of_the_text_changes_what_runs() -> None:
 
 def test_an_error_while_it_runs_shows_the_line_of_the_program() -> None:
     text = str(zcompile.parse(joined(CHAIN, OUTLINED)).phase(Phase.FORWARD))
-    run = load(text, "forward", {"region_0": lambda unit, x: 1 / 0}, "<zcompile a test>")
+    run = load(text, "forward", {"region_0": lambda box: 1 / 0}, "<zcompile a test>")
     with pytest.raises(ZeroDivisionError) as caught:
         run([None] * 4)
     assert "ya = region_0(a, x)" in "".join(traceback.format_exception(caught.value))

@@ -40,6 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values o
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "prepare_inductor",
     "promise_no_donated_buffers",
     "random_state",
+    "real_tensors",
     "replayed_random",
     "retracing",
     "saved_random",
@@ -98,6 +100,12 @@ def no_donated_buffers() -> contextlib.AbstractContextManager[None]:
     """
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
     return patched
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """While a graph is traced: operations inside make and compute real tensors, not those of the tracer."""
+    outside: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return outside
 
 
 def partitioner_budget(share: float) -> contextlib.AbstractContextManager[None]:

@@ -50,6 +50,7 @@ def compile(
     reduce_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
+    bucket: int | str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -58,15 +59,14 @@ def compile(
     """Shard `model` by ZeRO and compile its training step into a program of regions and communications.
 
     When this returns, every rank holds its shards of rank 0's values, and the memory of the full parameters is free.
-    The model itself holds the shards now; call the returned module in its place. Collective: every rank calls it.
+    The model itself holds the shards now; call the returned module in its place. Collective.
 
     Args:
         model: Any module, all on one device or on meta, where its own code gives values. Its code is not touched.
-        optimizer: One that was built over the model's parameters (or several): its groups and state are pointed at the
-            shards. An optimizer built afterwards over `compiled.parameters()` needs no mention.
+        optimizer: One or several built over the model's parameters: pointed at the shards. Later ones need no mention.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
-        prefetch: How many units are gathered ahead of the one that computes; 0 means none; "auto" leaves it, and what
-            travels packed, to the cost model with the rates measured on rank 0.
+        prefetch: How many units are gathered ahead of the one that computes; "auto": the cost model decides that, what
+            travels packed and the bucket, by rates measured on rank 0.
         mesh: The data-parallel `DeviceMesh` of one dimension; by default all ranks. Without `torchrun` a world of one.
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         dtype: In which floating-point parameters are gathered and computed with, under `torch.autocast` of that dtype;
@@ -76,6 +76,7 @@ def compile(
             the peak (0.6) or "auto", the device's free memory: the cheapest choice with which a step takes no more.
         memory_limit: Bytes, or "2 GiB", that a step may hold beside shards and optimizer state: under stage 3 as many
             units as fit stay full for the backward.
+        bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
@@ -89,10 +90,9 @@ def compile(
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
-    options = Options(stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit)
+    options = Options(stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit, bucket)
     given = None if weights is None else open_weights(weights)
-    communicator = _communicator(model, mesh)
-    optimizers = _optimizers(optimizer, model)
+    communicator, optimizers = _communicator(model, mesh), _optimizers(optimizer, model)
     layout = make_layout(model, STAGES[stage], communicator.size, units, options.precision)
     agreement = _agreed(communicator, [str(options), *_model_lines(model, layout)])
     shards, sites, retired = shard_model(model, layout, communicator, given)

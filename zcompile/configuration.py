@@ -42,6 +42,7 @@ class Options:
     dump: str | os.PathLike[str] | None = None
     """By default the environment's ZCOMPILE_DUMP, if set."""
     memory_limit: int | str | None = None
+    bucket: int | str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
@@ -56,7 +57,9 @@ class Options:
     def __str__(self) -> str:
         limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
         checkpoint = f" checkpoint {self.checkpoint}" if self.checkpoint is not None else ""
-        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{limit}{checkpoint}"
+        bucket = f" bucket {self.bucket}" if self.bucket is not None else ""
+        given = f"{limit}{checkpoint}{bucket}"
+        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{given}"
 
     @property
     def precision(self) -> Precision:
@@ -108,6 +111,7 @@ class Options:
             memory_limit=self.memory_limit,
             kept=schedule.kept,
             small=schedule.small,
+            bucket=schedule.bucket if self.bucket is None else self.bucket,
             checkpoint=free if self.checkpoint == "auto" else self.checkpoint,
             whole=keeps,
             updates=updates,
@@ -123,8 +127,8 @@ class Options:
             found = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
             raise OptionError("stage", found, fix)
-        if self.chooses or self.checkpoint is not None:
-            ignored = (name for name in ("memory_limit", "checkpoint") if getattr(self, name) is not None)
+        if self.chooses or self.checkpoint is not None or self.bucket is not None:
+            ignored = (name for name in ("memory_limit", "checkpoint", "bucket") if getattr(self, name) is not None)
             option = next(ignored, "prefetch")
             fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"
             if option == "prefetch":

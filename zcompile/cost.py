@@ -33,6 +33,19 @@ DEFAULT_HARDWARE = Hardware(flops=50e9, memory_bandwidth=10e9, latency=200e-6, b
 """One CPU core and a 1 Gbit/s link; relative sizes are what the report uses."""
 
 
+NCCL_HARDWARE = Hardware(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9)
+"""A GPU with a 200 Gbit/s link."""
+_LATENCY_SHARE = 1 / 20
+_BUCKETS = (2**20, 64 * 2**20)
+
+
+def bucket_for(hardware: Hardware) -> int:
+    """Bytes of a message that spends a twentieth of its time on latency; from 1 to 64 MiB."""
+    least, most = _BUCKETS
+    wanted = hardware.latency * hardware.bandwidth / _LATENCY_SHARE if hardware.latency else most
+    return int(min(max(wanted, least), most))
+
+
 def seconds_of(flops: float, touched: float, wire: float, hardware: Hardware) -> float:
     """Roofline time of `flops` over `touched` bytes, or the alpha-beta time of `wire` bytes sent."""
     if wire:

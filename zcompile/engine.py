@@ -22,6 +22,7 @@ from zcompile._torch import prepare_inductor
 from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
+from zcompile.cost import DEFAULT_HARDWARE, NCCL_HARDWARE, bucket_for
 from zcompile.errors import AgreementError, OptionError, PipelineError, TimelineError
 from zcompile.layout import Layout, Unit
 from zcompile.lower import Session, Step
@@ -59,7 +60,8 @@ class Engine:
         options: Options,
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
-        self.schedule = options.schedule
+        hardware = NCCL_HARDWARE if communicator.device.type == "cuda" else DEFAULT_HARDWARE
+        self.schedule = replace(options.schedule, bucket=bucket_for(hardware))
         self._chosen = not options.chooses
         self.communicator, self.agreement = communicator, agreement
         self.journals: list[Journal] = []
@@ -211,11 +213,12 @@ class Engine:
         if options.prefetch == "auto":
             hardware = measure(self.communicator, options.dtype or torch.float32)
             schedule = choose(traced, options.pipeline, hardware, limit)
-            told = self.agreement.share("the schedule of gathers", json.dumps([schedule.prefetch, schedule.small]))
+            chosen = [schedule.prefetch, schedule.small, schedule.bucket]
+            told = self.agreement.share("the schedule of gathers", json.dumps(chosen))
             choices = [json.loads(text) for text in told]
             # A deeper one may be beyond the limit on the rank that chose a lesser one.
-            prefetch = min(prefetch for prefetch, _ in choices) if limit else choices[0][0]
-            schedule = Schedule(prefetch, small=choices[0][1])
+            prefetch = min(prefetch for prefetch, *_ in choices) if limit else choices[0][0]
+            schedule = Schedule(prefetch, *choices[0][1:])
         if limit is None:
             return schedule
         shared = self.agreement.share("the memory limit", json.dumps(fit(traced, options.pipeline, schedule, limit)))

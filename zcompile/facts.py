@@ -112,9 +112,8 @@ def _spelled_as_meant(node: fx.Node) -> Iterator[Violation]:
     op = data(node).op
     match op:
         case Reduce():
-            right = (
-                node.target is (reduce_scatter if op.scatter else all_reduce) and node.kwargs.get("dtype") == op.dtype
-            )
+            given = node.kwargs.get("dtype"), node.kwargs.get("bucket")
+            right = node.target is (reduce_scatter if op.scatter else all_reduce) and given == (op.dtype, op.bucket)
         case AllGather():
             asked = bool(node.kwargs.get("keep", False)), node.kwargs.get("dtype")
             right = node.target is all_gather and asked == (op.keep, op.dtype)
@@ -387,6 +386,17 @@ def _message_violations(unit: Unit, message: tuple[int, ...]) -> Iterator[Violat
         yield Violation(None, f"a message of {unit.name} is not one run of its shards' memory: {message}")
 
 
+def _buffers_bounded(bucket: int) -> Callable[[Program], Iterator[Violation]]:
+    def violations(program: Program) -> Iterator[Violation]:
+        for node in program.nodes(Reduce) if program.layout.world > 1 else ():
+            op, sizes = op_of(node, Reduce), program.message_bytes(node)
+            if op.scatter and max(sizes) > bucket and (op.bucket is None or op.bucket > bucket):
+                found = f"{node.name} may copy {human_bytes(max(sizes))} to send it"
+                yield Violation(node, f"{found}; {human_bytes(bucket)} are allowed")
+
+    return violations
+
+
 def _volume_right(program: Program) -> Iterator[Violation]:
     """A gather once a phase at most and a reduction once: 2Ψ, or 3Ψ under stage 3."""
     if not (stage := program.layout.stage).optimizer_sharded:
@@ -441,6 +451,11 @@ def in_training(fact: Fact) -> Fact:
             yield from fact.violations(program)
 
     return Fact(f"{fact.name} in training", violations)
+
+
+def buffers_bounded(bucket: int) -> Fact:
+    """What reductions copy to send it is copied at most `bucket` bytes at a time."""
+    return Fact(f"buffers of at most {human_bytes(bucket)}", _buffers_bounded(bucket))
 
 
 def units_bounded(prefetch: int) -> Fact:

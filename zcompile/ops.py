@@ -109,6 +109,8 @@ class Reduce:
     scatter: bool
     dtype: torch.dtype | None = None
     """What gradients are cast to before they are sent; None: sent as they are."""
+    bucket: int | None = None
+    """Bytes of a piece of what is copied to be sent; None: it is copied as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,9 @@ def all_gather(unit: Any, *, keep: bool = False, dtype: torch.dtype | None = Non
     _only_a_name("all_gather")
 
 
-def reduce_scatter(unit: Any, grads: Sequence[Any], *, dtype: torch.dtype | None = None) -> NoReturn:
+def reduce_scatter(
+    unit: Any, grads: Sequence[Any], *, dtype: torch.dtype | None = None, bucket: int | None = None
+) -> NoReturn:
     """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets its shard."""
     _only_a_name("reduce_scatter")
 

@@ -311,7 +311,8 @@ def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: 
         grads: Any = node.args[1]
         named = zip(layout.unit(unit).params, grads, strict=True)
         params = tuple(param.name for param, grad in named if grad is not None)
-        return ops.Reduce(unit, params, node.target is ops.reduce_scatter, _dtype(node))
+        bucket: Any = node.kwargs.get("bucket")
+        return ops.Reduce(unit, params, node.target is ops.reduce_scatter, _dtype(node), bucket)
     if node.target is ops.accumulate:
         given = zip(layout.unit(unit).params, node.args[1], strict=True)  # type: ignore[arg-type]
         return ops.Accumulate(unit, tuple(param.name for param, grad in given if grad is not None))

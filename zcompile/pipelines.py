@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 from zcompile import facts
+from zcompile.cost import DEFAULT_HARDWARE, bucket_for
 from zcompile.errors import OptionError
 from zcompile.layout import SMALL_BYTES, STAGES
 from zcompile.options import bytes_of, check_prefetch, check_stage, checkpoint_of
@@ -24,6 +25,7 @@ from zcompile.passes.pack_small import pack_small
 from zcompile.passes.place_checkpoints import place_checkpoints
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
+from zcompile.passes.split_large import split_large
 from zcompile.passes.split_phases import split_phases
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.program import Program
@@ -50,6 +52,7 @@ def pipeline(
     memory_limit: int | str | None = None,
     kept: Sequence[str] | None = None,
     small: int = SMALL_BYTES,
+    bucket: int | str | None = None,
     checkpoint: str | int | float | None = None,
     whole: bool = True,
     updates: bool = False,
@@ -65,6 +68,8 @@ def pipeline(
             `zcompile.memory` predicts it. Under stage 3 as many units as fit are kept from the forward to the backward.
         kept: Those units, where they have been chosen already; the limit is then not checked again.
         small: Parameters of at most so many bytes travel packed with their neighbours.
+        bucket: Bytes of a message of packed parameters, and of what is copied at a time to be sent; by default what the
+            cost model says of gloo on a line of 1 Gbit/s.
         checkpoint: What the backward computes again: all of a unit but its input ("unit"), or the cheapest choice with
             which the step holds at most these bytes (a number, "512 MiB"), or this share of its peak (a float).
         whole: False for programs that are parts of a model, where a checkpoint setting may be without effect.
@@ -76,23 +81,21 @@ def pipeline(
     check_stage(stage)
     check_prefetch(prefetch)
     limit = bytes_of("memory_limit", memory_limit)
-    bounded = facts.units_bounded(prefetch)
     fuses = partition == "min_cut"
     split = Pass("split_phases", partial(split_phases, partition=partition), ensures=(facts.PHASES_SPLIT,))
     outlined = partial(outline_regions, fuses=fuses)
     outline = Pass("outline_regions", outlined, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,))
-    pack = Pass("pack_small", partial(pack_small, small=small), (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,))
+    pack, pieces = _messages(small, bytes_of("bucket", bucket) or bucket_for(DEFAULT_HARDWARE))
     keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED)
-    ensures = () if limit else (bounded,)
+    ensures = () if limit else (facts.units_bounded(prefetch),)
     ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures)
-    sunk = partial(sink_waits, depth=max(prefetch, 1), consumed=updates)
-    sink = Pass("sink_waits", sunk, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,))
+    sink = partial(sink_waits, depth=max(prefetch, 1), consumed=updates)
     passes = [DEFER, outline, pack, GATHER, REDUCE]
     if STAGES[stage].parameters_sharded:
         passes.append(keep)
     if STAGES[stage].optimizer_sharded:
-        passes.append(ahead)
-    passes.append(sink)
+        passes += [pieces, ahead]
+    passes.append(Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,)))
     if limit:
         passes.append(_within(limit, kept))
     if updates:
@@ -101,6 +104,15 @@ def pipeline(
     place = _checkpoints(budget, passes, fuses=fuses, whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes), (facts.VOLUME_RIGHT, *goals))
+
+
+def _messages(small: int, bucket: int) -> tuple[Pass, Pass]:
+    """The passes that pack what is small, and let what is large be sent in pieces."""
+    packed, split_up = partial(pack_small, small=small, bucket=bucket), partial(split_large, bucket=bucket)
+    return (
+        Pass("pack_small", packed, (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,)),
+        Pass("split_large", split_up, (facts.REDUCED_ONCE,), (facts.buffers_bounded(bucket),)),
+    )
 
 
 def _within(limit: int, kept: Sequence[str] | None) -> Pass:

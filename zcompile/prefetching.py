@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from zcompile.cost import Hardware
+from zcompile.cost import DEFAULT_HARDWARE, Hardware, bucket_for
 from zcompile.layout import SMALL_BYTES
 from zcompile.memory import peak_bytes
 from zcompile.passes.keep_within import that_fit
@@ -32,6 +32,8 @@ class Schedule:
     """Units gathered ahead."""
     small: int = SMALL_BYTES
     """Bytes up to which a parameter travels packed with its neighbours."""
+    bucket: int = bucket_for(DEFAULT_HARDWARE)
+    """Bytes of a packed message, and of what is copied at a time to be sent."""
     kept: tuple[str, ...] = ()
     """Units kept full from the forward to the backward because the memory limit allows it."""
 
@@ -45,17 +47,18 @@ def choose(
     `memory_limit` is no choice, but for 0.
     """
     small = max(LEAST_PACKED, int(hardware.latency * hardware.memory_bandwidth / 2))
-    for step in _split(pipeline(Schedule(DEPTHS[0], small)))[0]:
+    bucket = bucket_for(hardware)
+    for step in _split(pipeline(Schedule(DEPTHS[0], small, bucket)))[0]:
         traced = step(traced)
     seconds = {}
     for depth in DEPTHS:
         program = traced
-        for step in _split(pipeline(Schedule(depth, small)))[1]:
+        for step in _split(pipeline(Schedule(depth, small, bucket)))[1]:
             program = step(program)
         if depth == 0 or memory_limit is None or peak_bytes(program) <= memory_limit:
             seconds[depth] = step_seconds(program, hardware)
     enough = min(seconds.values()) * (1 + WORTH)
-    return Schedule(next(depth for depth in seconds if seconds[depth] <= enough), small)
+    return Schedule(next(depth for depth in seconds if seconds[depth] <= enough), small, bucket)
 
 
 def fit(

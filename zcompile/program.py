@@ -211,7 +211,8 @@ class Program:
             sent = [p.reduce_dtype if isinstance(op, Reduce) else p.full_dtype for p in params]
             types = (TensorType.make(dtype, p.shape) for dtype, p in zip(sent, params, strict=True))
             texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
-        return f"{name} {op.unit} ({', '.join(texts)})"
+        pieces = f" by {op.bucket}" if isinstance(op, Reduce) and op.bucket else ""
+        return f"{name} {op.unit} ({', '.join(texts)}){pieces}"
 
     def _messages(self, op: Communication) -> list[list[Param]]:
         """The parameters of each message of a communication."""
@@ -225,6 +226,14 @@ class Program:
         op = data(node).op
         assert isinstance(op, COMMUNICATIONS), f"{node.name} is no communication"
         return len(self._messages(op))
+
+    def message_bytes(self, node: fx.Node) -> list[int]:
+        """Bytes of each message of a communication, padding included."""
+        op = data(node).op
+        assert isinstance(op, COMMUNICATIONS), f"{node.name} is no communication"
+        dtypes = [[p.reduce_dtype if isinstance(op, Reduce) else p.full_dtype for p in m] for m in self._messages(op)]
+        sent = zip(self._messages(op), dtypes, strict=True)
+        return [sum(p.padded_numel * d.itemsize for p, d in zip(m, ds, strict=True)) for m, ds in sent]
 
     def digest(self) -> str:
         """SHA-256 of the communications: equal on all ranks, or the program must not run."""

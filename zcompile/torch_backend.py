@@ -379,6 +379,7 @@ def backend(
     reduce_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
+    bucket: int | str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -393,7 +394,8 @@ def backend(
         OptionError: a stage, prefetch, dtype or backend that cannot be meant.
         PipelineError: a pass that is unknown, missing or out of place.
     """
-    return Backend(Options(stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit), mesh)
+    options = Options(stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit, bucket)
+    return Backend(options, mesh)
 
 
 def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
