@@ -15,6 +15,7 @@ from zcompile._torch import unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients import run_hooks
+from zcompile.runtime.offload import StateFile
 
 
 class Updater:
@@ -28,14 +29,18 @@ class Updater:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
-            _check_separable(optimizer)
+        self.slots = [_check_separable(optimizer) for optimizer in optimizers]
+        """What each optimizer keeps in the shape of a parameter, by name, with its dtype for one in float32."""
         self.optimizers = optimizers
+        self.states: StateFile | None = None
+        """Where the optimizers' state is, if it is not in memory."""
         self._groups: dict[int, list[tuple[Optimizer, int]]] = {}
         """By the identity of a parameter: the optimizers that hold it, and the group in which they do."""
 
     def begin(self) -> None:
         """Read the optimizers' groups, which may have grown since the last step."""
+        if self.states is not None:
+            self.states.begin()
         self._groups = {}
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):
@@ -51,8 +56,12 @@ class Updater:
             for (name, tensor), parameter in zip(gradients.tensors.items(), parameters, strict=True):
                 parameter.grad = shards.gradient(name, tensor)
                 run_hooks(parameter)
+            if self.states is not None:
+                self.states.before(parameters)
             for optimizer, groups in self._held(parameters):
                 _step(optimizer, groups)
+                if self.states is not None:
+                    self.states.after(optimizer, parameters)
         finally:
             for parameter in parameters:
                 parameter.grad = None
@@ -80,33 +89,40 @@ def _with(optimizer: Optimizer, **attributes: Any) -> Optimizer:
     return made
 
 
-def _check_separable(optimizer: Optimizer) -> None:
+def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
     """Compare steps for two parameters at once with steps for one after the other, in groups as the optimizer has them.
+
+    Returns what the optimizer keeps in the shape of a parameter.
 
     Raises:
         OptimizerError: they differ, or a step leaves something in its groups.
     """
     kind, fix = type(optimizer).__name__, "use the loop: loss.backward(); optimizer.step(); optimizer.zero_grad()"
+    slots: dict[str, torch.dtype] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         try:
-            together = _tried(optimizer, options, apart=False)
-            apart = _tried(optimizer, options, apart=True)
+            together, state = _tried(optimizer, options, apart=False)
+            apart, _ = _tried(optimizer, options, apart=True)
         except Exception as error:
             found = f"{kind} cannot step for some of its parameters alone: {type(error).__name__}: {error}"
             raise OptimizerError("optimizer", found, fix) from error
         if any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
             found = f"{kind} steps otherwise for some of its parameters alone than for all at once"
             raise OptimizerError("optimizer", found, fix)
+        kept = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
+        slots |= {name: value.dtype for name, value in kept.items() if value.shape == together[0].shape}
+    return slots
 
 
-def _tried(optimizer: Optimizer, options: dict[str, Any], *, apart: bool) -> list[torch.Tensor]:
-    """Two parameters after three steps, taken at once or one after the other.
+def _tried(optimizer: Optimizer, options: dict[str, Any], *, apart: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Two parameters after three steps, taken at once or one after the other, and the state of the first.
 
     Raises:
         ValueError: a step has changed the options of its group, which one for a part of it would not keep.
     """
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    devices = (p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta)
+    device = next(devices, torch.device("cpu"))
     values = torch.arange(32, dtype=torch.float32, device=device).view(2, 4, 4) / 32
     parameters = [nn.Parameter(value.clone()) for value in values]
     group = {**copy.deepcopy(options), "params": parameters}
@@ -122,7 +138,7 @@ def _tried(optimizer: Optimizer, options: dict[str, Any], *, apart: bool) -> lis
             unhooked_step(tried)
     if changed := [key for key, value in before.items() if not _equal(group[key], value)]:
         raise ValueError(f"it changes {changed[0]!r} of its group")
-    return [parameter.detach() for parameter in parameters]
+    return [parameter.detach() for parameter in parameters], tried.state[parameters[0]]
 
 
 def _equal(one: Any, other: Any) -> bool:

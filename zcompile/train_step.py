@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile.capture import Names
 from zcompile.compiled import CompiledModule, compile
-from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError
+from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError, StateError
 from zcompile.fragments import Fragment, Tree
 from zcompile.report import Break
+from zcompile.runtime.offload import StateFile
 from zcompile.runtime.updates import Updater
 
 LossFunction = Callable[..., torch.Tensor]
@@ -28,6 +30,7 @@ def train_step(
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     clip_grad_norm: float | None = None,
+    offload_optimizer: str | None = None,
     **options: Any,
 ) -> TrainStep:
     """Make a whole step of training one call: `step = zcompile.train_step(...)`, then `loss = step(*batch)`.
@@ -45,15 +48,19 @@ def train_step(
             change between steps, as schedulers of the learning rate change them.
         clip_grad_norm: The largest norm of all gradients together. It is known once the backward has ended: with it,
             gradients are kept until then, as in the loop.
+        offload_optimizer: "disk:FOLDER": the optimizer's state is kept in a file there, mapped into memory: what does
+            not fit moves, read and written while the backward goes on. For models on the CPU.
         options: Those of `zcompile.compile`, for a plain module.
 
     Raises:
         OptionError: an option that cannot be meant, or that belongs to the `compile` of a compiled model.
         OptimizerError: the optimizer holds none of the model's parameters, or its step is for all of them at once.
+        StateError: the folder cannot be written, or has no room for the state.
         Others: as `zcompile.compile`.
     """
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
         raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
+    folder = _folder(offload_optimizer, clip_grad_norm)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     updater = None if clip_grad_norm is not None else Updater(optimizers)
     if not isinstance(model, CompiledModule):
@@ -61,7 +68,44 @@ def train_step(
     elif options:
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
+    if folder is not None and updater is not None:
+        updater.states = _state_file(folder, model, updater)
     return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm)
+
+
+def _folder(offload: str | None, clip_grad_norm: float | None) -> Path | None:
+    """The folder of "disk:FOLDER".
+
+    Raises:
+        OptionError: it is another text, or gradients are kept, so that the optimizer steps all at once.
+    """
+    if offload is None:
+        return None
+    kind, _, folder = str(offload).partition(":")
+    if kind != "disk" or not folder:
+        raise OptionError("offload_optimizer", f"{offload!r} is no place", "give 'disk:FOLDER', or leave it out")
+    if clip_grad_norm is not None:
+        found = "streams the state unit by unit, and clipping by the global norm steps all units at once"
+        raise OptionError("offload_optimizer", found, "leave clip_grad_norm out, or clip each gradient in a hook")
+    return Path(folder)
+
+
+def _state_file(folder: Path, model: CompiledModule, updater: Updater) -> StateFile:
+    """The file of this rank; an error on one rank is an error on all."""
+    communicator, agreement = model._engine.communicator, model._engine.agreement
+    if communicator.device.type != "cpu":
+        found = f"is for models on the CPU, and this one is on {communicator.device}"
+        raise OptionError("offload_optimizer", found, "leave it out")
+    units = {name: list(shards.parameters.values()) for name, shards in model._engine.shards.items()}
+    try:
+        made, failure = StateFile(folder, updater.optimizers, units, updater.slots), ""
+    except StateError as error:
+        made, failure = None, error.found
+    failures = agreement.share("the file of the optimizer's state", failure)
+    if made is None or any(failures):
+        rank, found = next((rank, text) for rank, text in enumerate(failures) if text)
+        raise StateError(str(folder), f"on rank {rank}: {found}", "give a folder with room for every rank's state")
+    return made
 
 
 class TrainStep:

@@ -1,0 +1,134 @@
+"""Optimizer state on disk under a limit of memory: `python -m benchmarks.offload`, as root.
+
+Two ranks train a GPT with AdamW and amsgrad (12 bytes of state a parameter) by `train_step`: in memory without a
+limit; from a file within a limit smaller than the state; and the same without reading ahead. The limit is a control
+group's and counts all that the ranks hold, cached pages of the file too. Prints seconds of a step, and the share of the
+transfer that is hidden: of what it costs where nothing is read ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import zcompile
+from benchmarks.memory import MIB
+from benchmarks.protocol import Sizes
+from benchmarks.team import ROOT
+from benchmarks.workload import batch, make_model
+from zcompile.runtime import offload
+
+SIZES = Sizes(blocks=24, width=1024, heads=8, vocabulary=1024, sequence=64, batch=1)
+STEPS = 4
+GROUPS = (Path("/sys/fs/cgroup/memory/zcompile"), Path("/sys/fs/cgroup/zcompile"))
+"""Where a control group is made: version 1, version 2."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What rank 0 tells."""
+
+    parameters: int
+    losses: list[float]
+    seconds: list[float]
+    """Of each step but the first."""
+
+
+def train(folder: str | None, ahead: int) -> None:
+    """On one rank of two: losses and seconds of the steps after the first."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    offload.AHEAD = ahead
+    with torch.device("meta"):  # its values come unit by unit
+        model = make_model(SIZES, 0)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, amsgrad=True)
+    place = None if folder is None else f"disk:{folder}"
+    step = zcompile.train_step(model, None, optimizer, backend="eager", offload_optimizer=place)
+    losses, seconds = [], []
+    for number in range(STEPS + 1):
+        before = time.perf_counter()
+        losses.append(step(*batch(SIZES, 0, dist.get_rank(), number)).item())
+        seconds.append(time.perf_counter() - before)
+    if dist.get_rank() == 0:
+        print(json.dumps(asdict(Found(count, losses, seconds[1:]))), flush=True)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def limited(nbytes: int | None) -> Iterator[Path | None]:
+    """A control group of at most `nbytes` bytes of memory; None for no limit.
+
+    Raises:
+        PermissionError: Only root makes one.
+    """
+    if nbytes is None:
+        yield None
+        return
+    group, limit = (GROUPS[0], "memory.limit_in_bytes") if GROUPS[0].parent.exists() else (GROUPS[1], "memory.max")
+    group.mkdir(exist_ok=True)
+    try:
+        (group / limit).write_text(str(nbytes))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def run(folder: Path | None, ahead: int, limit: int | None) -> Found:
+    """Train in processes of their own."""
+    place = [] if folder is None else ["--folder", str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["benchmarks.offload", "--train", "--ahead", str(ahead), *place]
+    with limited(limit) as group:
+
+        def join() -> None:
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        # By itself glibc keeps twice as much as is alive, in pieces between what lives on.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
+        ended = subprocess.run(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=join
+        )
+    return Found(**json.loads(ended.stdout.splitlines()[-1]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (in /tmp)")
+    parser.add_argument("--limit", type=int, default=2800, help="MiB for both ranks together (2800)")
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ahead", type=int, default=offload.AHEAD, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.train:
+        train(options.folder, options.ahead)
+        return 0
+    folder = options.folder or Path("/tmp/zcompile_offload")
+    memory = run(None, 0, None)
+    disk, behind = (run(folder, ahead, options.limit * MIB) for ahead in (offload.AHEAD, 0))
+    print(
+        f"{memory.parameters / 1e6:.0f} million parameters, {12 * memory.parameters / MIB:.0f} MiB of state, ", end=""
+    )
+    print(f"limit {options.limit} MiB")
+    times = [statistics.median(found.seconds) for found in (memory, disk, behind)]
+    for name, seconds in zip(("in memory, no limit", "on disk", "on disk, not read ahead"), times, strict=True):
+        print(f"{name:24} {seconds:6.2f} s a step")
+    same = memory.losses == disk.losses == behind.losses
+    print(f"hidden: {1 - (times[1] - times[0]) / (times[2] - times[0]):.0%}; losses {'equal' if same else 'DIFFER'}")
+    return int(not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,128 @@
+"""Optimizer state in a file: the same numbers, less memory, and errors before anything is trained."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
+from tests.test_train_step import OPTIMIZERS, grouped
+from zcompile._torch import local_tensor
+
+
+def trained(rank: int, kind: str, optimizer: str, stage: int, folder: str | None) -> list[torch.Tensor]:
+    model = make(kind)
+    made = OPTIMIZERS[optimizer](grouped(model))
+    offload = f"disk:{folder}" if folder else None
+    step = zcompile.train_step(model, None, made, stage=stage, backend="eager", offload_optimizer=offload)
+    for number in range(3):
+        step(*batch(kind, rank, number))
+    if folder:
+        assert os.listdir(folder) == [], "the file has no name"
+        assert mapped(made) == {True}, "all of the state is in the file"
+    return list(step.model.full_state_dict(rank0_only=False).values())
+
+
+def mapped(optimizer: torch.optim.Optimizer) -> set[bool]:
+    """Whether what the optimizer keeps in the shape of parameters lies in a mapped file."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = [line.split()[0].split("-") for line in lines if "(deleted)" in line]
+    ranges = [(int(start, 16), int(end, 16)) for start, end in files]
+    found = set()
+    for param, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
+                local = local_tensor(value) if hasattr(value, "to_local") else value
+                if local.numel():
+                    found.add(any(start <= local.data_ptr() < end for start, end in ranges))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "stage"),
+    [("gpt", "adamw", 3), ("mlp", "adamw", 1), ("mlp", "momentum", 0), ("mlp", "adagrad", 3)],
+)
+def test_training_is_that_without(ranks: Ranks, tmp_path: Path, kind: str, optimizer: str, stage: int) -> None:
+    want = ranks.run(2, trained, kind, optimizer, stage, None)
+    got = ranks.run(2, trained, kind, optimizer, stage, str(tmp_path))
+    assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def test_a_state_is_saved_and_loaded_as_any_other(tmp_path: Path) -> None:
+    models = [make("mlp") for _ in range(2)]
+    optimizers = [adamw(model) for model in models]
+    places = [f"disk:{tmp_path / 'state'}", None]
+    steps = [
+        zcompile.train_step(model, None, optimizer, backend="eager", offload_optimizer=place)
+        for model, optimizer, place in zip(models, optimizers, places, strict=True)
+    ]
+    for number in range(2):
+        steps[0](*batch("mlp", 0, number))
+    steps[0].model.save_checkpoint(tmp_path / "saved", optimizers[0])
+    for step, optimizer in zip(steps, optimizers, strict=True):
+        step.model.load_checkpoint(tmp_path / "saved", optimizer)
+        step(*batch("mlp", 0, 2))
+    assert mapped(optimizers[0]) == {True}, "what was loaded has moved into the file"
+    states = [step.model.full_state_dict() for step in steps]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["disk", "disk:", "cpu", "tape:/x", 7])
+def test_what_is_no_place_is_refused(place: Any) -> None:
+    with pytest.raises(zcompile.OptionError, match=r"offload_optimizer: .* is no place"):
+        zcompile.train_step(model := make("mlp"), None, adamw(model), offload_optimizer=place)
+
+
+def test_clipping_steps_all_at_once() -> None:
+    with pytest.raises(zcompile.OptionError, match="streams the state unit by unit"):
+        zcompile.train_step(
+            model := make("mlp"), None, adamw(model), clip_grad_norm=1.0, offload_optimizer="disk:/tmp/state"
+        )
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(zcompile.StateError, match=r"file/state: .*cannot be written"):
+        zcompile.train_step(
+            model := make("mlp"), None, adamw(model), backend="eager", offload_optimizer=f"disk:{tmp_path}/file/state"
+        )
+
+
+def full(rank: int, folder: str) -> str:
+    """The disk of rank 1 has no room."""
+
+    def fallocate(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    reserve = os.posix_fallocate
+    if rank == 1:
+        os.posix_fallocate = fallocate
+    try:
+        model = make("mlp")
+        zcompile.train_step(model, None, adamw(model), backend="eager", offload_optimizer=f"disk:{folder}")
+    except zcompile.StateError as error:
+        return str(error)
+    finally:
+        os.posix_fallocate = reserve
+    return "no error"
+
+
+def test_a_disk_that_is_full_is_an_error_of_all_ranks_before_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks.run(2, full, str(tmp_path)):
+        assert "on rank 1: has no room for the" in message
+        assert "No space left on device" in message
