@@ -6,17 +6,19 @@
                                                 update(c, c_grads)
 
 The units are those that the forward gathers before its first region: nothing there could hide them. They are full from
-then to the next forward, which takes what has been started. A gather that would raise the peak of memory stays where it
-is.
+then to the next forward, which takes what has been started. A gather stays where it is if it would raise the peak of
+what parameters and their gradients take; activations are left out of it, since ranks may have batches of unequal sizes
+and must gather alike. So does a kept copy of what is never updated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from zcompile import ops
-from zcompile.memory import peak_bytes
-from zcompile.ops import AllGather, Call, Data, GatherAhead, Phase, Update, data, op_of
+from zcompile.ops import AllGather, Call, Data, GatherAhead, Phase, Reduce, Release, Update, WaitReduce, data, op_of
 from zcompile.program import Program
 
 
@@ -24,12 +26,35 @@ def gather_ahead(program: Program) -> Program:
     """A program at whose end the gathers are on their way that its forward begins with."""
     if program.layout.world == 1 or not program.layout.stage.optimizer_sharded or not program.nodes(Update):
         return program
-    peak = peak_bytes(program)
+    peak = parameter_peak(program)
+    updated = {op_of(node, Update).unit for node in program.nodes(Update)}
     for gather in _first_gathers(program):
+        op = op_of(gather, AllGather)
         ahead = _started(program, gather.name)
-        if peak_bytes(ahead) <= peak:
+        if parameter_peak(ahead) <= peak and (op.unit in updated or not op.keep):
             program = ahead
     return program
+
+
+def parameter_peak(program: Program) -> int:
+    """The most bytes of full parameters, and of gradients on their way and reduced, that a step holds at once."""
+    live = most = 0
+    for node in program.graph.nodes:
+        op = data(node).op
+        if isinstance(op, (AllGather, GatherAhead, Release, Update)):
+            live += program.memory(node)
+        elif isinstance(op, Reduce):
+            live += program.memory(node) + _full_bytes(program, op.params)
+        elif isinstance(op, WaitReduce):
+            live -= _full_bytes(program, op.params)
+        most = max(most, live)
+    return most
+
+
+def _full_bytes(program: Program, params: Sequence[str]) -> int:
+    """Bytes of the full gradients of `params`."""
+    found = (program.layout.param(name) for name in params)
+    return sum(param.numel * param.full_dtype.itemsize for param in found)
 
 
 def _first_gathers(program: Program) -> list[fx.Node]:

@@ -399,7 +399,7 @@ def load(
 
 
 class _Boxing(ast.NodeTransformer):
-    """Calls of regions with a list: `y = region_0(a, x); del x` becomes `box_ = [a, x]; del x; y = region_0(box_)`.
+    """Calls of regions with a list: `y = region_0(a, x); del x` becomes `Box = [a, x]; del x; y = region_0(Box)`.
 
     So nothing but the region holds what is deleted behind its call.
     """
@@ -436,4 +436,5 @@ class _Boxing(ast.NodeTransformer):
         return None
 
 
-_BOX = "box_"
+_BOX = "Box"
+"""No value of a program is called so: their names are lower case."""

@@ -99,31 +99,30 @@ class Communicator:
         return self._fly(work, (shard, sent), lambda: self._divide(shard))
 
     def _exchange_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
-        """On gloo: the first two start now, each further one on the progress thread when one has arrived.
+        """On gloo: all on the progress thread, each when the one before the last has arrived, message after message.
 
         That thread's messages have a tag of their own, so that they do not meet those that this thread sends meanwhile.
         """
         tag, on_their_way = next(self._tags), deque[tuple[list[dist.Work], torch.Tensor, list[torch.Tensor]]]()
         starts = iter(range(0, shard.numel(), width))
 
-        def start(*, recorded: bool) -> None:
+        def start() -> None:
             if (begin := next(starts, None)) is not None:
                 part = shard[begin : begin + width]
                 rows = piece(begin, begin + part.numel())
                 arriving = self._arriving(part, rows)
-                works = self._exchange(list(rows), arriving, tag, recorded=recorded)
+                works = self._exchange(list(rows), arriving, tag, recorded=False)
                 on_their_way.append((works, part, arriving))
 
-        start(recorded=True)
-        start(recorded=True)
-
         def arrive() -> None:
+            start()
+            start()
             while on_their_way:
                 works, part, arriving = on_their_way.popleft()
                 wait_all(works)
                 _average(part, arriving)
                 del works, part, arriving  # this piece is gone before the next one is made
-                start(recorded=False)
+                start()
 
         return self._follow(arrive)
 

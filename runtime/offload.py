@@ -64,7 +64,7 @@ class StateFile:
         slots: Sequence[Mapping[str, torch.dtype]],
     ) -> None:
         self._unit_of = {id(parameter): unit for unit, parameters in units.items() for parameter in parameters}
-        self._slots: dict[tuple[int, str], _Slot] = {}
+        self._slots: dict[tuple[int, int, str], _Slot] = {}
         self._ranges: dict[str, tuple[int, int]] = {}
         size = 0
         for unit, parameters in units.items():
@@ -75,13 +75,13 @@ class StateFile:
                     local = _local(parameter)
                     for name, dtype in named.items():
                         nbytes = local.numel() * max(dtype.itemsize, local.itemsize)
-                        self._slots[id(parameter), name] = _Slot(size, nbytes)
+                        self._slots[id(optimizer), id(parameter), name] = _Slot(size, nbytes)
                         size += -(-nbytes // 64) * 64
             size = -(-size // _PAGE) * _PAGE
             self._ranges[unit] = start, size - start
         self.nbytes = size
-        self._file = _reserved(folder, max(size, _PAGE))
-        self._map = mmap.mmap(self._file, max(size, _PAGE))
+        self.folder = folder
+        self._file, self._map = _reserved(folder, max(size, _PAGE))
         self._order: list[str] = []
         self._reader, self._writer = (ThreadPoolExecutor(1, f"zcompile {name}") for name in ("read", "write"))
         self._written: Future[None] | None = None
@@ -107,16 +107,24 @@ class StateFile:
         for parameter in parameters:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                slot = self._slots.get((id(parameter), name))
-                if slot is not None and isinstance(value, torch.Tensor):
+                slot = self._slots.get((id(optimizer), id(parameter), name))
+                if slot is not None:
                     state[name] = self._placed(value, slot)
         if self._written is None or self._written.done():
+            self._check_written()
             self._written = self._writer.submit(os.fdatasync, self._file)
 
-    def _placed(self, value: torch.Tensor, slot: _Slot) -> torch.Tensor:
-        """`value` in its place in the file, where it may be already."""
-        local = _local(value)
-        if not 0 < local.nbytes <= slot.nbytes:
+    def _check_written(self) -> None:
+        """Raise StateError if what was written has not come to the disk."""
+        error = None if self._written is None else self._written.exception()
+        if isinstance(error, OSError):
+            fix = "look at the disk; go on from the last checkpoint"
+            raise StateError(str(self.folder), f"did not take the optimizer's state: {error.strerror}", fix) from error
+
+    def _placed(self, value: Any, slot: _Slot) -> Any:
+        """`value` in its place in the file, where it may be already; what is no plain tensor stays where it is."""
+        local = _local(value) if isinstance(value, torch.Tensor) else value
+        if type(local) is not torch.Tensor or not 0 < local.nbytes <= slot.nbytes:
             return value
         place = torch.frombuffer(self._map, dtype=torch.uint8, count=local.nbytes, offset=slot.offset)
         if local.data_ptr() == place.data_ptr():
@@ -137,11 +145,11 @@ def _close(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, file: int) ->
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.data
 
 
-def _reserved(folder: Path, size: int) -> int:
-    """A nameless file of `size` bytes in `folder`, all of which the disk has set aside.
+def _reserved(folder: Path, size: int) -> tuple[int, mmap.mmap]:
+    """A nameless file of `size` bytes in `folder`, all of which the disk has set aside, and its mapping.
 
     Raises:
         StateError: it cannot be made, or there is no room.
@@ -155,8 +163,8 @@ def _reserved(folder: Path, size: int) -> int:
     try:
         # Pages that the disk had no room for would end the process when they are written.
         os.posix_fallocate(file, 0, size)
+        return file, mmap.mmap(file, size)
     except OSError as error:
         os.close(file)
         found = f"has no room for the {human_bytes(size)} of optimizer state of this rank: {error.strerror}"
         raise StateError(str(folder), found, "give a folder on a larger disk, or train on more ranks") from error
-    return file

@@ -66,6 +66,23 @@ class Updater:
             for parameter in parameters:
                 parameter.grad = None
 
+    def finish(self) -> None:
+        """Step the optimizers for what has a gradient still: parameters that are not the model's.
+
+        It is their own `step`, so schedules and hooks behind it see one. The others are not in the groups meanwhile: to
+        some optimizers a parameter without a gradient is an error, or decays.
+        """
+        for optimizer in self.optimizers:
+            groups = optimizer.param_groups
+            every = [group["params"] for group in groups]
+            try:
+                for group in groups:
+                    group["params"] = [parameter for parameter in group["params"] if parameter.grad is not None]
+                optimizer.step()
+            finally:
+                for group, params in zip(groups, every, strict=True):
+                    group["params"] = params
+
     def _held(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Optimizer, dict[int, list[nn.Parameter]]]]:
         """The optimizers that hold some of `parameters`, with these by the number of their group."""
         found: dict[int, tuple[Optimizer, dict[int, list[nn.Parameter]]]] = {}
@@ -98,47 +115,66 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
         OptimizerError: they differ, or a step leaves something in its groups.
     """
     kind, fix = type(optimizer).__name__, "use the loop: loss.backward(); optimizer.step(); optimizer.zero_grad()"
+    groups: list[dict[str, Any]] = []
+    if _with(optimizer, param_groups=groups).param_groups is not groups:
+        found = f"{kind} only stands for another optimizer"
+        raise OptimizerError("optimizer", found, "give the one that it stands for")
     slots: dict[str, torch.dtype] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
-        try:
-            together, state = _tried(optimizer, options, apart=False)
-            apart, _ = _tried(optimizer, options, apart=True)
-        except Exception as error:
-            found = f"{kind} cannot step for some of its parameters alone: {type(error).__name__}: {error}"
-            raise OptimizerError("optimizer", found, fix) from error
-        if any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
-            found = f"{kind} steps otherwise for some of its parameters alone than for all at once"
-            raise OptimizerError("optimizer", found, fix)
+        for scale in (1.0, 1e3):
+            try:
+                together, state = _tried(optimizer, options, scale, apart=False)
+                apart, _ = _tried(optimizer, options, scale, apart=True)
+            except Exception as error:
+                found = f"{kind} cannot step for some of its parameters alone: {type(error).__name__}: {error}"
+                raise OptimizerError("optimizer", found, fix) from error
+            if any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
+                found = f"{kind} steps otherwise for some of its parameters alone than for all at once"
+                raise OptimizerError("optimizer", found, fix)
         kept = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
         slots |= {name: value.dtype for name, value in kept.items() if value.shape == together[0].shape}
     return slots
 
 
-def _tried(optimizer: Optimizer, options: dict[str, Any], *, apart: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def _tried(
+    optimizer: Optimizer, options: dict[str, Any], scale: float, *, apart: bool
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Two parameters after three steps, taken at once or one after the other, and the state of the first.
 
     Raises:
-        ValueError: a step has changed the options of its group, which one for a part of it would not keep.
+        ValueError: a step changes its group or an attribute, which one for a part of the group would not keep; or it
+            changes no parameter.
     """
     devices = (p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta)
     device = next(devices, torch.device("cpu"))
     values = torch.arange(32, dtype=torch.float32, device=device).view(2, 4, 4) / 32
     parameters = [nn.Parameter(value.clone()) for value in values]
     group = {**copy.deepcopy(options), "params": parameters}
+    if "lr" in group:  # a schedule may begin with none
+        group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
     before = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     tried = _with(optimizer, state=defaultdict(dict), param_groups=[group])
+    attributes = dict(tried.__dict__)
     for _ in range(3):
         for parameter, value in zip(parameters, values, strict=True):
-            parameter.grad = value.flip(0) - 0.25
+            parameter.grad = scale * (value.flip(0) - 0.25)
         if apart:
             for parameter in parameters:
                 _step(tried, {0: [parameter]})
         else:
             unhooked_step(tried)
-    if changed := [key for key, value in before.items() if not _equal(group[key], value)]:
+    after = {key: value for key, value in group.items() if key != "params"}
+    if changed := [key for key in {**before, **after} if not _equal(before.get(key), after.get(key))]:
         raise ValueError(f"it changes {changed[0]!r} of its group")
+    if changed := [key for key, value in tried.__dict__.items() if attributes.get(key) is not value]:
+        raise ValueError(f"it changes its attribute {changed[0]!r}")
+    if all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True)):
+        raise ValueError("it changes no parameter")
     return [parameter.detach() for parameter in parameters], tried.state[parameters[0]]
+
+
+_RATE = 0.01
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,8 +61,11 @@ def test_pieces_give_the_bits_of_the_whole(ranks: Ranks, world: int) -> None:
 
 
 def largest(rank: int, rows: int) -> tuple[int, int]:
-    """The most bytes of pieces that are alive at once while a gradient is reduced, and the gradient's own."""
-    unit, grad = bound((rows, 64), 2, casts=True), torch.ones(rows, 64, dtype=torch.bfloat16)
+    """The most bytes of pieces that are alive at once while gradients are reduced, and those of one whole gradient."""
+    one, grad = bound((rows, 64), 2, casts=True), torch.ones(rows, 64, dtype=torch.bfloat16)
+    params = tuple(replace(one.unit.params[0], name=name) for name in "pqr")
+    unit = BoundUnit(UnitShards(Unit("u", params), one.shards.communicator, torch.device("cpu")), Unit("u", params))
+    unit.shards.parameters.update({name: nn.Parameter(torch.zeros(1)) for name in "pqr"})
     make_piece, alive, most = executor._piece, [0], [0]
 
     def counted(*args: Any) -> torch.Tensor:
@@ -74,7 +78,9 @@ def largest(rank: int, rows: int) -> tuple[int, int]:
 
     executor._piece = counted
     try:
-        reduce_scatter(unit, [grad], dtype=torch.float32, bucket=2**16).wait()
+        reductions = [reduce_scatter(unit, [grad] * 3, dtype=torch.float32, bucket=2**16) for _ in range(2)]
+        for reduction in reductions:
+            reduction.wait()
     finally:
         executor._piece = make_piece
     return most[0], 2 * grad.nbytes

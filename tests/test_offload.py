@@ -56,6 +56,18 @@ def test_training_is_that_without(ranks: Ranks, tmp_path: Path, kind: str, optim
     assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
 
 
+def test_two_optimizers_over_one_parameter_have_states_of_their_own(tmp_path: Path) -> None:
+    results = []
+    for place in (None, f"disk:{tmp_path}"):
+        model = make("mlp")
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum) for momentum in (0.5, 0.9)]
+        step = zcompile.train_step(model, None, optimizers, backend="eager", offload_optimizer=place)
+        for number in range(3):
+            step(*batch("mlp", 0, number))
+        results.append(step.model.full_state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 

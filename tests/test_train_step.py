@@ -160,8 +160,6 @@ def outside_the_model(rank: int, stage: int, clip: float | None) -> list[str]:
         with torch.no_grad():
             same = torch.equal(compiled[0](tokens), compiled[1](tokens))
         differing += [] if same else [f"evaluation {number}"]
-        if clip:
-            compiled[0].left_out.grad = None  # gradients without an optimizer stay, as in the loop
     got, want = (one.full_state_dict(rank0_only=False) for one in compiled)
     return [*differing, *(name for name in want if not torch.equal(got[name], want[name]))]
 
@@ -234,6 +232,107 @@ def test_inductor_gives_what_its_loop_gives() -> None:
         assert torch.equal(step(*batch("mlp", 0, number)), loss)
 
 
+class Uneven(nn.Module):
+    """Parameters that are small beside the activations of large batches, and large beside those of small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(512, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+def unequal(rank: int) -> list[str]:
+    """Ranks with batches of very different sizes, which change: what they communicate, and the losses of rank 0."""
+    torch.manual_seed(0)
+    step = zcompile.train_step(model := Uneven(), None, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    for number in range(4):
+        step(torch.arange(2 if (rank + number) % 2 else 600, dtype=torch.int64).view(-1, 2) % 512)
+    return sorted({one.digest() for one in step.model._engine.steps[0:] for one in [one.program]})
+
+
+def test_what_is_gathered_ahead_does_not_depend_on_the_batch(ranks: Ranks) -> None:
+    first, second = ranks.run(2, unequal)
+    assert first == second
+    assert len(first) == 1
+
+
+def sent(rank: int, fused: bool) -> int:
+    """Bytes of the third step of a model with a frozen first unit."""
+    model = make("gpt")
+    model.tokens.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, None, optimizer, stage=1, backend="eager", clip_grad_norm=None if fused else 1.0)
+    for number in range(3):
+        before = step.model.traffic.payload
+        step(*batch("gpt", rank, number))
+    return step.model.traffic.payload - before
+
+
+def test_what_is_frozen_and_kept_is_not_gathered_again(ranks: Ranks) -> None:
+    assert ranks.run(2, sent, True) == ranks.run(2, sent, False)
+
+
+class Decays(torch.optim.SGD):
+    """Decays every parameter that it holds, with or without a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(0.9)
+        return super().step(closure)
+
+
+class Insists(torch.optim.SGD):
+    """Wants a gradient of every parameter that it holds."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(param.grad is not None for group in self.param_groups for param in group["params"])
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Decays, Insists])
+def test_an_optimizer_steps_once_for_each_parameter(kind: type[torch.optim.Optimizer]) -> None:
+    model, other = make("mlp"), make("mlp")
+    step = zcompile.train_step(model, None, kind(model.parameters(), lr=0.1), backend="eager")  # type: ignore[call-arg]
+    compiled = zcompile.compile(other, backend="eager")
+    loop = kind(compiled.parameters(), lr=0.1)  # type: ignore[call-arg]
+    seen: list[int] = []
+    step.optimizers[0].register_step_post_hook(lambda *_: seen.append(len(seen)))
+    for number in range(3):
+        compiled(*batch("mlp", 0, number)).backward()
+        loop.step()
+        loop.zero_grad()
+        step(*batch("mlp", 0, number))
+    assert seen == [0, 1, 2]
+    got, want = step.model.full_state_dict(), compiled.full_state_dict()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_an_argument_called_box_is_one_like_any_other() -> None:
+    class Boxed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, box: torch.Tensor) -> torch.Tensor:
+            x = box
+            for layer in self.layers:
+                x = layer(x) * box
+            return x.sum()
+
+    compiled = zcompile.compile(Boxed(), backend="eager")
+    compiled(torch.ones(2, 3)).backward()
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -256,11 +355,45 @@ class Together(torch.optim.SGD):
         return super().step(closure)
 
 
+class Adding(torch.optim.SGD):
+    """Adds to its groups what would have an effect much later."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class Attribute(torch.optim.SGD):
+    """Counts its steps by itself."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
+class Proxy(torch.optim.SGD):
+    """Shows the groups of another optimizer, as wrappers do."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner = groups
+
+
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
         (torch.optim.LBFGS, "LBFGS cannot step for some of its parameters alone: TypeError"),
         (Counting, "changes 'lr' of its group"),
+        (Adding, "changes 'count' of its group"),
+        (Attribute, "changes its attribute 'count'"),
+        (Proxy, "Proxy only stands for another optimizer"),
         (Together, "Together steps otherwise for some of its parameters alone than for all at once"),
     ],
 )
@@ -271,6 +404,28 @@ def test_an_optimizer_that_steps_all_at_once_is_refused(kind: type[torch.optim.O
     assert not any(isinstance(param, DTensor) for param in model.parameters()), "nothing was sharded"
     step = zcompile.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
     step(*batch("mlp", 0, 0))
+
+
+def test_a_schedule_that_begins_with_nothing_hides_nothing() -> None:
+    model = make("mlp")
+    optimizer = Together(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: number / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    with pytest.raises(zcompile.OptimizerError, match="steps otherwise for some of its parameters alone"):
+        zcompile.train_step(model, None, optimizer)
+
+
+def test_hooks_before_a_step_are_refused_and_float16_is() -> None:
+    model = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, None, optimizer, backend="eager")
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(zcompile.OptimizerError, match="SGD has a hook before its step"):
+        step(*batch("mlp", 0, 0))
+    handle.remove()
+    step(*batch("mlp", 0, 0))
+    with pytest.raises(zcompile.OptionError, match="dtype: is float16"):
+        zcompile.train_step(model := make("mlp"), None, sgd(model), dtype=torch.float16)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -324,8 +479,9 @@ def test_a_graph_break_is_refused_where_it_is() -> None:
         step(*batch("mlp", 0, 0))
 
 
-def test_gradients_of_before_and_no_sync_are_refused() -> None:
-    compiled = zcompile.compile(make("mlp"), backend="eager", stage=1)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_of_before_and_no_sync_are_refused(stage: int) -> None:
+    compiled = zcompile.compile(make("mlp"), backend="eager", stage=stage)
     step = zcompile.train_step(compiled, None, sgd(compiled))
     with compiled.no_sync(), pytest.raises(zcompile.OptionError, match="no_sync: holds gradients back"):
         step(*batch("mlp", 0, 0))

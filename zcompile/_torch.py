@@ -7,6 +7,7 @@ module imports from a module of torch whose path has a part beginning with an un
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import threading
@@ -64,6 +65,7 @@ __all__ = [
     "default_store",
     "group_timeout",
     "has_gradient_hooks",
+    "has_step_pre_hooks",
     "inductor_decompositions",
     "is_symbolic",
     "keeps_graph",
@@ -237,7 +239,9 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
         node.meta["example_value"] = node.meta["val"]
     with _quiet("torch._inductor.standalone_compile"):
         compiled: Callable[..., Any] = standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph")
-    return _boxed_inside(compiled)
+    # torch puts a module's own tensors in front of the list in the function that is left out.
+    own = any(True for _ in itertools.chain(graph_module.parameters(), graph_module.buffers()))
+    return _boxed_inside(compiled) if not own else lambda box: compiled(*box)
 
 
 def _boxed_inside(compiled: Any) -> Callable[[list[Any]], Any]:
@@ -348,6 +352,11 @@ def unhooked_step(optimizer: Optimizer) -> None:
     """A step of `optimizer` without the hooks around it: torch wraps the step of every class of optimizers once."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
+
+
+def has_step_pre_hooks(optimizer: Optimizer) -> bool:
+    """True if `register_step_pre_hook` was called on the optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

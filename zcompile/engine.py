@@ -76,13 +76,15 @@ class Engine:
         self._session = Session(
             self.shards, self.delivery, self._agree, self.note, self.freshness.refresh, self.recorder
         )
+        self.accumulates = False
+        """True within `no_sync`."""
         self._seeded_alike: bool | None = None
         self._dump = Path(options.dump) if options.dump else None
         self._agreed: set[str] = set()
         self._trained: set[str] = set()
         self._ran = 0
         """What has run since the last backward ended, in order, as one number."""
-        self.delivery.before_delivery = self._compare_runs
+        self.delivery.before_delivery = self.compare_runs
 
     def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
         """Take in parameters that were not known before."""
@@ -245,7 +247,7 @@ class Engine:
         """Take note that communications of this digest run now."""
         self._ran = (self._ran * 1_000_003 + int(run[:12], 16)) % 2**62
 
-    def _compare_runs(self) -> None:
+    def compare_runs(self) -> None:
         """Where ranks could have run different programs, which collectives of equal sizes do not tell, compare.
 
         Raises:
@@ -264,12 +266,12 @@ class Engine:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside hold gradients back where the stage keeps full gradients; see `CompiledModule.no_sync`."""
-        before = self.delivery.synchronises
-        self.delivery.synchronises = self.layout.stage.gradients_sharded
+        before = self.delivery.synchronises, self.accumulates
+        self.delivery.synchronises, self.accumulates = self.layout.stage.gradients_sharded, True
         try:
             yield
         finally:
-            self.delivery.synchronises = before
+            self.delivery.synchronises, self.accumulates = before
 
     def names_held(self) -> list[str]:
         """Parameters with gradients that `no_sync` holds back."""

@@ -81,7 +81,7 @@ class Step:
         self._agreed = False
         self._digest = program.digest()
         self._forward_communicates = program.phase(Phase.FORWARD).volume() > 0
-        self._has_copies = bool(program.nodes(GatherAhead)) or any(
+        self._has_copies = session.updater is not None or any(
             op_of(node, AllGather).keep for node in program.nodes(AllGather)
         )
         self._regions = regions.get_all(program.regions)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from zcompile._torch import has_step_pre_hooks
 from zcompile.capture import Names
 from zcompile.compiled import CompiledModule, compile
 from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError, StateError
@@ -39,7 +40,8 @@ def train_step(
     unit's gradients are used for its update as soon as they are reduced, and freed: a rank holds those of the units in
     flight in place of Ψ/N. And the next step's first gathers start while the last units are updated.
 
-    An error in the middle of a backward leaves some units updated and others not; the loop leaves none.
+    An error in the middle of a backward leaves some units updated and others not; the loop leaves none. Hooks before
+    an optimizer's step are refused: they would find no gradients.
 
     Args:
         model: A plain module, which is compiled (`step.model` is the compiled one), or one that is compiled already.
@@ -68,6 +70,9 @@ def train_step(
     elif options:
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
+    if model._engine.options.dtype is torch.float16:
+        found = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
+        raise OptionError("dtype", found, "give torch.bfloat16, or use the loop")
     if folder is not None and updater is not None:
         updater.states = _state_file(folder, model, updater)
     return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm)
@@ -126,6 +131,7 @@ class TrainStep:
             fix = "build it over the parameters of the model that is given here"
             raise OptimizerError("optimizer", "holds none of the model's parameters", fix)
         self._updater = updater
+        self._engine = model._engine
         self._fragment = _Loss(model._tree, loss_fn, updater)
 
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
@@ -141,14 +147,25 @@ class TrainStep:
         with torch.enable_grad():
             loss = _checked(self._fragment.tree.run(self._fragment, batch, named))
             if self._updater is not None:
+                self._engine.compare_runs()  # behind the backward it would be too late
                 self._updater.begin()
             loss.backward()
-        if self.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
+        if self._updater is not None:
+            self._updater.finish()
+            self._engine.freshness.step()
+        else:
+            self._clip_and_step()
         for optimizer in self.optimizers:
-            optimizer.step()  # what the program has updated has no gradient any more; schedulers and hooks see a step
             optimizer.zero_grad()
+        self.model.zero_grad()  # of what no optimizer holds
         return loss.detach()
+
+    def _clip_and_step(self) -> None:
+        """The optimizers' steps with gradients that were kept."""
+        assert self.clip_grad_norm is not None, "gradients are kept for clipping"
+        nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
@@ -156,9 +173,13 @@ class TrainStep:
         return f"TrainStep({type(self.model).__name__} with {kinds}, gradients {kept})"
 
     def _check(self) -> None:
-        if not self._fragment.tree.engine.delivery.synchronises:
+        if self._engine.accumulates:
             fix = "accumulate over micro-batches in the loop: compiled(batch).backward(), then optimizer.step()"
             raise OptionError("no_sync", "holds gradients back, and a train step uses them at once", fix)
+        for optimizer in self.optimizers if self._updater is not None else ():
+            if has_step_pre_hooks(optimizer):
+                found = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
+                raise OptimizerError("optimizer", found, "use the loop, or a hook behind the step")
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 fix = "call optimizer.step() or zero_grad() before the train step"

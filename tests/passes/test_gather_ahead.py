@@ -5,9 +5,8 @@ import pytest
 import zcompile
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, expect, joined, parsed
 from zcompile import Program, facts, verify
-from zcompile.memory import peak_bytes
 from zcompile.ops import AllGather, GatherAhead, op_of
-from zcompile.passes.gather_ahead import gather_ahead
+from zcompile.passes.gather_ahead import gather_ahead, parameter_peak
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.insert_updates import insert_updates
@@ -98,7 +97,7 @@ def test_what_the_forward_begins_with_is_gathered_at_the_end_of_the_step_before(
 def test_the_peak_is_never_raised() -> None:
     for prefetch in range(4):
         before = updated(prefetch=prefetch)
-        assert peak_bytes(gather_ahead(before)) == peak_bytes(before)
+        assert parameter_peak(gather_ahead(before)) == parameter_peak(before)
 
 
 def test_a_gather_that_would_raise_the_peak_stays() -> None:
@@ -111,7 +110,7 @@ def test_a_gather_that_would_raise_the_peak_stays() -> None:
     assert [op_of(node, AllGather).unit for node in before.nodes(AllGather)][:2] == ["a", "b"]
     after = gather_ahead(before)
     assert [op_of(node, GatherAhead).unit for node in after.nodes(GatherAhead)] == ["a"]
-    assert peak_bytes(after) == peak_bytes(before)
+    assert parameter_peak(after) == parameter_peak(before)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -122,7 +121,7 @@ def test_a_copy_that_is_kept_is_renewed_in_its_own_memory(stage: int) -> None:
         GatherAhead("b", keep=True),
         GatherAhead("a", keep=True),
     ]
-    assert peak_bytes(after) == peak_bytes(before)
+    assert parameter_peak(after) == parameter_peak(before)
     verify(after, (facts.UPDATED_ONCE, facts.GATHERED_AHEAD, facts.VOLUME_RIGHT), "here")
 
 
