@@ -59,7 +59,7 @@ def against_ddp(rank: int, kind: str, stage: int, **options: object) -> list[str
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", ["gpt", "mlp"])
+@pytest.mark.parametrize("kind", [pytest.param("gpt", marks=pytest.mark.slow), "mlp"])
 def test_micro_batches_sum_as_under_ddp(ranks: Ranks, kind: str, stage: int) -> None:
     assert ranks.run(2, against_ddp, kind, stage) == [[], []]
 

@@ -146,3 +146,21 @@ def test_a_timeline_of_the_stream() -> None:
     assert sum(parts) == pytest.approx(timeline.seconds, rel=1e-6)
     assert timeline.compute > 0 < timeline.optimizer
     assert min(parts) > -1e-4, "the device's clock counts half microseconds"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"capturable": True}], ids=str)
+def test_a_train_step_is_the_loop(options: dict[str, bool], stage: int) -> None:
+    model, other = on_gpu("gpt"), on_gpu("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    step = zcompile.train_step(model, None, optimizer, stage=stage)
+    compiled = zcompile.compile(other, stage=stage)
+    loop = torch.optim.AdamW(compiled.parameters(), lr=1e-2, **options)
+    for number in range(3):
+        loss = compiled(*gpu_batch("gpt", number))
+        loss.backward()
+        loop.step()
+        loop.zero_grad()
+        assert torch.equal(step(*gpu_batch("gpt", number)), loss)
+    for ours, theirs in zip(step.model.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(full(ours), full(theirs))

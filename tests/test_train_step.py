@@ -66,7 +66,7 @@ def against_the_loop(rank: int, kind: str, optimizer: str, stage: int, **options
     return differing
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_step_is_the_loop(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, against_the_loop, "gpt", "adamw", stage) == [[], []]
 
@@ -82,10 +82,9 @@ def test_a_step_is_the_loop_with_any_optimizer(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefetch": 0},
-        {"dtype": torch.bfloat16},
-        {"checkpoint": "unit"},
-        {"memory_limit": "40 MiB"},
+        {"dtype": torch.bfloat16, "checkpoint": "unit"},
+        pytest.param({"prefetch": 0}, marks=pytest.mark.slow),
+        pytest.param({"memory_limit": "40 MiB"}, marks=pytest.mark.slow),
         {"passes": {"gather_ahead": None}},
     ],
     ids=lambda options: next(iter(options)),
@@ -164,8 +163,10 @@ def outside_the_model(rank: int, stage: int, clip: float | None) -> list[str]:
     return [*differing, *(name for name in want if not torch.equal(got[name], want[name]))]
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "clip"),
+    [(1, None), (3, 0.05), *(pytest.param(*rare, marks=pytest.mark.slow) for rare in [(1, 0.05), (3, None)])],
+)
 def test_a_model_as_models_are(ranks: Ranks, stage: int, clip: float | None) -> None:
     assert ranks.run(2, outside_the_model, stage, clip) == [[], []]
 
