@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import unhooked_step
+from zcompile._torch import no_step_hooks, unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients import run_hooks
@@ -100,9 +100,9 @@ def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]]) -> None:
 
 
 def _with(optimizer: Optimizer, **attributes: Any) -> Optimizer:
-    """An object that shares all attributes of `optimizer` but these."""
+    """An object that shares all attributes of `optimizer` but these, and its hooks, which are for whole steps."""
     made = object.__new__(type(optimizer))
-    made.__dict__ = {**optimizer.__dict__, **attributes}
+    made.__dict__ = {**optimizer.__dict__, **no_step_hooks(), **attributes}
     return made
 
 

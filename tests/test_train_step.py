@@ -306,14 +306,16 @@ def test_an_optimizer_steps_once_for_each_parameter(kind: type[torch.optim.Optim
     step = zcompile.train_step(model, None, kind(model.parameters(), lr=0.1), backend="eager")  # type: ignore[call-arg]
     compiled = zcompile.compile(other, backend="eager")
     loop = kind(compiled.parameters(), lr=0.1)  # type: ignore[call-arg]
-    seen: list[int] = []
-    step.optimizers[0].register_step_post_hook(lambda *_: seen.append(len(seen)))
+    seen: list[torch.optim.Optimizer] = []
+    for optimizer in (loop, step.optimizers[0]):
+        optimizer.register_step_post_hook(lambda one, *_: seen.append(one))
     for number in range(3):
         compiled(*batch("mlp", 0, number)).backward()
         loop.step()
         loop.zero_grad()
         step(*batch("mlp", 0, number))
-    assert seen == [0, 1, 2]
+    # Once torch has wrapped SGD's own step too, it calls hooks twice for a class that is derived from it.
+    assert seen.count(loop) == seen.count(step.optimizers[0]) > 0
     got, want = step.model.full_state_dict(), compiled.full_state_dict()
     assert all(torch.equal(got[name], want[name]) for name in want)
 

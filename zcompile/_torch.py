@@ -72,6 +72,7 @@ __all__ = [
     "local_tensor",
     "min_cut_rematerialization_partition",
     "no_donated_buffers",
+    "no_step_hooks",
     "no_torch_function",
     "of_fixed_sizes",
     "partitioner_budget",
@@ -352,6 +353,11 @@ def unhooked_step(optimizer: Optimizer) -> None:
     """A step of `optimizer` without the hooks around it: torch wraps the step of every class of optimizers once."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
+
+
+def no_step_hooks() -> dict[str, Any]:
+    """Attributes of an optimizer without hooks of its own: a `step` that calls its base class's meets them again."""
+    return {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
