@@ -270,9 +270,9 @@ def _scattered(
     kind = dtype or grad.dtype
     if bucket is not None and len(parts) == 1 and param.padded_numel * kind.itemsize > bucket:
         packed = param.padded_numel != param.numel or kind is not grad.dtype or not grad.is_contiguous()
-        if communicator.stages(packed=packed):
+        if staged := communicator.rows_staged(packed=packed):
             row = param.shard_numel // param.rows
-            width = max(bucket // (size * row * kind.itemsize), 1) * row
+            width = max(bucket // (staged * row * kind.itemsize), 1) * row
             arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)
             piece = functools.partial(_piece, param, grad, kind, packed)
             return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)

@@ -79,9 +79,9 @@ class Communicator:
 
         return self._follow(arrive)
 
-    def stages(self, *, packed: bool) -> bool:
-        """True if a reduce_scatter takes memory beside gradients and shards: for packing them, or for others' parts."""
-        return packed or (self._exchanges and self.size > 2)
+    def rows_staged(self, *, packed: bool) -> int:
+        """How often a reduce_scatter takes the memory of a shard beside gradients: to pack them, for others' parts."""
+        return packed * self.size + self._exchanges * (self.size - 2)
 
     def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
         """`reduce_scatter` of what `piece` gives, at most `width` elements of each rank's shard at a time.

@@ -82,6 +82,7 @@ class StateFile:
         self.nbytes = size
         self.folder = folder
         self._file, self._map = _reserved(folder, max(size, _PAGE))
+        self.ahead = AHEAD
         self._order: list[str] = []
         self._reader, self._writer = (ThreadPoolExecutor(1, f"zcompile {name}") for name in ("read", "write"))
         self._written: Future[None] | None = None
@@ -89,7 +90,7 @@ class StateFile:
 
     def begin(self) -> None:
         """A step begins: what the first updates need is read."""
-        for unit in self._order[:AHEAD]:
+        for unit in self._order[: self.ahead]:
             self._read(unit)
 
     def before(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -99,7 +100,7 @@ class StateFile:
             self._order.append(unit)
             return
         place = self._order.index(unit)
-        for later in self._order[place + 1 : place + 1 + AHEAD]:
+        for later in self._order[place + 1 : place + 1 + self.ahead]:
             self._read(later)
 
     def after(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

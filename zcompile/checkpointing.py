@@ -193,9 +193,8 @@ class Problem:
         if found.x is None:
             return None
         saved = {value for value, column in self.saved.items() if found.x[column] > 0.5}
-        gap = (
-            0.0 if budget is None else float(found.mip_gap or 0.0)
-        )  # without a budget it is the peak's, not the time's
+        # Without a budget the solver's gap is the peak's, not the time's.
+        gap = 0.0 if budget is None else float(found.mip_gap or 0.0)
         return choice(self.turn, lambda value, _: value in saved, gap)
 
     def _needs(self) -> Any:

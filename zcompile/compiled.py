@@ -65,8 +65,8 @@ def compile(
         model: Any module, all on one device or on meta, where its own code gives values. Its code is not touched.
         optimizer: One or several built over the model's parameters: pointed at the shards. Later ones need no mention.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
-        prefetch: How many units are gathered ahead of the one that computes; "auto": the cost model decides that, what
-            travels packed and the bucket, by rates measured on rank 0.
+        prefetch: How many units are gathered ahead of the one that computes, 0 for none; "auto": the cost model decides
+            that, what travels packed and the bucket, by rates measured on rank 0.
         mesh: The data-parallel `DeviceMesh` of one dimension; by default all ranks. Without `torchrun` a world of one.
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         dtype: In which floating-point parameters are gathered and computed with, under `torch.autocast` of that dtype;

@@ -33,6 +33,7 @@ from zcompile.ops import (
     all_gather,
     all_reduce,
     data,
+    gather_ahead,
     op_of,
     reduce_scatter,
 )
@@ -114,9 +115,10 @@ def _spelled_as_meant(node: fx.Node) -> Iterator[Violation]:
         case Reduce():
             given = node.kwargs.get("dtype"), node.kwargs.get("bucket")
             right = node.target is (reduce_scatter if op.scatter else all_reduce) and given == (op.dtype, op.bucket)
-        case AllGather():
+        case AllGather() | GatherAhead():
             asked = bool(node.kwargs.get("keep", False)), node.kwargs.get("dtype")
-            right = node.target is all_gather and asked == (op.keep, op.dtype)
+            target = all_gather if isinstance(op, AllGather) else gather_ahead
+            right = node.target is target and asked == (op.keep, op.dtype)
         case Call():
             right = node.args[0] == op.region
         case _:

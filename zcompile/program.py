@@ -208,8 +208,7 @@ class Program:
                 name = "gather_ahead"
         texts = []
         for params in self._messages(op):
-            sent = [p.reduce_dtype if isinstance(op, Reduce) else p.full_dtype for p in params]
-            types = (TensorType.make(dtype, p.shape) for dtype, p in zip(sent, params, strict=True))
+            types = (TensorType.make(_sent_dtype(op, p), p.shape) for p in params)
             texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
         pieces = f" by {op.bucket}" if isinstance(op, Reduce) and op.bucket else ""
         return f"{name} {op.unit} ({', '.join(texts)}){pieces}"
@@ -231,9 +230,7 @@ class Program:
         """Bytes of each message of a communication, padding included."""
         op = data(node).op
         assert isinstance(op, COMMUNICATIONS), f"{node.name} is no communication"
-        dtypes = [[p.reduce_dtype if isinstance(op, Reduce) else p.full_dtype for p in m] for m in self._messages(op)]
-        sent = zip(self._messages(op), dtypes, strict=True)
-        return [sum(p.padded_numel * d.itemsize for p, d in zip(m, ds, strict=True)) for m, ds in sent]
+        return [sum(p.padded_numel * _sent_dtype(op, p).itemsize for p in params) for params in self._messages(op)]
 
     def digest(self) -> str:
         """SHA-256 of the communications: equal on all ranks, or the program must not run."""
@@ -342,6 +339,11 @@ class Program:
         from zcompile.printer import render
 
         return render(self, regions=regions, units=regions)
+
+
+def _sent_dtype(op: Communication, param: Param) -> torch.dtype:
+    """In which a communication sends what it sends of `param`."""
+    return param.reduce_dtype if isinstance(op, Reduce) else param.full_dtype
 
 
 def items_of(node: fx.Node) -> list[fx.Node]:

@@ -63,6 +63,9 @@ def train_step(
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
         raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
     folder = _folder(offload_optimizer, clip_grad_norm)
+    if (model._engine.options.dtype if isinstance(model, CompiledModule) else options.get("dtype")) is torch.float16:
+        found = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
+        raise OptionError("dtype", found, "give torch.bfloat16, or use the loop")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     updater = None if clip_grad_norm is not None else Updater(optimizers)
     if not isinstance(model, CompiledModule):
@@ -70,9 +73,6 @@ def train_step(
     elif options:
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
-    if model._engine.options.dtype is torch.float16:
-        found = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
-        raise OptionError("dtype", found, "give torch.bfloat16, or use the loop")
     if folder is not None and updater is not None:
         updater.states = _state_file(folder, model, updater)
     return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm)
@@ -166,6 +166,11 @@ class TrainStep:
         nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
+
+    @property
+    def states(self) -> StateFile | None:
+        """Where the optimizers' state is, if it is not in memory."""
+        return None if self._updater is None else self._updater.states
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
