@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zcompile.layout import Param, Unit
+from zcompile.runtime.arena import Places, Stack
 from zcompile.runtime.flights import Flight
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.recorder import Message, Span, Track
@@ -55,6 +56,7 @@ class Gather:
     bound: BoundUnit
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]]
     keep: bool
+    places: Places | None = None
     done: Full | None = None
     sent: Sequence[tuple[list[Param], torch.Tensor]] = ()
     """Of a gather for a later step: what this rank has sent, for that step to see whether it still holds."""
@@ -70,14 +72,15 @@ class Gather:
         for message, arrived, flight in self.arrivals:
             if flight is not None:
                 _land(flight, "all_gather", unit.name, shards.communicator, arrived.nbytes)
-            for index, tensor in zip(message, _unpacked(arrived, [unit.params[i] for i in message]), strict=True):
+            full = _unpacked(arrived, [unit.params[i] for i in message], self.places)
+            for index, tensor in zip(message, full, strict=True):
                 tensors[index] = tensor
         straight = {message[0]: arrived for message, arrived, _ in self.arrivals if len(message) == 1}
         self.arrivals = []
-        full = Full(unit, tensors, straight if self.keep else None)
+        made = Full(unit, tensors, straight if self.keep else None)
         if self.keep:
-            self.bound.keep(full)
-        return full
+            self.bound.keep(made)
+        return made
 
 
 @dataclass
@@ -124,18 +127,20 @@ def unbox(box: list[Any]) -> list[Any]:
     return values
 
 
-def all_gather(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None) -> Gather:
+def all_gather(
+    bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None, at: torch.Tensor | None = None
+) -> Gather:
     """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.freshness`).
 
-    With `dtype`, shards that the layout computes with in it are cast before they are sent.
+    With `dtype`, shards that the layout computes with in it are cast before they are sent. `at`: where it arrives.
     """
     ahead: Gather | None = bound.shards.ahead.pop(bound.unit.names, None) if bound.updater is not None else None
     if ahead is not None:
         return ahead
     kept = bound.kept if keep else None
     if kept is not None and not kept.is_stale:
-        return Gather(bound, [], keep, kept)
-    return _start(bound, keep, dtype, kept)
+        return Gather(bound, [], keep, done=kept)
+    return _start(bound, keep, dtype, kept, at=at)
 
 
 def gather_ahead(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None) -> None:
@@ -148,10 +153,17 @@ def gather_ahead(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | N
 
 
 def _start(
-    bound: BoundUnit, keep: bool, dtype: torch.dtype | None, kept: Full | None, *, copies: bool = False
+    bound: BoundUnit,
+    keep: bool,
+    dtype: torch.dtype | None,
+    kept: Full | None,
+    *,
+    copies: bool = False,
+    at: torch.Tensor | None = None,
 ) -> Gather:
     """Start gathering, into the memory of `kept` where there is one. `copies`: what is sent may be written to."""
     shards, unit = bound.shards, bound.unit
+    places = Places(at, shards.communicator.device)
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
     sent: list[tuple[list[Param], torch.Tensor]] = []
     for message in bound.messages(lambda index: bool(unit.params[index].shards)):
@@ -165,14 +177,14 @@ def _start(
         # was there: a backward that still would is refused, and on CUDA the gather waits for the current stream.
         arrived = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
         if arrived is None:
-            kind = dtype if casts else shard.dtype
-            arrived = torch.empty(shard.numel() * shards.communicator.size, dtype=kind, device=shard.device)
+            kind = dtype if dtype is not None and casts else shard.dtype
+            arrived = places.empty(shard.numel() * shards.communicator.size, kind)
         if casts or copies:  # sent from its place among what arrives, which takes no memory of its own
             shard = arrived.view(shards.communicator.size, -1)[shards.communicator.rank].copy_(shard)
         if copies:
             sent.append((params, shard))
         arrivals.append((message, arrived, shards.communicator.all_gather(arrived, shard)))
-    return Gather(bound, arrivals, keep, sent=sent)
+    return Gather(bound, arrivals, keep, places, sent=sent)
 
 
 def reduce_scatter(
@@ -181,13 +193,15 @@ def reduce_scatter(
     *,
     dtype: torch.dtype | None = None,
     bucket: int | None = None,
+    at: torch.Tensor | None = None,
 ) -> Reduction:
     """Start averaging gradients; each rank gets its shard (all of it, of a parameter that is not sharded).
 
     With `dtype`, gradients that the layout reduces in it are cast before they are sent. What takes memory beside
-    gradients and shards is sent in pieces of at most `bucket` bytes, or of one row of the parameter for each rank.
+    gradients and shards is sent in pieces of at most `bucket` bytes, or of one row of the parameter for each rank. What
+    is copied as a whole is copied to `at`.
     """
-    return _reduce(bound, list(grads), dtype, scattered=True, bucket=bucket)
+    return _reduce(bound, list(grads), dtype, scattered=True, bucket=bucket, at=at)
 
 
 def all_reduce(
@@ -230,6 +244,15 @@ def copy(value: torch.Tensor) -> torch.Tensor:
     return value.clone(memory_format=torch.contiguous_format)
 
 
+def store(value: torch.Tensor, stack: Stack) -> torch.Tensor:
+    """A copy of a tensor, laid out alike, on top of the stack; beside it, where that is full."""
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    taken = stack.take((last + 1) * value.itemsize) if value.numel() else None
+    if taken is None:
+        return value.new_empty_strided(value.shape, value.stride()).copy_(value)
+    return taken.view(value.dtype).as_strided(value.shape, value.stride()).copy_(value)
+
+
 def _reduce(
     bound: BoundUnit,
     grads: list[torch.Tensor | None],
@@ -237,7 +260,9 @@ def _reduce(
     *,
     scattered: bool,
     bucket: int | None = None,
+    at: torch.Tensor | None = None,
 ) -> Reduction:
+    places = Places(at, bound.shards.communicator.device)
     communicator, params = bound.shards.communicator, bound.unit.params
     grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
@@ -250,7 +275,7 @@ def _reduce(
         parts = [(params[index], grads[index]) for index in message]
         flight: Flight | None
         if scattered and first.shards:
-            arrived, flight = _scattered(communicator, parts, cast, bucket)
+            arrived, flight = _scattered(communicator, parts, cast, bucket, places)
         else:
             arrived = _flat([grad for _, grad in parts], cast)
             flight = None if communicator.size == 1 else communicator.all_reduce(arrived)
@@ -263,6 +288,7 @@ def _scattered(
     parts: list[tuple[Param, torch.Tensor | None]],
     dtype: torch.dtype | None,
     bucket: int | None,
+    places: Places,
 ) -> tuple[torch.Tensor, Flight | None]:
     """Where this rank's shard of one message's average arrives, and the flight that brings it."""
     size, (param, grad) = communicator.size, parts[0]
@@ -276,7 +302,7 @@ def _scattered(
             arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)
             piece = functools.partial(_piece, param, grad, kind, packed)
             return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)
-    sent = _packed_for_scatter(parts, size, dtype)
+    sent = _packed_for_scatter(parts, size, dtype, places)
     if size == 1:
         return sent, None
     arrived = torch.empty(sent.numel() // size, dtype=sent.dtype, device=sent.device)
@@ -303,19 +329,19 @@ def _flat(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> torch.
 
 
 def _packed_for_scatter(
-    parts: list[tuple[Param, torch.Tensor | None]], size: int, dtype: torch.dtype | None
+    parts: list[tuple[Param, torch.Tensor | None]], size: int, dtype: torch.dtype | None, places: Places
 ) -> torch.Tensor:
     """Gradients as reduce_scatter sends them: for each rank the padded shards of all parameters, [size, total] flat.
 
     A single gradient that divides evenly and needs no cast is sent as it is.
     """
     (param, grad), *more = parts
-    if not more and grad is not None and param.padded_numel == param.numel:
-        return grad.reshape(-1).to(dtype or grad.dtype)
+    if not more and grad is not None and param.padded_numel == param.numel and dtype in (None, grad.dtype):
+        return grad.reshape(-1)
     total = sum(param.shard_numel for param, _ in parts)
     first = parts[0][1]
     assert first is not None, "messages hold parameters with gradients only"
-    packed = torch.zeros(size, total, dtype=dtype or first.dtype, device=first.device)
+    packed = places.empty(size * total, dtype or first.dtype).view(size, total)
     offset = 0
     for param, grad in parts:
         assert grad is not None, "messages hold parameters with gradients only"
@@ -325,15 +351,16 @@ def _packed_for_scatter(
 
 
 def _copy_rows(target: torch.Tensor, flat: torch.Tensor) -> None:
-    """Fill `target`, [size, width], row by row from `flat`, which may end early."""
+    """Fill `target`, [size, width], row by row from `flat`, and with zeros behind its end."""
     width = target.shape[1]
     whole = flat.numel() // width if width else 0
     target[:whole].copy_(flat[: whole * width].view(whole, width))
+    target[whole:].zero_()
     if rest := flat.numel() - whole * width:
         target[whole, :rest].copy_(flat[whole * width :])
 
 
-def _unpacked(arrived: torch.Tensor, params: list[Param]) -> list[torch.Tensor]:
+def _unpacked(arrived: torch.Tensor, params: list[Param], places: Places | None) -> list[torch.Tensor]:
     """Full parameters out of a gathered message: one is a view of it, several are copied apart."""
     if len(params) == 1:
         return [arrived[: params[0].numel].view(params[0].shape)]
@@ -342,8 +369,15 @@ def _unpacked(arrived: torch.Tensor, params: list[Param]) -> list[torch.Tensor]:
     widths = [param.shard_numel for param in params]
     parts = rows.split(widths, dim=1)
     # In a world of one the parts are the shards themselves, contiguous already: nothing is copied.
-    apart = [part.contiguous().view(-1) for part in parts]
+    apart = [_contiguous(part, places) for part in parts]
     return [flat[: param.numel].view(param.shape) for flat, param in zip(apart, params, strict=True)]
+
+
+def _contiguous(part: torch.Tensor, places: Places | None) -> torch.Tensor:
+    """The elements of `part`, [ranks, width], in one run."""
+    if part.is_contiguous() or places is None:
+        return part.contiguous().view(-1)
+    return places.empty(part.numel(), part.dtype).view_as(part).copy_(part).view(-1)
 
 
 def _part(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) -> torch.Tensor:
@@ -375,6 +409,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "wait": wait,
     "release": release,
     "copy": copy,
+    "store": store,
 }
 
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,8 @@ def test_a_pass_has_its_function_its_test_and_a_docstring_named_after_it(path: P
 
 
 def test_the_default_pipelines_run_every_pass() -> None:
-    full = (zcompile.pipeline(stage=stage, memory_limit=1, checkpoint="unit", updates=True) for stage in range(4))
+    options: dict[str, Any] = {"memory_limit": 1, "checkpoint": "unit", "updates": True, "arenas": True}
+    full = (zcompile.pipeline(stage=stage, **options) for stage in range(4))
     names = {name for pipeline in full for name in pipeline.names}
     assert names | {ACCUMULATE.name} == {path.stem for path in PASSES}
 

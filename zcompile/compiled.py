@@ -51,6 +51,7 @@ def compile(
     checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
     bucket: int | str | None = None,
+    arenas: bool = False,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -58,25 +59,22 @@ def compile(
 ) -> CompiledModule:
     """Shard `model` by ZeRO and compile its training step into a program of regions and communications.
 
-    When this returns, every rank holds its shards of rank 0's values, and the memory of the full parameters is free.
-    The model itself holds the shards now; call the returned module in its place. Collective.
+    When this returns, the model holds this rank's shards of rank 0's values: call the returned module. Collective.
 
     Args:
         model: Any module, all on one device or on meta, where its own code gives values. Its code is not touched.
         optimizer: One or several built over the model's parameters: pointed at the shards. Later ones need no mention.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
-        prefetch: How many units are gathered ahead of the one that computes, 0 for none; "auto": the cost model decides
-            that, what travels packed and the bucket, by rates measured on rank 0.
+        prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
         mesh: The data-parallel `DeviceMesh` of one dimension; by default all ranks. Without `torchrun` a world of one.
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
-        dtype: In which floating-point parameters are gathered and computed with, under `torch.autocast` of that dtype;
-            shards, gradients and optimizer state keep the model's. By default everything is in the model's dtype.
-        reduce_dtype: In which gradients are averaged over the ranks; by default float32 where `dtype` is given.
+        dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
+        reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
         checkpoint: What the backward computes again: "unit", all of a unit but its input; a size ("2 GiB"), a share of
             the peak (0.6) or "auto", the device's free memory: the cheapest choice with which a step takes no more.
-        memory_limit: Bytes, or "2 GiB", that a step may hold beside shards and optimizer state: under stage 3 as many
-            units as fit stay full for the backward.
+        memory_limit: Bytes, or "2 GiB", beside shards and optimizer state: stage 3 keeps as many units full as fit.
         bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
+        arenas: Keep memory from step to step for what is gathered, copied to be sent or saved as a checkpoint.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
@@ -90,14 +88,16 @@ def compile(
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
-    options = Options(stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit, bucket)
+    asked = Options(
+        stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit, bucket, arenas
+    )
     given = None if weights is None else open_weights(weights)
     communicator, optimizers = _communicator(model, mesh), _optimizers(optimizer, model)
-    layout = make_layout(model, STAGES[stage], communicator.size, units, options.precision)
-    agreement = _agreed(communicator, [str(options), *_model_lines(model, layout)])
+    layout = make_layout(model, STAGES[stage], communicator.size, units, asked.precision)
+    agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     shards, sites, retired = shard_model(model, layout, communicator, given)
     point_at_shards(optimizers, shards.values(), retired)
-    return CompiledModule(model, Engine(layout, shards, communicator, agreement, options), sites, retired)
+    return CompiledModule(model, Engine(layout, shards, communicator, agreement, asked), sites, retired)
 
 
 def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:

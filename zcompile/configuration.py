@@ -43,6 +43,7 @@ class Options:
     """By default the environment's ZCOMPILE_DUMP, if set."""
     memory_limit: int | str | None = None
     bucket: int | str | None = None
+    arenas: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
@@ -52,13 +53,16 @@ class Options:
         check_dtype("dtype", self.dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
         checkpoint_of(self.checkpoint)
+        if self.arenas and self.memory_limit is not None:
+            fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
+            raise OptionError("arenas", "cannot be had beside a memory_limit", fix)
         self.pipeline()
 
     def __str__(self) -> str:
         limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
         checkpoint = f" checkpoint {self.checkpoint}" if self.checkpoint is not None else ""
         bucket = f" bucket {self.bucket}" if self.bucket is not None else ""
-        given = f"{limit}{checkpoint}{bucket}"
+        given = f"{limit}{checkpoint}{bucket}{' arenas' if self.arenas else ''}"
         return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{given}"
 
     @property
@@ -115,6 +119,7 @@ class Options:
             checkpoint=free if self.checkpoint == "auto" else self.checkpoint,
             whole=keeps,
             updates=updates,
+            arenas=self.arenas,
         )
         # Changes to the passes of a train step mean nothing to a program that is none.
         meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in UPDATING}
@@ -127,9 +132,9 @@ class Options:
             found = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
             raise OptionError("stage", found, fix)
-        if self.chooses or self.checkpoint is not None or self.bucket is not None:
-            ignored = (name for name in ("memory_limit", "checkpoint", "bucket") if getattr(self, name) is not None)
-            option = next(ignored, "prefetch")
+        options = ("memory_limit", "checkpoint", "bucket", "arenas")
+        ignored = (name for name in options if getattr(self, name) not in (None, False))
+        if option := next(ignored, "prefetch" if self.chooses else None):
             fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"
             if option == "prefetch":
                 fix = "give a number, or changes to the pipeline by name"

@@ -34,6 +34,7 @@ from zcompile.program import Program
 from zcompile.regions import RegionCache
 from zcompile.report import Break, dump_programs, explain
 from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.arena import Arenas
 from zcompile.runtime.calibration import measure
 from zcompile.runtime.device_memory import free_bytes
 from zcompile.runtime.freshness import Freshness
@@ -73,8 +74,15 @@ class Engine:
         self.freshness = Freshness(self.shards, communicator)
         self.recorder = communicator.recorder
         self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded, recorder=self.recorder)
+        self.arenas = Arenas(communicator.device)
         self._session = Session(
-            self.shards, self.delivery, self._agree, self.note, self.freshness.refresh, self.recorder
+            self.shards,
+            self.delivery,
+            self._agree,
+            self.note,
+            self.freshness.refresh,
+            self.recorder,
+            self.arenas,
         )
         self.accumulates = False
         """True within `no_sync`."""

@@ -14,15 +14,17 @@ from torch import fx
 from zcompile.derived import derived_values
 from zcompile.errors import ProgramError
 from zcompile.layout import Unit
-from zcompile.memory import live_bytes
+from zcompile.memory import arena_bytes, live_bytes
 from zcompile.ops import (
     Accumulate,
     AllGather,
+    Arena,
     Call,
     Compute,
     GatherAhead,
     Parameter,
     Phase,
+    Place,
     Reduce,
     Release,
     Results,
@@ -37,6 +39,8 @@ from zcompile.ops import (
     op_of,
     reduce_scatter,
 )
+from zcompile.packing import ALIGNMENT, Interval
+from zcompile.places import lifetime, place_bytes
 from zcompile.printer import MARK, render
 from zcompile.program import PLACEHOLDERS, Program, reads_of
 from zcompile.tensor_type import human_bytes
@@ -113,18 +117,30 @@ def _spelled_as_meant(node: fx.Node) -> Iterator[Violation]:
     op = data(node).op
     match op:
         case Reduce():
-            given = node.kwargs.get("dtype"), node.kwargs.get("bucket")
-            right = node.target is (reduce_scatter if op.scatter else all_reduce) and given == (op.dtype, op.bucket)
+            given = node.kwargs.get("dtype"), node.kwargs.get("bucket"), _written_place(node)
+            meant = op.dtype, op.bucket, op.at
+            right = node.target is (reduce_scatter if op.scatter else all_reduce) and given == meant
         case AllGather() | GatherAhead():
-            asked = bool(node.kwargs.get("keep", False)), node.kwargs.get("dtype")
-            target = all_gather if isinstance(op, AllGather) else gather_ahead
-            right = node.target is target and asked == (op.keep, op.dtype)
+            asked = bool(node.kwargs.get("keep", False)), node.kwargs.get("dtype"), _written_place(node)
+            target, at = (all_gather, op.at) if isinstance(op, AllGather) else (gather_ahead, None)
+            right = node.target is target and asked == (op.keep, op.dtype, at)
         case Call():
             right = node.args[0] == op.region
         case _:
             right = True
     if not right:
         yield Violation(node, f"{_label(node)} is written otherwise than its data says: {op}")
+
+
+def _written_place(node: fx.Node) -> tuple[object, ...] | None:
+    """The bytes of the arena that a line's text names."""
+    match node.kwargs.get("at"):
+        case (fx.Node() as arena, start, stop) if isinstance(data(arena).op, Arena):
+            return start, stop
+        case None:
+            return None
+        case other:
+            return (other,)
 
 
 # -- phases, units, regions -------------------------------------------------------------------------------------------
@@ -399,6 +415,26 @@ def _buffers_bounded(bucket: int) -> Callable[[Program], Iterator[Violation]]:
     return violations
 
 
+def _places_disjoint(program: Program) -> Iterator[Violation]:
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    alive: list[tuple[fx.Node, Place, Interval]] = []
+    size = arena_bytes(program)
+    for node in program.nodes(AllGather, Reduce):
+        op = data(node).op
+        if not isinstance(op, (AllGather, Reduce)) or op.at is None:
+            continue
+        start, stop = op.at
+        mine, wanted = lifetime(node, position), place_bytes(program, node)
+        if stop - start < wanted or start < 0 or stop > size or start % ALIGNMENT:
+            found = f"{node.name} has the bytes [{start}, {stop}) of an arena of {size}"
+            yield Violation(node, f"{found}; it needs {wanted}, at a multiple of {ALIGNMENT}")
+        alive = [before for before in alive if before[-1].end >= mine.start]
+        for other, (begin, end), _ in alive:
+            if begin < stop and start < end:
+                yield Violation(node, f"{node.name} has bytes of the arena that {other.name} still needs")
+        alive.append((node, op.at, mine))
+
+
 def _volume_right(program: Program) -> Iterator[Violation]:
     """A gather once a phase at most and a reduction once: 2Ψ, or 3Ψ under stage 3."""
     if not (stage := program.layout.stage).optimizer_sharded:
@@ -431,6 +467,7 @@ UPDATED_ONCE = Fact("reduced gradients used for updates, after the last read", _
 GATHERED_AHEAD = Fact("gathers for the next step started after updates", _gathered_ahead)
 WAITS_SUNK = Fact("waits of reductions sunk", _waits_sunk)
 MESSAGES_PACKED = Fact("messages packed", _messages_packed)
+PLACES_DISJOINT = Fact("places in the arena disjoint while they are needed", _places_disjoint)
 VOLUME_RIGHT = Fact("communication volume of the stage", _volume_right)
 
 

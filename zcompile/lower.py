@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from torch import fx
 
 from zcompile._torch import is_symbolic
 from zcompile.facts import verify
+from zcompile.memory import arena_bytes
 from zcompile.ops import (
     AllGather,
+    Arena,
     Call,
     GatherAhead,
     Input,
@@ -22,16 +25,20 @@ from zcompile.ops import (
     Phase,
     Release,
     Shards,
+    Stack,
+    Store,
     Update,
     WaitGather,
     data,
     op_of,
 )
+from zcompile.packing import aligned
 from zcompile.pipeline import ALWAYS
 from zcompile.pipelines import ACCUMULATE
 from zcompile.printer import function_text, inputs_of
 from zcompile.program import Program
 from zcompile.regions import RegionCache
+from zcompile.runtime.arena import Arenas, Lender
 from zcompile.runtime.executor import BoundUnit, Gradients, load
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.recorder import Line, Recorder, Track
@@ -51,6 +58,7 @@ class Session:
     refresh: Callable[[], None]
     """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
     recorder: Recorder
+    arenas: Arenas
     updater: Callable[[Gradients], None] | None = None
     """What steps the optimizer for the gradients of a unit, within a train step."""
 
@@ -84,6 +92,8 @@ class Step:
         self._has_copies = session.updater is not None or any(
             op_of(node, AllGather).keep for node in program.nodes(AllGather)
         )
+        checkpoints = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
+        self._lender = Lender(session.arenas, arena_bytes(program), checkpoints)
         self._regions = regions.get_all(program.regions)
         self._forward = self._load(program, Phase.FORWARD)
         self._backward = self._load(program, Phase.BACKWARD) if program.has_backward else None
@@ -104,7 +114,21 @@ class Step:
         digest, recorder = program.digest()[:12], self.session.recorder
         track = Track(recorder, str(phase), digest, _lines(program, phase)) if recorder.enabled else None
         run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
-        return lambda values: run([*bound, *_drained(values)])
+        lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, (Arena, Stack))]
+
+        def call(values: list[Any]) -> Any:
+            with contextlib.ExitStack() as loans:
+                given = [self._loan(op, values, loans) for op in lent]
+                return run([*bound, *given, *_drained(values)])
+
+        return call
+
+    def _loan(self, op: Arena | Stack, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
+        """What a program gets as its arena or its stack for a run with `values`."""
+        if isinstance(op, Stack):
+            return loans.enter_context(self._lender.stack())
+        full = (tensor for value in values if isinstance(value, Full) for tensor in value.tensors)
+        return self._lender.arena([tensor for tensor in full if tensor is not None])
 
     def forward(self, box: list[Any]) -> list[Any]:
         """Run the forward; gives the outputs, then what AOTAutograd is to keep for the backward."""

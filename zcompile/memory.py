@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from zcompile.fusion import is_stored
-from zcompile.ops import Call, Item, Reduce, Results, WaitReduce, data, op_of
+from zcompile.ops import Arena, Call, Item, Reduce, Results, Store, WaitReduce, data, op_of
 from zcompile.program import Program, Region
 
 Freed = tuple[tuple[fx.Node, ...], int]
@@ -27,7 +27,7 @@ def live_bytes(program: Program) -> dict[fx.Node, int]:
     dead: dict[fx.Node, int] = {}
     for node, end in ends.items():
         dead[end] = dead.get(end, 0) + data(node).nbytes
-    live, found = 0, {}
+    live, found = arena_bytes(program) + stack_bytes(program), {}
     for node in program.graph.nodes:
         op = data(node).op
         if node.op == "call_function" and not isinstance(op, Item):
@@ -43,6 +43,16 @@ def live_bytes(program: Program) -> dict[fx.Node, int]:
     return found
 
 
+def arena_bytes(program: Program) -> int:
+    """Bytes of the arena that the program's lines have places in."""
+    return sum(found.nbytes for node in program.nodes(Arena) if (found := data(node).type))
+
+
+def stack_bytes(program: Program) -> int:
+    """Bytes of the stack that checkpoints are copied onto."""
+    return sum(data(node).nbytes for node in program.nodes(Store))
+
+
 def _freed_within(program: Program, call: fx.Node, ends: Mapping[fx.Node, fx.Node]) -> list[Freed]:
     """What `call` frees within its region, because nobody needs it behind it."""
     region, given = program.regions[op_of(call, Call).region], call.args[1:]
@@ -51,12 +61,12 @@ def _freed_within(program: Program, call: fx.Node, ends: Mapping[fx.Node, fx.Nod
     freed = []
     for value in dict.fromkeys(values.values()):
         if isinstance(value, fx.Node) and ends.get(value) is call:
-            shown = tuple(p for p, other in values.items() if other is value or _may_show(program, other, value))
+            shown = tuple(p for p, other in values.items() if other is value or may_show(program, other, value))
             freed.append((shown, data(value).nbytes))
     return freed
 
 
-def _may_show(program: Program, view: object, value: fx.Node) -> bool:
+def may_show(program: Program, view: object, value: fx.Node) -> bool:
     """True if `view` may show the memory of `value`: as a view of it, or as another result of the same call."""
     if not isinstance(view, fx.Node) or not data(view).view:
         return False
@@ -116,9 +126,14 @@ def _last_needs(program: Program) -> dict[fx.Node, fx.Node]:
         needs = [node, *(last[user] if _carries(node, user, alone) else user for user in node.users)]
         if isinstance(data(node).op, Item):
             beside = (item for item in node.all_input_nodes[0].users if item in last)
-            needs += [last[item] for item in beside if _may_show(program, item, node)]
+            needs += [last[item] for item in beside if may_show(program, item, node)]
         last[node] = max(needs, key=position.__getitem__)
-    return {node: end for node, end in last.items() if node.op == "call_function" and data(node).nbytes}
+    return {node: end for node, end in last.items() if _comes_and_goes(node)}
+
+
+def _comes_and_goes(node: fx.Node) -> bool:
+    """True for a value with memory of its own that is there while the value is; the stack always is."""
+    return node.op == "call_function" and data(node).nbytes > 0 and not isinstance(data(node).op, Store)
 
 
 def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:

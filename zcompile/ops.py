@@ -16,6 +16,9 @@ from torch import fx
 
 from zcompile.tensor_type import TensorType
 
+Place = tuple[int, int]
+"""The bytes [start, stop) of the arena that a line has for what it gathers, or copies to be sent."""
+
 
 class Phase(StrEnum):
     """The two halves of a step."""
@@ -57,6 +60,16 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
+class Arena:
+    """A placeholder for memory that is kept from step to step, of which a program's lines are given their places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A placeholder for memory that is kept from step to step, in which checkpoints lie one behind the other."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """An ATen operation."""
 
@@ -84,6 +97,7 @@ class AllGather:
     keep: bool = False
     dtype: torch.dtype | None = None
     """What shards are cast to before they are sent; None: sent as they are."""
+    at: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +125,7 @@ class Reduce:
     """What gradients are cast to before they are sent; None: sent as they are."""
     bucket: int | None = None
     """Bytes of a piece of what is copied to be sent; None: it is copied as a whole."""
+    at: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +167,11 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Store:
+    """A checkpoint copied onto the stack, so that its own memory is free again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """The end of a program: see `zcompile.program.ResultsView`."""
 
@@ -160,6 +180,8 @@ Op = (
     Input
     | Parameter
     | Shards
+    | Arena
+    | Stack
     | Compute
     | Call
     | Item
@@ -172,6 +194,7 @@ Op = (
     | GatherAhead
     | Accumulate
     | Copy
+    | Store
     | Results
 )
 
@@ -238,15 +261,23 @@ def region(name: str, *args: Any) -> NoReturn:
     _only_a_name(name)
 
 
-def all_gather(unit: Any, *, keep: bool = False, dtype: torch.dtype | None = None) -> NoReturn:
-    """Start gathering the full parameters of a unit, cast to `dtype`."""
+def all_gather(unit: Any, *, keep: bool = False, dtype: torch.dtype | None = None, at: Any = None) -> NoReturn:
+    """Start gathering the full parameters of a unit, cast to `dtype`, into the memory `at` if given."""
     _only_a_name("all_gather")
 
 
 def reduce_scatter(
-    unit: Any, grads: Sequence[Any], *, dtype: torch.dtype | None = None, bucket: int | None = None
+    unit: Any,
+    grads: Sequence[Any],
+    *,
+    dtype: torch.dtype | None = None,
+    bucket: int | None = None,
+    at: Any = None,
 ) -> NoReturn:
-    """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets its shard."""
+    """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets its shard.
+
+    What has to be copied to be sent is copied into the memory `at` if given.
+    """
     _only_a_name("reduce_scatter")
 
 
@@ -275,6 +306,11 @@ def copy(value: Any) -> NoReturn:
     _only_a_name("copy")
 
 
+def store(value: Any, stack: Any) -> NoReturn:
+    """A copy of a tensor, on top of a stack."""
+    _only_a_name("store")
+
+
 def wait(started: Any) -> NoReturn:
     """Wait for a gather (gives the full parameters) or a reduction (gives the averaged gradients)."""
     _only_a_name("wait")
@@ -297,6 +333,7 @@ NAMES = frozenset(
         "wait",
         "release",
         "copy",
+        "store",
         "unbox",
         "aten",
         "ops",

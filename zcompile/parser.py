@@ -189,6 +189,8 @@ class _Parser:
             op = Shards(rest)
         elif kind == "parameter":
             op = Parameter(rest)
+        elif kind in ("arena", "stack"):
+            op = ops.Arena() if kind == "arena" else ops.Stack()
         else:
             op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated")
         phase = scope.phase if kind == "tangent" else Phase.FORWARD
@@ -196,7 +198,7 @@ class _Parser:
         prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
         node = scope.graph.create_node("placeholder", f"{prefix}_{index}", name=name)
         node.meta["partitioner_tag"] = "is_backward" if kind == "tangent" else "is_forward"
-        return self._typed(node, Data(op, phase, margin.first.type, source))
+        return self._typed(node, Data(op, phase, margin.first.type, source, view=margin.first.view))
 
     # -- statements -----------------------------------------------------------------------------------------------
 
@@ -261,6 +263,8 @@ class _Parser:
                 return scope.names[name]
             case ast.Name(id=name) if name in _NAMESPACE:
                 return _NAMESPACE[name]
+            case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
+                return (self._value(value, scope), self._value(lower, scope), self._value(upper, scope))
             case ast.Attribute(value=value, attr=attribute):
                 return getattr(self._value(value, scope), attribute)
             case ast.Call(func=function, args=args):
@@ -306,13 +310,13 @@ def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: 
         reads = {argument for argument, item in regions[str(first)].takes if item is not None}
         return Call(str(first), tuple(units[: len(reads)]))
     if node.target is ops.all_gather:
-        return ops.AllGather(unit, bool(node.kwargs.get("keep", False)), _dtype(node))
+        return ops.AllGather(unit, bool(node.kwargs.get("keep", False)), _dtype(node), _place(node))
     if node.target in (ops.reduce_scatter, ops.all_reduce):
         grads: Any = node.args[1]
         named = zip(layout.unit(unit).params, grads, strict=True)
         params = tuple(param.name for param, grad in named if grad is not None)
         bucket: Any = node.kwargs.get("bucket")
-        return ops.Reduce(unit, params, node.target is ops.reduce_scatter, _dtype(node), bucket)
+        return ops.Reduce(unit, params, node.target is ops.reduce_scatter, _dtype(node), bucket, _place(node))
     if node.target is ops.accumulate:
         given = zip(layout.unit(unit).params, node.args[1], strict=True)  # type: ignore[arg-type]
         return ops.Accumulate(unit, tuple(param.name for param, grad in given if grad is not None))
@@ -325,12 +329,19 @@ def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: 
         return ops.GatherAhead(unit, bool(node.kwargs.get("keep", False)), _dtype(node))
     if node.target is ops.copy:
         return ops.Copy()
+    if node.target is ops.store:
+        return ops.Store()
     return ops.Release(unit) if node.target is ops.release else Compute()
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
     found = node.kwargs.get("dtype")
     return found if isinstance(found, torch.dtype) else None
+
+
+def _place(node: fx.Node) -> ops.Place | None:
+    found: Any = node.kwargs.get("at")
+    return (found[1], found[2]) if found else None
 
 
 def _default_name(function: str) -> str:

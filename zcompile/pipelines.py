@@ -23,6 +23,7 @@ from zcompile.passes.keep_within import keep_within
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.place_checkpoints import place_checkpoints
+from zcompile.passes.plan_memory import plan_memory
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
 from zcompile.passes.split_large import split_large
@@ -56,6 +57,7 @@ def pipeline(
     checkpoint: str | int | float | None = None,
     whole: bool = True,
     updates: bool = False,
+    arenas: bool = False,
 ) -> Pipeline:
     """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
 
@@ -74,6 +76,7 @@ def pipeline(
             which the step holds at most these bytes (a number, "512 MiB"), or this share of its peak (a float).
         whole: False for programs that are parts of a model, where a checkpoint setting may be without effect.
         updates: Let the optimizer use gradients as they arrive; for `zcompile.train_step`.
+        arenas: Give what is gathered, copied to be sent or saved as a checkpoint places in memory that is kept.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
@@ -91,16 +94,13 @@ def pipeline(
     ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures)
     sink = partial(sink_waits, depth=max(prefetch, 1), consumed=updates)
     passes = [DEFER, outline, pack, GATHER, REDUCE]
-    if STAGES[stage].parameters_sharded:
-        passes.append(keep)
-    if STAGES[stage].optimizer_sharded:
-        passes += [pieces, ahead]
+    passes += [keep] if STAGES[stage].parameters_sharded else []
+    passes += [pieces, ahead] if STAGES[stage].optimizer_sharded else []
     passes.append(Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,)))
-    if limit:
-        passes.append(_within(limit, kept))
-    if updates:
-        passes += UPDATES if prefetch else UPDATES[:1]
+    passes += [_within(limit, kept)] if limit else []
+    passes += UPDATES[: 2 if prefetch else 1] if updates else ()
     budget = checkpoint_of(checkpoint)
+    passes += [_places(checkpoints=budget is not None)] if arenas else []
     place = _checkpoints(budget, passes, fuses=fuses, whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes), (facts.VOLUME_RIGHT, *goals))
@@ -113,6 +113,12 @@ def _messages(small: int, bucket: int) -> tuple[Pass, Pass]:
         Pass("pack_small", packed, (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,)),
         Pass("split_large", split_up, (facts.REDUCED_ONCE,), (facts.buffers_bounded(bucket),)),
     )
+
+
+def _places(*, checkpoints: bool) -> Pass:
+    """The pass that comes behind all that gather, reduce or release."""
+    plan = partial(plan_memory, checkpoints=checkpoints)
+    return Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
 
 
 def _within(limit: int, kept: Sequence[str] | None) -> Pass:

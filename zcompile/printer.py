@@ -30,6 +30,7 @@ from torch import fx
 from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.layout import Param
 from zcompile.ops import (
+    Arena,
     Call,
     Data,
     GatherAhead,
@@ -40,6 +41,8 @@ from zcompile.ops import (
     Phase,
     Release,
     Shards,
+    Stack,
+    Store,
     Update,
     WaitGather,
     data,
@@ -170,10 +173,11 @@ def inputs_of(program: Program, phase: Phase) -> list[fx.Node]:
     ends = set(_result_nodes(program, phase))
     shards = [n for n in program.nodes(Parameter, Shards) if n in used or n in ends]
     constants = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.CONSTANT and n in used]
+    bound = [*shards, *constants, *(n for n in program.nodes(Arena, Stack) if n in used)]
     if phase is Phase.FORWARD:
-        return [*shards, *constants, *(n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA)]
+        return [*bound, *(n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA)]
     tangents = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.TANGENT]
-    return [*shards, *constants, *program.kept(), *program.saved(), *tangents]
+    return [*bound, *program.kept(), *program.saved(), *tangents]
 
 
 def _result_nodes(program: Program, phase: Phase) -> Iterator[fx.Node]:
@@ -210,6 +214,10 @@ def _argument(program: Program, node: fx.Node) -> Line:
             return Line(f"{node.name},", _type_text(held), source=f"parameter {name}")
         case WaitGather(unit):
             return Line(f"{node.name},", source=f"full unit {unit}")
+        case Arena():
+            return Line(f"{node.name},", _type_text(held), source="arena")
+        case Stack():
+            return Line(f"{node.name},", source="stack")
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
             return Line(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
         case _:
@@ -312,7 +320,7 @@ def _deaths(program: Program, phase: Phase, body: list[fx.Node]) -> dict[fx.Node
         end = last.get(node)
         if end is None or node in alive_at_end or data(node).type is None:
             continue
-        if isinstance(data(node).op, Parameter) or (isinstance(data(node).op, Item) and end is node):
+        if isinstance(data(node).op, (Parameter, Arena)) or (isinstance(data(node).op, Item) and end is node):
             continue
         deaths.setdefault(after_items(end), []).append(node)
     return deaths
@@ -322,9 +330,14 @@ def _delete(dead: list[fx.Node]) -> list[Line]:
     """`del` of values that die, a few on a line."""
     by_name = {node.name: node for node in dead}
     return [
-        Line(f"del {', '.join(names)}", delta=_delta_text(-sum(data(by_name[name]).nbytes for name in names)))
+        Line(f"del {', '.join(names)}", delta=_delta_text(-sum(_freed_bytes(by_name[name]) for name in names)))
         for names in _filled(list(by_name), WIDTH)
     ]
+
+
+def _freed_bytes(node: fx.Node) -> int:
+    held = data(node)
+    return 0 if isinstance(held.op, Store) else held.nbytes
 
 
 def _return(program: Program, phase: Phase) -> str:
@@ -365,8 +378,15 @@ def _call_text(node: fx.Node) -> str:
         function, args = op_of(node, Call).region, args[1:]
     else:
         function = function_text(node.target)
-    parts = [python_text(arg) for arg in args] + [f"{key}={python_text(value)}" for key, value in node.kwargs.items()]
+    parts = [python_text(arg) for arg in args] + [f"{key}={_keyword(key, value)}" for key, value in node.kwargs.items()]
     return f"{function}({', '.join(parts)})"
+
+
+def _keyword(key: str, value: Any) -> str:
+    if key != "at":
+        return python_text(value)
+    arena, start, stop = value
+    return f"{arena.name}[{start}:{stop}]"
 
 
 def function_text(target: Any) -> str:

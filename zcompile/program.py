@@ -22,6 +22,7 @@ from zcompile.cost import DEFAULT_HARDWARE, Hardware, flops_of, seconds_of
 from zcompile.layout import Layout, Param
 from zcompile.ops import (
     AllGather,
+    Arena,
     Call,
     Compute,
     Data,
@@ -35,6 +36,8 @@ from zcompile.ops import (
     Release,
     Results,
     Shards,
+    Stack,
+    Store,
     Update,
     WaitGather,
     data,
@@ -43,7 +46,7 @@ from zcompile.ops import (
 )
 from zcompile.tensor_type import TensorType
 
-PLACEHOLDERS = (Input, Parameter, Shards)
+PLACEHOLDERS = (Input, Parameter, Shards, Arena, Stack)
 Communication = AllGather | GatherAhead | Reduce
 COMMUNICATIONS = (AllGather, GatherAhead, Reduce)
 
@@ -154,7 +157,7 @@ class Program:
 
     def saved(self) -> list[fx.Node]:
         """Values of the forward (inputs too) that the backward uses, in program order: full parameters left out."""
-        return [n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, WaitGather))]
+        return [n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, Arena, WaitGather))]
 
     def kept(self) -> list[fx.Node]:
         """Full parameters gathered in the forward that the backward uses as they are."""
@@ -207,13 +210,13 @@ class Program:
             case GatherAhead():
                 name = "gather_ahead"
         texts = []
-        for params in self._messages(op):
-            types = (TensorType.make(_sent_dtype(op, p), p.shape) for p in params)
+        for params in self.messages(op):
+            types = (TensorType.make(sent_dtype(op, p), p.shape) for p in params)
             texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
         pieces = f" by {op.bucket}" if isinstance(op, Reduce) and op.bucket else ""
         return f"{name} {op.unit} ({', '.join(texts)}){pieces}"
 
-    def _messages(self, op: Communication) -> list[list[Param]]:
+    def messages(self, op: Communication) -> list[list[Param]]:
         """The parameters of each message of a communication."""
         unit = self.layout.unit(op.unit)
         wanted = set(op.params) if isinstance(op, Reduce) else {p.name for p in unit.params if p.shards}
@@ -224,13 +227,13 @@ class Program:
         """In how many messages a communication travels."""
         op = data(node).op
         assert isinstance(op, COMMUNICATIONS), f"{node.name} is no communication"
-        return len(self._messages(op))
+        return len(self.messages(op))
 
     def message_bytes(self, node: fx.Node) -> list[int]:
         """Bytes of each message of a communication, padding included."""
         op = data(node).op
         assert isinstance(op, COMMUNICATIONS), f"{node.name} is no communication"
-        return [sum(p.padded_numel * _sent_dtype(op, p).itemsize for p in params) for params in self._messages(op)]
+        return [sum(p.padded_numel * sent_dtype(op, p).itemsize for p in params) for params in self.messages(op)]
 
     def digest(self) -> str:
         """SHA-256 of the communications: equal on all ranks, or the program must not run."""
@@ -298,6 +301,8 @@ class Program:
         match op:
             case GatherAhead(keep=True):
                 return 0  # into the memory of the copy that the forward has gathered
+            case AllGather(at=place) if place is not None:
+                return 0  # in the arena, which is there anyway
             case AllGather() | GatherAhead():
                 return self.layout.unit(op.unit).gathered_bytes
             case Call() | Compute():
@@ -305,12 +310,12 @@ class Program:
             case Reduce(scatter=True) if (world := self.layout.world) > 1:  # alone, a gradient is its own average
                 params = [self.layout.param(name) for name in op.params]
                 return sum(param.padded_numel * param.reduce_dtype.itemsize // world for param in params)
-            case Item() | Results():
-                return 0
+            case Item() | Results() | Store():
+                return 0  # a stack is there anyway, too
             case Update():
                 return -self.memory(node.all_input_nodes[1].all_input_nodes[0])
             case Release():
-                return -self.layout.unit(op.unit).gathered_bytes
+                return 0 if _placed(node) else -self.layout.unit(op.unit).gathered_bytes
             case _:
                 return data(node).nbytes
 
@@ -341,9 +346,15 @@ class Program:
         return render(self, regions=regions, units=regions)
 
 
-def _sent_dtype(op: Communication, param: Param) -> torch.dtype:
+def sent_dtype(op: Communication, param: Param) -> torch.dtype:
     """In which a communication sends what it sends of `param`."""
     return param.reduce_dtype if isinstance(op, Reduce) else param.full_dtype
+
+
+def _placed(release: fx.Node) -> bool:
+    """True if what is released has a place in the arena."""
+    gathers = (source for full in release.all_input_nodes for source in full.all_input_nodes)
+    return any(isinstance(op := data(gather).op, AllGather) and op.at is not None for gather in gathers)
 
 
 def items_of(node: fx.Node) -> list[fx.Node]:

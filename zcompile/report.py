@@ -98,10 +98,12 @@ def _volume_line(program: Program) -> str:
 def peak_full_bytes(program: Program) -> int:
     """The most bytes of gathered parameters alive at once, in flight or full."""
     alive = peak = 0
-    for node in program.nodes():
-        if isinstance(data(node).op, (AllGather, GatherAhead, Release)):
-            alive += program.memory(node)
-            peak = max(peak, alive)
+    for node in program.nodes(AllGather, GatherAhead, Release):
+        op = data(node).op
+        assert isinstance(op, (AllGather, GatherAhead, Release)), "asked for by kind"
+        nbytes = program.layout.unit(op.unit).gathered_bytes
+        alive += -nbytes if isinstance(op, Release) else nbytes
+        peak = max(peak, alive)
     return peak
 
 

@@ -380,6 +380,7 @@ def backend(
     checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
     bucket: int | str | None = None,
+    arenas: bool = False,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -394,7 +395,9 @@ def backend(
         OptionError: a stage, prefetch, dtype or backend that cannot be meant.
         PipelineError: a pass that is unknown, missing or out of place.
     """
-    options = Options(stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit, bucket)
+    options = Options(
+        stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit, bucket, arenas
+    )
     return Backend(options, mesh)
 
 

@@ -1,0 +1,106 @@
+"""plan_memory: give what lives longer than an operation a fixed place in memory that is kept from step to step.
+
+    a_gather = all_gather(a)                    a_gather = all_gather(a, at=arena[0:4096])
+    b_gather = all_gather(b)                    b_gather = all_gather(b, at=arena[4096:8192])
+    a_full = wait(a_gather)                     a_full = wait(a_gather)
+    y = region_0(a_full, x)             ->      y = region_0(a_full, x)
+    release(a_full)                             y_stored = store(y, stack)
+    c_gather = all_gather(c)                    release(a_full)
+                                                c_gather = all_gather(c, at=arena[0:4096])
+
+What regions take and give back in between then comes out of memory without long-lived islands in it: the
+defragmentation of ZeRO-R (Rajbhandari et al. 2020, section 6.3). Places are those of gathered parameters and of
+gradients copied to be sent, packed by their lifetimes; checkpoints, whose sizes vary, are copied onto a stack.
+
+Not placed is what outlives the step: copies that are kept, what is gathered ahead, and gradients, which users may hold.
+
+On a GPU a place is used again only behind the work that read it: whatever writes to a place is work of the current
+stream or a collective that waits for it at its launch; and a lifetime ends behind the wait of its collective and the
+release after the last region that read it, all of them earlier in that stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zcompile import ops
+from zcompile._torch import HigherOrderOperator
+from zcompile.memory import may_show
+from zcompile.ops import AllGather, Arena, Call, Data, Item, Phase, Reduce, Stack, Store, data, op_of, set_data
+from zcompile.packing import most_alive, pack
+from zcompile.places import placeable
+from zcompile.program import Program, Region, after_items
+from zcompile.tensor_type import TensorType, human_bytes
+
+
+def plan_memory(program: Program, *, checkpoints: bool = False) -> Program:
+    """A program whose gathers and reductions have places in an arena; with `checkpoints`, these go onto a stack."""
+    program = program.copy()
+    if checkpoints and program.has_backward:
+        _store(program)
+    spans = placeable(program)
+    if not spans:
+        return program
+    packing, bound = pack(list(spans.values())), most_alive(list(spans.values()))
+    held = Data(Arena(), type=TensorType.make(torch.uint8, (packing.size,)), view=True)
+    arena = _placeholder(program, "arena", held)
+    for (node, span), offset in zip(spans.items(), packing.offsets, strict=True):
+        op = data(node).op
+        assert isinstance(op, (AllGather, Reduce)), "only these have places"
+        place = (offset, offset + span.nbytes)
+        set_data(node, replace(data(node), op=replace(op, at=place)))
+        node.update_kwarg("at", (arena, *place))
+    note = (
+        f"arena: {human_bytes(packing.size)} for {len(spans)} places, of which {human_bytes(bound)} are alive at once"
+    )
+    return replace(program, notes=(*program.notes, note))
+
+
+def _placeholder(program: Program, name: str, held: Data) -> fx.Node:
+    first = next(iter(program.graph.nodes))
+    with program.graph.inserting_before(first):
+        return set_data(program.graph.create_node("placeholder", name, name=name), held)
+
+
+def _store(program: Program) -> None:
+    """Let everything behind it read the copy of a checkpoint on the stack, so that the checkpoint itself is freed."""
+    found = [(node, call) for node in program.saved() if (call := _maker(program, node)) is not None]
+    if not found:
+        return
+    stack = _placeholder(program, "stack", Data(Stack()))
+    for node, call in reversed(found):
+        with program.graph.inserting_after(after_items(call)):
+            held = replace(data(node), op=Store(), storage=0)
+            copied = program.add(ops.store, (node, stack), held, f"{node.name}_stored")
+        copied.meta["val"] = node.meta.get("val")
+        for user in list(node.users):
+            if user is not copied:
+                user.replace_input_with(node, copied)
+
+
+def _maker(program: Program, node: fx.Node) -> fx.Node | None:
+    """The region that has made a checkpoint, if a copy on the stack lets its memory go.
+
+    It does not where another value shows that memory. What the last region leaves, the backward's first takes at once.
+    States of random number generators stay as they are: torch reads them from the beginning of their storage.
+    """
+    held = data(node)
+    call = node.all_input_nodes[0] if isinstance(held.op, Item) else node
+    if held.phase is not Phase.FORWARD or not isinstance(data(call).op, Call) or not held.nbytes:
+        return None
+    if _is_random_state(program.regions[op_of(call, Call).region], node):
+        return None
+    shown = any(may_show(program, other, node) for other in (*call.users, *node.users) if other is not node)
+    last = program.nodes(Call, phase=Phase.FORWARD)[-1]
+    return None if shown or call is last or node in program.results.outputs else call
+
+
+def _is_random_state(region: Region, node: fx.Node) -> bool:
+    """True for a result of a higher-order operator, as that one's which saves the state and runs an operation."""
+    op = data(node).op
+    made = region.outputs[op.index if isinstance(op, Item) else 0]
+    sources = (made, *made.all_input_nodes) if isinstance(data(made).op, Item) else (made,)
+    return any(isinstance(source.target, HigherOrderOperator) for source in sources)

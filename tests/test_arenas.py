@@ -1,0 +1,168 @@
+"""Arenas: the same numbers from memory that is kept, whatever is still alive in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.models import GPT, batch, make
+from tests.ranks import Ranks
+from tests.test_training import STEPS, train, train_ddp
+from zcompile.runtime.arena import Arenas
+
+CPU = torch.device("cpu")
+
+
+# -- loans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loan_ends_with_the_last_tensor_in_it() -> None:
+    arenas = Arenas(CPU)
+    loan = arenas.lend(1024)
+    part = loan[256:512].view(torch.float32)
+    del loan
+    other = arenas.lend(1024)
+    assert other[0:1].data_ptr() != part.data_ptr() - 256
+    assert arenas.nbytes == 2048
+    at = part.data_ptr()
+    del part
+    assert arenas.lend(1000)[256:257].data_ptr() == at
+    assert arenas.nbytes == 2048
+
+
+def test_a_larger_loan_takes_the_room_of_a_free_smaller_one() -> None:
+    arenas = Arenas(CPU)
+    for nbytes in (100, 300, 200):
+        arenas.lend(nbytes)
+    assert arenas.nbytes == 300
+
+
+def test_parts_of_a_loan_do_not_count_as_changed_with_each_other() -> None:
+    loan = Arenas(CPU).lend(1024)
+    one, other = loan[0:256], loan[256:512]
+    before = one._version
+    other.fill_(1)
+    assert one._version == before
+
+
+def test_a_loan_is_found_by_what_lies_in_it() -> None:
+    arenas = Arenas(CPU)
+    loan = arenas.lend(1024)
+    part = loan[512:768].view(torch.float32).view(8, 8)
+    found = arenas.loan_of([torch.ones(3), part[2:]])
+    assert found is not None
+    assert found[512:513].data_ptr() == part.data_ptr()
+    assert arenas.loan_of([torch.ones(3)]) is None
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {"prefetch": 1},
+    "unit": {"checkpoint": "unit", "prefetch": 2},
+}
+
+
+def against_ddp(rank: int, kind: str) -> list[str]:
+    want = train_ddp(rank, kind, STEPS)
+    differing = []
+    for case, options in OPTIONS.items():
+        if case == "plain" or kind == "gpt":
+            got, _, _ = train(rank, kind, STEPS, backend="eager", arenas=True, **options)
+            differing += [f"{case} {name}" for name in want if not torch.equal(got[name], want[name])]
+    return differing
+
+
+@pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
+def test_numbers_are_those_of_ddp(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(2, against_ddp, kind) == [[], []]
+
+
+def against_none(rank: int, stage: int) -> list[str]:
+    options = {"stage": stage, "dtype": torch.bfloat16, "checkpoint": "unit"}
+    want, _, _ = train(rank, "gpt", 3, **options)
+    got, _, _ = train(rank, "gpt", 3, arenas=True, **options)
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_in_an_odd_world_nothing_changes(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(3, against_none, stage) == [[], [], []]
+
+
+def interleaved(rank: int) -> list[str]:
+    """Gradients of two losses whose backwards run last first, of one kept graph run twice, and of a failed step."""
+    found = []
+    for arenas in (False, True):
+        compiled = zcompile.compile(make("gpt"), backend="eager", checkpoint="unit", arenas=arenas)
+        losses = [compiled(*batch("gpt", rank, step)) for step in range(3)]
+        with torch.no_grad():
+            compiled(*batch("gpt", rank, 3))
+        losses[1].backward()
+        losses[2].backward(retain_graph=True)
+        compiled(*batch("gpt", rank, 4))
+        losses[2].backward()
+        losses[0].backward()
+        found.append([param.grad.to_local().clone() for param in compiled.parameters()])
+    return [f"{n}" for n, (one, other) in enumerate(zip(*found, strict=True)) if not torch.equal(one, other)]
+
+
+def test_what_a_backward_still_needs_is_left_alone(ranks: Ranks) -> None:
+    assert ranks.run(2, interleaved) == [[], []]
+
+
+def reserved(rank: int) -> list[int]:
+    """Bytes of the arenas after each of some steps with batches of many sizes."""
+    compiled = zcompile.compile(GPT(layers=3, width=32), backend="eager", checkpoint="unit", arenas=True)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    kept = []
+    for step in range(30):
+        size = 2 + (7 * step + rank) % 9
+        tokens = torch.randint(0, 64, (size, 16))
+        compiled(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(compiled._engine.arenas.nbytes)
+    return kept
+
+
+def test_arenas_stop_growing_once_they_have_seen_the_largest_batch(ranks: Ranks) -> None:
+    for kept in ranks.run(2, reserved):
+        assert len(set(kept[10:])) == 1
+
+
+class Dropping(nn.Module):
+    """Units that draw random numbers, which their backward draws again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8), nn.Sigmoid()) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x.sum()
+
+
+def with_dropout(rank: int, backend: str) -> list[str]:
+    found = []
+    for arenas in (False, True):
+        torch.manual_seed(0)
+        compiled = zcompile.compile(Dropping(), backend=backend, checkpoint="unit", units=["parts.*"], arenas=arenas)
+        compiled(torch.ones(4, 8)).backward()
+        found.append({name: param.grad.to_local() for name, param in compiled.named_parameters()})
+    return [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_states_of_random_numbers_stay_where_torch_can_read_them(ranks: Ranks, backend: str) -> None:
+    assert ranks.run(1, with_dropout, backend) == [[]]
+
+
+def test_a_limit_beside_them_is_refused() -> None:
+    with pytest.raises(zcompile.OptionError, match=r"arenas(.|\n)*leave one of the two out"):
+        zcompile.compile(make("mlp"), arenas=True, memory_limit="1 GiB")
