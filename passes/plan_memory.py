@@ -27,12 +27,11 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile._torch import HigherOrderOperator
-from zcompile.memory import may_show
-from zcompile.ops import AllGather, Arena, Call, Data, Item, Phase, Reduce, Stack, Store, data, op_of, set_data
+from zcompile.ops import AllGather, Arena, Data, Reduce, Stack, Store, data, set_data
 from zcompile.packing import most_alive, pack
 from zcompile.places import placeable
-from zcompile.program import Program, Region, after_items
+from zcompile.program import Program, after_items
+from zcompile.saved import maker_of
 from zcompile.tensor_type import TensorType, human_bytes
 
 
@@ -67,7 +66,7 @@ def _placeholder(program: Program, name: str, held: Data) -> fx.Node:
 
 def _store(program: Program) -> None:
     """Let everything behind it read the copy of a checkpoint on the stack, so that the checkpoint itself is freed."""
-    found = [(node, call) for node in program.saved() if (call := _maker(program, node)) is not None]
+    found = [(node, call) for node in program.saved() if (call := maker_of(program, node)) is not None]
     if not found:
         return
     stack = _placeholder(program, "stack", Data(Stack()))
@@ -79,28 +78,3 @@ def _store(program: Program) -> None:
         for user in list(node.users):
             if user is not copied:
                 user.replace_input_with(node, copied)
-
-
-def _maker(program: Program, node: fx.Node) -> fx.Node | None:
-    """The region that has made a checkpoint, if a copy on the stack lets its memory go.
-
-    It does not where another value shows that memory. What the last region leaves, the backward's first takes at once.
-    States of random number generators stay as they are: torch reads them from the beginning of their storage.
-    """
-    held = data(node)
-    call = node.all_input_nodes[0] if isinstance(held.op, Item) else node
-    if held.phase is not Phase.FORWARD or not isinstance(data(call).op, Call) or not held.nbytes:
-        return None
-    if _is_random_state(program.regions[op_of(call, Call).region], node):
-        return None
-    shown = any(may_show(program, other, node) for other in (*call.users, *node.users) if other is not node)
-    last = program.nodes(Call, phase=Phase.FORWARD)[-1]
-    return None if shown or call is last or node in program.results.outputs else call
-
-
-def _is_random_state(region: Region, node: fx.Node) -> bool:
-    """True for a result of a higher-order operator, as that one's which saves the state and runs an operation."""
-    op = data(node).op
-    made = region.outputs[op.index if isinstance(op, Item) else 0]
-    sources = (made, *made.all_input_nodes) if isinstance(data(made).op, Item) else (made,)
-    return any(isinstance(source.target, HigherOrderOperator) for source in sources)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from zcompile._torch import default_store, group_timeout
-from zcompile.errors import AgreementError
+from zcompile.errors import AgreementError, StateError
 from zcompile.runtime.groups import Communicator
+
+T = TypeVar("T")
 
 
 class Agreement:
@@ -43,6 +46,23 @@ class Agreement:
         pairs = [shared.partition("\n") for shared in self._exchange(f"{what}\n{text}", what)]
         self._compare(what, [[what] for what, _, _ in pairs])
         return [text for _, _, text in pairs]
+
+    def together(self, what: str, where: str, make: Callable[[], T]) -> T:
+        """What `make` gives, once it has given something on every rank.
+
+        Raises:
+            StateError: on every rank: it raised one on some rank, about `where`.
+        """
+        failure = ""
+        try:
+            made = make()
+        except StateError as error:
+            failure = error.found
+        failures = self.share(what, failure)
+        for rank, found in enumerate(failures):
+            if found:
+                raise StateError(where, f"on rank {rank}: {found}", "give a folder with room for what every rank keeps")
+        return made
 
     def _exchange(self, text: str, what: str) -> list[str]:
         self.count += 1

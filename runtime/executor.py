@@ -20,6 +20,7 @@ from zcompile.runtime.flights import Flight
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.recorder import Message, Span, Track
 from zcompile.runtime.shards import Full, UnitShards
+from zcompile.runtime.stash import Arrival, Stash
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,8 @@ def update(bound: BoundUnit, grads: Gradients) -> None:
     grads.tensors.clear()
 
 
-def wait(started: Gather | Reduction) -> Full | Gradients:
-    """The full parameters of a gather, or the averaged gradients of a reduction in the dtype of their shards."""
+def wait(started: Gather | Reduction | Arrival) -> Full | Gradients | torch.Tensor:
+    """The full parameters of a gather, averaged gradients in the dtype of their shards, or an activation."""
     return started.wait()
 
 
@@ -251,6 +252,16 @@ def store(value: torch.Tensor, stack: Stack) -> torch.Tensor:
     if taken is None:
         return value.new_empty_strided(value.shape, value.stride()).copy_(value)
     return taken.view(value.dtype).as_strided(value.shape, value.stride()).copy_(value)
+
+
+def stash(value: torch.Tensor, away: Stash) -> torch.Tensor:
+    """Start moving an activation out of the device's memory; gives what stands for it."""
+    return away.stash(value)
+
+
+def fetch(stashed: torch.Tensor, away: Stash) -> Arrival:
+    """Start bringing an activation back."""
+    return away.fetch(stashed)
 
 
 def _reduce(
@@ -410,6 +421,8 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "release": release,
     "copy": copy,
     "store": store,
+    "stash": stash,
+    "fetch": fetch,
 }
 
 

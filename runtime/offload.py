@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import local_tensor, with_local
 from zcompile.errors import StateError
-from zcompile.tensor_type import human_bytes
+from zcompile.runtime.files import nameless, set_aside
 
 AHEAD = 2
 """Units whose state is read before their turn."""
@@ -155,17 +154,11 @@ def _reserved(folder: Path, size: int) -> tuple[int, mmap.mmap]:
     Raises:
         StateError: it cannot be made, or there is no room.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as made:
-            file = os.dup(made.fileno())
-    except OSError as error:
-        raise StateError(str(folder), f"cannot be written: {error.strerror}", "give a folder of yours") from error
+    file = nameless(folder)
     try:
         # Pages that the disk had no room for would end the process when they are written.
-        os.posix_fallocate(file, 0, size)
+        set_aside(folder, file, 0, size, "optimizer state")
         return file, mmap.mmap(file, size)
-    except OSError as error:
+    except BaseException:
         os.close(file)
-        found = f"has no room for the {human_bytes(size)} of optimizer state of this rank: {error.strerror}"
-        raise StateError(str(folder), found, "give a folder on a larger disk, or train on more ranks") from error
+        raise

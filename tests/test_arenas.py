@@ -75,7 +75,7 @@ def against_ddp(rank: int, kind: str) -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
+@pytest.mark.parametrize("kind", ["gpt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mlp", "conv"))])
 def test_numbers_are_those_of_ddp(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, against_ddp, kind) == [[], []]
 
@@ -87,7 +87,7 @@ def against_none(rank: int, stage: int) -> list[str]:
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_in_an_odd_world_nothing_changes(ranks: Ranks, stage: int) -> None:
     assert ranks.run(3, against_none, stage) == [[], [], []]
 
@@ -158,7 +158,7 @@ def with_dropout(rank: int, backend: str) -> list[str]:
     return [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_states_of_random_numbers_stay_where_torch_can_read_them(ranks: Ranks, backend: str) -> None:
     assert ranks.run(1, with_dropout, backend) == [[]]
 

@@ -118,7 +118,13 @@ def test_a_pass_has_its_function_its_test_and_a_docstring_named_after_it(path: P
 
 
 def test_the_default_pipelines_run_every_pass() -> None:
-    options: dict[str, Any] = {"memory_limit": 1, "checkpoint": "unit", "updates": True, "arenas": True}
+    options: dict[str, Any] = {
+        "memory_limit": 1,
+        "checkpoint": "unit",
+        "updates": True,
+        "arenas": True,
+        "offload_activations": "cpu",
+    }
     full = (zcompile.pipeline(stage=stage, **options) for stage in range(4))
     names = {name for pipeline in full for name in pipeline.names}
     assert names | {ACCUMULATE.name} == {path.stem for path in PASSES}

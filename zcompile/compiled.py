@@ -52,6 +52,7 @@ def compile(
     memory_limit: int | str | None = None,
     bucket: int | str | None = None,
     arenas: bool = False,
+    offload_activations: str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -75,6 +76,7 @@ def compile(
         memory_limit: Bytes, or "2 GiB", beside shards and optimizer state: stage 3 keeps as many units full as fit.
         bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
         arenas: Keep memory from step to step for what is gathered, copied to be sent or saved as a checkpoint.
+        offload_activations: Where what is saved for the backward waits: "cpu", for a GPU, or "disk:FOLDER", for a CPU.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
@@ -88,9 +90,7 @@ def compile(
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
-    asked = Options(
-        stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit, bucket, arenas
-    )
+    asked = Options.among(locals())
     given = None if weights is None else open_weights(weights)
     communicator, optimizers = _communicator(model, mesh), _optimizers(optimizer, model)
     layout = make_layout(model, STAGES[stage], communicator.size, units, asked.precision)

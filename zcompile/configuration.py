@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,7 @@ class Options:
     memory_limit: int | str | None = None
     bucket: int | str | None = None
     arenas: bool = False
+    offload_activations: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
@@ -58,11 +59,17 @@ class Options:
             raise OptionError("arenas", "cannot be had beside a memory_limit", fix)
         self.pipeline()
 
+    @classmethod
+    def among(cls, given: Mapping[str, Any]) -> Options:
+        """The options among the arguments of a function that has all of them."""
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
+
     def __str__(self) -> str:
         limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
         checkpoint = f" checkpoint {self.checkpoint}" if self.checkpoint is not None else ""
         bucket = f" bucket {self.bucket}" if self.bucket is not None else ""
-        given = f"{limit}{checkpoint}{bucket}{' arenas' if self.arenas else ''}"
+        away = f" offload_activations {self.offload_activations}" if self.offload_activations is not None else ""
+        given = f"{limit}{checkpoint}{bucket}{' arenas' if self.arenas else ''}{away}"
         return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{given}"
 
     @property
@@ -120,6 +127,7 @@ class Options:
             whole=keeps,
             updates=updates,
             arenas=self.arenas,
+            offload_activations=self.offload_activations,
         )
         # Changes to the passes of a train step mean nothing to a program that is none.
         meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in UPDATING}
@@ -132,7 +140,7 @@ class Options:
             found = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
             raise OptionError("stage", found, fix)
-        options = ("memory_limit", "checkpoint", "bucket", "arenas")
+        options = ("memory_limit", "checkpoint", "bucket", "arenas", "offload_activations")
         ignored = (name for name in options if getattr(self, name) not in (None, False))
         if option := next(ignored, "prefetch" if self.chooses else None):
             fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"

@@ -27,6 +27,7 @@ from zcompile.errors import AgreementError, OptionError, PipelineError, Timeline
 from zcompile.layout import Layout, Unit
 from zcompile.lower import Session, Step
 from zcompile.ops import Parameter, Phase, Update, op_of
+from zcompile.options import offload_of
 from zcompile.passes.keep_within import check_fits
 from zcompile.pipeline import Journal, Pipeline
 from zcompile.prefetching import Schedule, choose, fit
@@ -42,6 +43,7 @@ from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.stash import DiskStash, HostStash, Stash
 from zcompile.runtime.updates import Updater
 from zcompile.timeline import Timeline
 
@@ -83,6 +85,7 @@ class Engine:
             self.freshness.refresh,
             self.recorder,
             self.arenas,
+            self._stash(),
         )
         self.accumulates = False
         """True within `no_sync`."""
@@ -93,6 +96,24 @@ class Engine:
         self._ran = 0
         """What has run since the last backward ended, in order, as one number."""
         self.delivery.before_delivery = self.compare_runs
+
+    def _stash(self) -> Stash | None:
+        """Where activations go; an error on one rank is an error on all.
+
+        Raises:
+            OptionError: "cpu" for a model on the CPU, or a disk for one that is elsewhere.
+            StateError: the folder cannot be written.
+        """
+        option, place = "offload_activations", offload_of("offload_activations", self.options.offload_activations)
+        device = self.communicator.device
+        if place is None:
+            return None
+        if (place == "cpu") is (device.type == "cpu"):
+            found = f"is {self.options.offload_activations!r}, and the model is on {device}"
+            raise OptionError(option, found, "give 'cpu' for a model on a GPU, 'disk:FOLDER' for one on the CPU")
+        if not isinstance(place, Path):
+            return HostStash(device)
+        return self.agreement.together("the file of activations", str(place), lambda: DiskStash(place))
 
     def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
         """Take in parameters that were not known before."""

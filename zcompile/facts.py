@@ -21,7 +21,9 @@ from zcompile.ops import (
     Arena,
     Call,
     Compute,
+    Fetch,
     GatherAhead,
+    Op,
     Parameter,
     Phase,
     Place,
@@ -29,7 +31,9 @@ from zcompile.ops import (
     Release,
     Results,
     Shards,
+    Stash,
     Update,
+    WaitFetch,
     WaitGather,
     WaitReduce,
     all_gather,
@@ -435,6 +439,21 @@ def _places_disjoint(program: Program) -> Iterator[Violation]:
         alive.append((node, op.at, mine))
 
 
+def _fetched_before_use(program: Program) -> Iterator[Violation]:
+    allowed: dict[type[Op], tuple[type[Op], ...]] = {Stash: (Fetch,), Fetch: (WaitFetch,)}
+    for node in program.nodes(Stash, Fetch):
+        wanted = allowed[type(data(node).op)]
+        for user in node.users:
+            if not isinstance(data(user).op, wanted):
+                yield Violation(user, f"{_label(user)} reads {node.name}, which stands for an activation on its way")
+        if isinstance(data(node).op, Fetch) and data(node.all_input_nodes[0]).op != Stash():
+            yield Violation(node, f"{node.name} fetches {node.all_input_nodes[0].name}, which has not been stashed")
+    for node in program.nodes(WaitFetch):
+        fetched = node.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
+        if data(fetched).type != data(node).type:
+            yield Violation(node, f"{node.name} is {data(node).type}, and {fetched.name} was stashed for it")
+
+
 def _volume_right(program: Program) -> Iterator[Violation]:
     """A gather once a phase at most and a reduction once: 2Ψ, or 3Ψ under stage 3."""
     if not (stage := program.layout.stage).optimizer_sharded:
@@ -468,6 +487,7 @@ GATHERED_AHEAD = Fact("gathers for the next step started after updates", _gather
 WAITS_SUNK = Fact("waits of reductions sunk", _waits_sunk)
 MESSAGES_PACKED = Fact("messages packed", _messages_packed)
 PLACES_DISJOINT = Fact("places in the arena disjoint while they are needed", _places_disjoint)
+FETCHED_BEFORE_USE = Fact("activations fetched and waited for before use", _fetched_before_use)
 VOLUME_RIGHT = Fact("communication volume of the stage", _volume_right)
 
 

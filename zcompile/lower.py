@@ -16,6 +16,7 @@ from zcompile.memory import arena_bytes
 from zcompile.ops import (
     AllGather,
     Arena,
+    Away,
     Call,
     GatherAhead,
     Input,
@@ -43,6 +44,7 @@ from zcompile.runtime.executor import BoundUnit, Gradients, load
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.recorder import Line, Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
+from zcompile.runtime.stash import Stash
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Session:
     """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
     recorder: Recorder
     arenas: Arenas
+    stash: Stash | None = None
+    """Where activations go that the device has no memory for."""
     updater: Callable[[Gradients], None] | None = None
     """What steps the optimizer for the gradients of a unit, within a train step."""
 
@@ -114,7 +118,7 @@ class Step:
         digest, recorder = program.digest()[:12], self.session.recorder
         track = Track(recorder, str(phase), digest, _lines(program, phase)) if recorder.enabled else None
         run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
-        lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, (Arena, Stack))]
+        lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, (Arena, Stack, Away))]
 
         def call(values: list[Any]) -> Any:
             with contextlib.ExitStack() as loans:
@@ -123,8 +127,11 @@ class Step:
 
         return call
 
-    def _loan(self, op: Arena | Stack, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
-        """What a program gets as its arena or its stack for a run with `values`."""
+    def _loan(self, op: Arena | Stack | Away, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
+        """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
+        if isinstance(op, Away):
+            assert self.session.stash is not None, "programs that stash are made by an engine that has one"
+            return self.session.stash
         if isinstance(op, Stack):
             return loans.enter_context(self._lender.stack())
         full = (tensor for value in values if isinstance(value, Full) for tensor in value.tensors)

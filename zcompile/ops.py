@@ -70,6 +70,11 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Away:
+    """A placeholder for where activations are kept that the device has no memory for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """An ATen operation."""
 
@@ -172,6 +177,21 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
+class Stash:
+    """What stands for an activation from where it is on its way out, until it is fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Start bringing an activation back."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFetch:
+    """The activation, once it is back."""
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """The end of a program: see `zcompile.program.ResultsView`."""
 
@@ -182,6 +202,7 @@ Op = (
     | Shards
     | Arena
     | Stack
+    | Away
     | Compute
     | Call
     | Item
@@ -195,6 +216,9 @@ Op = (
     | Accumulate
     | Copy
     | Store
+    | Stash
+    | Fetch
+    | WaitFetch
     | Results
 )
 
@@ -311,8 +335,18 @@ def store(value: Any, stack: Any) -> NoReturn:
     _only_a_name("store")
 
 
+def stash(value: Any, away: Any) -> NoReturn:
+    """Start moving an activation out of the device's memory; gives what stands for it."""
+    _only_a_name("stash")
+
+
+def fetch(stashed: Any, away: Any) -> NoReturn:
+    """Start bringing an activation back."""
+    _only_a_name("fetch")
+
+
 def wait(started: Any) -> NoReturn:
-    """Wait for a gather (gives the full parameters) or a reduction (gives the averaged gradients)."""
+    """Wait for a gather (the full parameters), a reduction (the averaged gradients) or a fetch (the activation)."""
     _only_a_name("wait")
 
 
@@ -334,6 +368,8 @@ NAMES = frozenset(
         "release",
         "copy",
         "store",
+        "stash",
+        "fetch",
         "unbox",
         "aten",
         "ops",

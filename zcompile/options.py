@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -46,6 +47,20 @@ def bytes_of(option: str, size: object) -> int | None:
             option, f"{size!r} is no size", "give a number of bytes, or a text such as '512 MiB' or '2 GB'"
         )
     return int(count)
+
+
+def offload_of(option: str, place: object) -> Path | Literal["cpu"] | None:
+    """What is meant by `option=`: the memory of the host, or a folder on a disk.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if place is None or place == "cpu":
+        return place
+    kind, _, folder = str(place).partition(":")
+    if kind != "disk" or not folder:
+        raise OptionError(option, f"{place!r} is no place", "give 'disk:FOLDER', 'cpu' on a GPU, or leave it out")
+    return Path(folder)
 
 
 def checkpoint_of(checkpoint: object) -> Literal["unit", "auto"] | int | float | None:

@@ -30,6 +30,10 @@ _MARGIN = re.compile(
     r"#\s*(?P<types>(?:&?\w+\[[^\]]*\](?:@\d+)?(?:,\s*)?)*)\s*"
     r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
 )
+_KEPT: dict[str, Op] = {"arena": ops.Arena(), "stack": ops.Stack(), "away": ops.Away()}
+_UNARY: dict[Any, Op] = {
+    ops.copy: ops.Copy(), ops.store: ops.Store(), ops.stash: ops.Stash(), ops.fetch: ops.Fetch()
+}  # fmt: skip
 _NAMESPACE: dict[str, Any] = {
     "aten": torch.ops.aten,
     "ops": torch.ops,
@@ -189,8 +193,8 @@ class _Parser:
             op = Shards(rest)
         elif kind == "parameter":
             op = Parameter(rest)
-        elif kind in ("arena", "stack"):
-            op = ops.Arena() if kind == "arena" else ops.Stack()
+        elif kind in _KEPT:
+            op = _KEPT[kind]
         else:
             op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated")
         phase = scope.phase if kind == "tangent" else Phase.FORWARD
@@ -320,6 +324,8 @@ def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: 
     if node.target is ops.accumulate:
         given = zip(layout.unit(unit).params, node.args[1], strict=True)  # type: ignore[arg-type]
         return ops.Accumulate(unit, tuple(param.name for param, grad in given if grad is not None))
+    if node.target is ops.wait and isinstance(source, ops.Fetch):
+        return ops.WaitFetch()
     if node.target is ops.wait:
         return ops.WaitReduce(unit, source.params) if isinstance(source, ops.Reduce) else ops.WaitGather(unit)
     if node.target is ops.update:
@@ -327,10 +333,8 @@ def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: 
         return ops.Update(unit, arrived.params if isinstance(arrived, ops.WaitReduce) else ())
     if node.target is ops.gather_ahead:
         return ops.GatherAhead(unit, bool(node.kwargs.get("keep", False)), _dtype(node))
-    if node.target is ops.copy:
-        return ops.Copy()
-    if node.target is ops.store:
-        return ops.Store()
+    if node.target in _UNARY:
+        return _UNARY[node.target]
     return ops.Release(unit) if node.target is ops.release else Compute()
 
 

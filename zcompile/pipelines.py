@@ -10,7 +10,7 @@ from zcompile import facts
 from zcompile.cost import DEFAULT_HARDWARE, bucket_for
 from zcompile.errors import OptionError
 from zcompile.layout import SMALL_BYTES, STAGES
-from zcompile.options import bytes_of, check_prefetch, check_stage, checkpoint_of
+from zcompile.options import bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.defer_weights import defer_weights
@@ -20,6 +20,7 @@ from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.keep_full import keep_full
 from zcompile.passes.keep_within import keep_within
+from zcompile.passes.offload_activations import offload_activations as offload_activations_pass
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.place_checkpoints import place_checkpoints
@@ -58,25 +59,25 @@ def pipeline(
     whole: bool = True,
     updates: bool = False,
     arenas: bool = False,
+    offload_activations: str | None = None,
 ) -> Pipeline:
     """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
 
     Args:
         stage: 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
         prefetch: How many units are gathered ahead of the one that computes; 0 means none.
-        partition: What the forward saves: `min_cut` recomputes cheap operations in the backward, as Inductor likes it;
-            `default` saves what eager PyTorch saves.
+        partition: What the forward saves: `default` what eager PyTorch saves, `min_cut` less than that, for Inductor.
         memory_limit: Bytes, or a text such as "2 GiB": what a step may hold beside shards and optimizer state, as
             `zcompile.memory` predicts it. Under stage 3 as many units as fit are kept from the forward to the backward.
         kept: Those units, where they have been chosen already; the limit is then not checked again.
         small: Parameters of at most so many bytes travel packed with their neighbours.
-        bucket: Bytes of a message of packed parameters, and of what is copied at a time to be sent; by default what the
-            cost model says of gloo on a line of 1 Gbit/s.
-        checkpoint: What the backward computes again: all of a unit but its input ("unit"), or the cheapest choice with
-            which the step holds at most these bytes (a number, "512 MiB"), or this share of its peak (a float).
+        bucket: Bytes of a packed message, and of what is copied at a time to be sent; by default for gloo on 1 Gbit/s.
+        checkpoint: What the backward computes again: all of a unit but its input ("unit"), or the cheapest choice that
+            holds at most so many bytes ("512 MiB", a number), or this share of the peak (a float).
         whole: False for programs that are parts of a model, where a checkpoint setting may be without effect.
         updates: Let the optimizer use gradients as they arrive; for `zcompile.train_step`.
         arenas: Give what is gathered, copied to be sent or saved as a checkpoint places in memory that is kept.
+        offload_activations: "cpu" or "disk:FOLDER": keep what is saved for the backward there.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
@@ -100,6 +101,7 @@ def pipeline(
     passes += [_within(limit, kept)] if limit else []
     passes += UPDATES[: 2 if prefetch else 1] if updates else ()
     budget = checkpoint_of(checkpoint)
+    passes += [_away(prefetch)] if offload_of("offload_activations", offload_activations) else []
     passes += [_places(checkpoints=budget is not None)] if arenas else []
     place = _checkpoints(budget, passes, fuses=fuses, whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
@@ -119,6 +121,12 @@ def _places(*, checkpoints: bool) -> Pass:
     """The pass that comes behind all that gather, reduce or release."""
     plan = partial(plan_memory, checkpoints=checkpoints)
     return Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
+
+
+def _away(prefetch: int) -> Pass:
+    """The pass that moves activations away, and back as early as parameters are gathered."""
+    move = partial(offload_activations_pass, ahead=max(prefetch, 1))
+    return Pass("offload_activations", move, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE,))
 
 
 def _within(limit: int, kept: Sequence[str] | None) -> Pass:

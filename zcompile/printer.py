@@ -31,6 +31,7 @@ from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.layout import Param
 from zcompile.ops import (
     Arena,
+    Away,
     Call,
     Data,
     GatherAhead,
@@ -173,7 +174,7 @@ def inputs_of(program: Program, phase: Phase) -> list[fx.Node]:
     ends = set(_result_nodes(program, phase))
     shards = [n for n in program.nodes(Parameter, Shards) if n in used or n in ends]
     constants = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.CONSTANT and n in used]
-    bound = [*shards, *constants, *(n for n in program.nodes(Arena, Stack) if n in used)]
+    bound = [*shards, *constants, *(n for n in program.nodes(Arena, Stack, Away) if n in used)]
     if phase is Phase.FORWARD:
         return [*bound, *(n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA)]
     tangents = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.TANGENT]
@@ -216,8 +217,8 @@ def _argument(program: Program, node: fx.Node) -> Line:
             return Line(f"{node.name},", source=f"full unit {unit}")
         case Arena():
             return Line(f"{node.name},", _type_text(held), source="arena")
-        case Stack():
-            return Line(f"{node.name},", source="stack")
+        case Stack() | Away():
+            return Line(f"{node.name},", source=type(held.op).__name__.lower())
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
             return Line(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
         case _:

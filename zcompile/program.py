@@ -23,6 +23,7 @@ from zcompile.layout import Layout, Param
 from zcompile.ops import (
     AllGather,
     Arena,
+    Away,
     Call,
     Compute,
     Data,
@@ -46,7 +47,7 @@ from zcompile.ops import (
 )
 from zcompile.tensor_type import TensorType
 
-PLACEHOLDERS = (Input, Parameter, Shards, Arena, Stack)
+PLACEHOLDERS = (Input, Parameter, Shards, Arena, Stack, Away)
 Communication = AllGather | GatherAhead | Reduce
 COMMUNICATIONS = (AllGather, GatherAhead, Reduce)
 
@@ -157,7 +158,7 @@ class Program:
 
     def saved(self) -> list[fx.Node]:
         """Values of the forward (inputs too) that the backward uses, in program order: full parameters left out."""
-        return [n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, Arena, WaitGather))]
+        return [n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, Arena, Away, WaitGather))]
 
     def kept(self) -> list[fx.Node]:
         """Full parameters gathered in the forward that the backward uses as they are."""

@@ -381,6 +381,7 @@ def backend(
     memory_limit: int | str | None = None,
     bucket: int | str | None = None,
     arenas: bool = False,
+    offload_activations: str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -395,10 +396,7 @@ def backend(
         OptionError: a stage, prefetch, dtype or backend that cannot be meant.
         PipelineError: a pass that is unknown, missing or out of place.
     """
-    options = Options(
-        stage, prefetch, dtype, reduce_dtype, checkpoint, passes, backend, dump, memory_limit, bucket, arenas
-    )
-    return Backend(options, mesh)
+    return Backend(Options.among(locals()), mesh)
 
 
 def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:

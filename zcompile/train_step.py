@@ -15,8 +15,9 @@ from torch.optim.optimizer import Optimizer
 from zcompile._torch import has_step_pre_hooks
 from zcompile.capture import Names
 from zcompile.compiled import CompiledModule, compile
-from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError, StateError
+from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError
 from zcompile.fragments import Fragment, Tree
+from zcompile.options import offload_of
 from zcompile.report import Break
 from zcompile.runtime.offload import StateFile
 from zcompile.runtime.updates import Updater
@@ -86,13 +87,13 @@ def _folder(offload: str | None, clip_grad_norm: float | None) -> Path | None:
     """
     if offload is None:
         return None
-    kind, _, folder = str(offload).partition(":")
-    if kind != "disk" or not folder:
-        raise OptionError("offload_optimizer", f"{offload!r} is no place", "give 'disk:FOLDER', or leave it out")
+    folder = offload_of("offload_optimizer", offload)
+    if not isinstance(folder, Path):
+        raise OptionError("offload_optimizer", f"{offload!r} is no disk", "give 'disk:FOLDER', or leave it out")
     if clip_grad_norm is not None:
         found = "streams the state unit by unit, and clipping by the global norm steps all units at once"
         raise OptionError("offload_optimizer", found, "leave clip_grad_norm out, or clip each gradient in a hook")
-    return Path(folder)
+    return folder
 
 
 def _state_file(folder: Path, model: CompiledModule, updater: Updater) -> StateFile:
@@ -102,15 +103,8 @@ def _state_file(folder: Path, model: CompiledModule, updater: Updater) -> StateF
         found = f"is for models on the CPU, and this one is on {communicator.device}"
         raise OptionError("offload_optimizer", found, "leave it out")
     units = {name: list(shards.parameters.values()) for name, shards in model._engine.shards.items()}
-    try:
-        made, failure = StateFile(folder, updater.optimizers, units, updater.slots), ""
-    except StateError as error:
-        made, failure = None, error.found
-    failures = agreement.share("the file of the optimizer's state", failure)
-    if made is None or any(failures):
-        rank, found = next((rank, text) for rank, text in enumerate(failures) if text)
-        raise StateError(str(folder), f"on rank {rank}: {found}", "give a folder with room for every rank's state")
-    return made
+    what = "the file of the optimizer's state"
+    return agreement.together(what, str(folder), lambda: StateFile(folder, updater.optimizers, units, updater.slots))
 
 
 class TrainStep:

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from torch import fx
+
+from tests.passes.programs import CHAIN, OUTLINED, check, parsed
+from zcompile import ProgramError, facts, verify
+from zcompile.memory import live_bytes, peak_bytes
+from zcompile.ops import Stash, WaitFetch, data, set_data
+from zcompile.passes.offload_activations import LEAST, offload_activations
+from zcompile.program import Program
+
+MOVED = """
+def forward(box):
+    (
+        a,                        #            1 parameters  unit a
+        b,                        #            1 parameters  unit b
+        c,                        #            1 parameters  unit c
+        away,                     #                          away
+        x,                        # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)           # f32[8, 4]  +128 B        a
+    ya_stashed = stash(ya, away)  # i64[]      +8 B          a
+    yb = region_0(b, ya)          # f32[8, 4]  +128 B        b
+    del ya                        #            -128 B
+    yc = region_0(c, yb)          # f32[8, 4]  +128 B        c
+    return [yc], [x, ya_stashed, yb]
+
+
+def backward(box):
+    (
+        b,                              #                       1 parameters  unit b
+        c,                              #                       1 parameters  unit c
+        away,                           #                                     away
+        x,                              # f32[8, 4]
+        ya_stashed,                     # i64[]                               a
+        yb,                             # f32[8, 4]                           b
+        dy,                             # f32[8, 4]                           tangent
+    ) = unbox(box)
+    ya_fetch = fetch(ya_stashed, away)  # f32[8, 4]             +128 B        a
+    del ya_stashed                      #                       -8 B
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                          #                       -256 B
+    ya_again = wait(ya_fetch)           # &f32[8, 4]                          a
+    del ya_fetch                        #                       -128 B
+    da, gb = region_1(b, db, ya_again)  # f32[8, 4], f32[4, 4]  +192 B        b
+    del db, ya_again                    #                       -128 B
+    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    del x, da                           #                       -256 B
+    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
+"""
+move = partial(offload_activations, least=1)
+
+
+def test_what_is_saved_goes_away_and_comes_back_before_it_is_read() -> None:
+    check(move, CHAIN, OUTLINED, MOVED)
+
+
+def test_what_is_small_stays() -> None:
+    assert offload_activations(parsed(CHAIN, OUTLINED)).nodes(Stash) == []
+    assert LEAST == 64 * 1024
+
+
+def test_what_is_returned_stays() -> None:
+    program = move(parsed(CHAIN, OUTLINED.replace("return [yc]", "return [yc, ya]")))
+    assert program.nodes(Stash) == []
+
+
+@pytest.mark.parametrize(("ahead", "before"), [(1, "db, gc"), (3, "db, gc"), (0, "da, gb")])
+def test_it_is_fetched_as_many_regions_early(ahead: int, before: str) -> None:
+    lines = [line.strip() for line in str(move(parsed(CHAIN, OUTLINED), ahead=ahead)).splitlines()]
+    (fetched,) = [index for index, line in enumerate(lines) if line.startswith("ya_fetch")]
+    assert next(line for line in lines[fetched:] if "region_" in line).startswith(before)
+
+
+def test_memory_is_predicted_without_what_is_away() -> None:
+    before, after = parsed(CHAIN, OUTLINED), move(parsed(CHAIN, OUTLINED))
+    turn = [nbytes for node, nbytes in live_bytes(before).items() if node.name == "yc"]
+    away = [nbytes for node, nbytes in live_bytes(after).items() if node.name == "yc"]
+    assert away[0] == turn[0] - 128 + 8
+    assert peak_bytes(after) <= peak_bytes(before) + 8
+
+
+def moved() -> Program:
+    program = move(parsed(CHAIN, OUTLINED))
+    verify(program, [facts.FETCHED_BEFORE_USE], "here")
+    return program
+
+
+def reader(program: Program) -> fx.Node:
+    (user,) = program.node("ya_again").users
+    return user
+
+
+@pytest.mark.parametrize("given", ["ya_stashed", "ya_fetch"])
+def test_what_is_on_its_way_is_not_read(given: str) -> None:
+    program = moved()
+    reader(program).replace_input_with(program.node("ya_again"), program.node(given))
+    with pytest.raises(ProgramError, match="which stands for an activation on its way"):
+        verify(program, [facts.FETCHED_BEFORE_USE], "here")
+
+
+def test_what_was_not_stashed_is_not_fetched() -> None:
+    program = moved()
+    program.node("ya_fetch").replace_input_with(program.node("ya_stashed"), program.node("yb"))
+    with pytest.raises(ProgramError, match="has not been stashed"):
+        verify(program, [facts.FETCHED_BEFORE_USE], "here")
+
+
+def test_an_activation_of_another_type_is_refused() -> None:
+    program = moved()
+    again = program.node("ya_again")
+    other = data(program.node("ga")).type
+    held = data(again)
+    set_data(again, type(held)(WaitFetch(), held.phase, other, held.source, view=True))
+    with pytest.raises(ProgramError, match="was stashed for it"):
+        verify(program, [facts.FETCHED_BEFORE_USE], "here")

@@ -1,0 +1,186 @@
+"""Activations away: the same numbers, whatever the graph is used for, and errors before anything is updated."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.models import GPT, make
+from tests.ranks import Ranks
+from zcompile import OptionError, StateError
+from zcompile.runtime.stash import DiskStash
+
+# -- stashes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_what_comes_back_is_what_went_away_and_laid_out_alike(tmp_path: Path, dtype: torch.dtype) -> None:
+    stash = DiskStash(tmp_path)
+    values = [torch.randn(7, 5, 3).to(dtype), torch.randn(9, 4).t().to(dtype), torch.ones(()).to(dtype)]
+    values.append(torch.randn(100, 8)[3:].to(dtype))
+    tokens = [stash.stash(value) for value in values]
+    for value, token in reversed(list(zip(values, tokens, strict=True))):
+        back = stash.fetch(token).wait()
+        assert torch.equal(back, value)
+        assert back.stride() == value.stride()
+        assert back.dtype is dtype
+
+
+def test_room_is_used_again(tmp_path: Path) -> None:
+    stash = DiskStash(tmp_path)
+    for _ in range(20):
+        tokens = [stash.stash(torch.ones(1000)) for _ in range(3)]
+        for token in tokens:
+            stash.fetch(token).wait()
+    assert stash.nbytes <= 8 * 4000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_dropped_is_forgotten(tmp_path: Path) -> None:
+    stash = DiskStash(tmp_path)
+    for _ in range(20):
+        stash.stash(torch.ones(1000))
+    assert len(stash._slots) <= 1
+    assert stash.nbytes <= 5 * 4000
+
+
+def test_what_is_not_written_yet_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stash, write = DiskStash(tmp_path), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.2), write(*args))[1])
+    first, second = stash.stash(torch.ones(10)), stash.stash(torch.full((10,), 2.0))
+    assert torch.equal(stash.fetch(second).wait(), torch.full((10,), 2.0))
+    assert torch.equal(stash.fetch(first).wait(), torch.ones(10))
+
+
+def test_short_writes_and_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stash, write, read = DiskStash(tmp_path), os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:7], at))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: read(file, [parts[0][:5]], at))
+    value = torch.arange(50.0)
+    token = stash.stash(value)
+    stash._waiting[-1].written.result()
+    assert torch.equal(stash.fetch(token).wait(), value)
+
+
+def test_a_disk_that_fails_is_an_error_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    stash = DiskStash(tmp_path)
+    monkeypatch.setattr(os, "pwrite", failing)
+    kept = []
+    with pytest.raises(StateError, match=rf"{tmp_path}: failed to keep activations: Input/output error"):
+        kept += [stash.stash(torch.ones(10)) for _ in range(5)]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(layers=3, width=128, context=64)
+
+
+def tokens(rank: int, step: int, size: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 64, (size, 64), generator=generator)
+
+
+def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.Tensor], int]:
+    away = None if folder is None else f"disk:{folder}"
+    compiled = zcompile.compile(model(), offload_activations=away, **options)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
+    for step in range(3):
+        given = tokens(rank, step, 4 + step)  # sizes vary
+        loss = compiled(given, given)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        compiled(given, given)  # a graph that is dropped
+        optimizer.step()
+        optimizer.zero_grad()
+    values = compiled.full_state_dict(rank0_only=False)
+    stash = compiled._engine._session.stash
+    return [values[name] for name in sorted(values)], 0 if stash is None else stash.nbytes  # type: ignore[attr-defined]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "unit": {"checkpoint": "unit", "backend": "eager"},
+    "inductor": {"prefetch": 1},
+    "arenas": {"checkpoint": "unit", "arenas": True, "backend": "eager", "dtype": torch.bfloat16},
+    "whole": {"stage": 0, "checkpoint": "unit", "backend": "eager", "prefetch": 0},
+}
+
+
+def differing(rank: int, case: str, folder: str) -> list[str]:
+    want, _ = trained(rank, None, **CASES[case])
+    got, nbytes = trained(rank, folder, **CASES[case])
+    found = [str(n) for n, (one, other) in enumerate(zip(want, got, strict=True)) if not torch.equal(one, other)]
+    return found + ([] if nbytes else ["nothing was away"])
+
+
+SLOW = ("arenas", "whole")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
+def test_numbers_stay_what_they_are(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    assert ranks.run(2, differing, case, str(tmp_path)) == [[], []]
+    assert list(tmp_path.iterdir()) == []
+
+
+def filling(rank: int, folder: str) -> list[str]:
+    """What has changed after steps that failed because the disk of one rank is full."""
+    compiled = zcompile.compile(model(), checkpoint="unit", backend="eager", offload_activations=f"disk:{folder}")
+    step = zcompile.train_step(compiled, None, torch.optim.AdamW(compiled.parameters()))
+    before = {name: p.to_local().clone() for name, p in compiled.named_parameters()}
+    room, calls = os.posix_fallocate, []
+
+    def full(file: int, offset: int, nbytes: int) -> None:
+        calls.append(nbytes)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room(file, offset, nbytes)
+
+    os.posix_fallocate = full
+    try:
+        step(tokens(rank, 0), tokens(rank, 0))
+    except StateError as error:
+        found = [] if folder in str(error) and "No space left" in str(error) else [str(error)]
+    else:
+        found = ["no error"]
+    finally:
+        os.posix_fallocate = room
+    return found + [n for n, p in compiled.named_parameters() if not torch.equal(p.to_local(), before[n])]
+
+
+def test_a_full_disk_fails_the_step_before_anything_is_updated(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, filling, str(tmp_path)) == [[], []]
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["disk:", "ssd", 3, "disk"])
+def test_a_place_that_is_none_is_refused(place: Any) -> None:
+    with pytest.raises(OptionError, match="offload_activations"):
+        zcompile.compile(make("mlp"), offload_activations=place)
+
+
+def test_the_memory_of_the_host_is_no_other_place_for_a_model_there() -> None:
+    with pytest.raises(OptionError, match=r"offload_activations(.|\n)*disk:FOLDER"):
+        zcompile.compile(make("mlp"), offload_activations="cpu")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match=r"file/folder"):
+        zcompile.compile(make("mlp"), offload_activations=f"disk:{tmp_path}/file/folder")
