@@ -15,7 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zcompile
 from tests.models import GPT, batch
 from tests.ranks import Ranks
+from zcompile.memory import model_state
 from zcompile.runtime import executor
+from zcompile.tensor_type import human_bytes
 
 WORLD = 2
 
@@ -225,3 +227,27 @@ def test_kept_copies_are_gathered_anew_into_the_same_memory(ranks: Ranks, stage:
         assert found["places"][0] == found["places"][1] != []
         assert found["stale"] > 0
         assert found["left"] == 0  # renewed by no gather since: freed
+
+
+def measure_state(rank: int, stage: int) -> tuple[int, int, int]:
+    """Bytes of parameters, copies, gradients and moments that are there; what is predicted; what explain() says."""
+    compiled = zcompile.compile(model(), stage=stage, dtype=torch.bfloat16, backend="eager")
+    optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
+    compiled(*batch("gpt", rank, 0)).backward()
+    optimizer.step()
+    moments = [s for state in optimizer.state.values() for name, s in state.items() if name != "step"]
+    gradients = [p.grad for p in compiled.parameters() if p.grad is not None]
+    kept = [full for shards in compiled._engine.shards.values() for full in shards.kept.values()]
+    copies = [tensor for full in kept for tensor in full.tensors if tensor is not None]
+    found = bytes_of(map(local, (*compiled.parameters(), *gradients, *moments, *copies)))
+    state = model_state(compiled.layout)
+    assert f"two moments (Adam): {human_bytes(state.nbytes)}" in compiled.explain()
+    return found, state.nbytes, sum(p.numel for p in compiled.layout.params)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_model_state_is_what_explain_says_and_the_formula_allows(ranks: Ranks, stage: int) -> None:
+    for found, predicted, psi in ranks.run(WORLD, measure_state, stage):
+        assert found == pytest.approx(predicted, rel=0.01)
+        if stage == 3:
+            assert found <= 1.01 * 16 * psi / WORLD

@@ -10,10 +10,12 @@ Sizes that vary between calls count as in the call that was traced.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from zcompile.fusion import is_stored
+from zcompile.layout import Layout
 from zcompile.ops import Arena, Call, Item, Reduce, Results, Store, WaitReduce, data, op_of
 from zcompile.program import Program, Region
 
@@ -41,6 +43,33 @@ def live_bytes(program: Program) -> dict[fx.Node, int]:
             live += gained
         live -= dead.get(node, 0)
     return found
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes of the model state that a rank keeps from step to step, the moments those of Adam.
+
+    In mixed precision with Ψ parameters on N ranks at most (4 + 4 + 8)Ψ/N in stage 3: as many as the (2 + 2 + 12)Ψ/N of
+    ZeRO (Rajbhandari et al. 2020, section 3.1), whose master copy in float32 the shards are.
+    """
+
+    parameters: int
+    copies: int
+    """Full parameters that stages 0 to 2 keep beside the shards, in the dtype that is computed with."""
+    gradients: int
+    moments: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameters + self.copies + self.gradients + self.moments
+
+
+def model_state(layout: Layout) -> ModelState:
+    """What a rank keeps of a model laid out so, gradients between the backward and the optimizer's step included."""
+    shards = sum(param.shard_numel * param.dtype.itemsize for param in layout.params)
+    trained = sum(param.shard_numel * param.dtype.itemsize for param in layout.trainable.values())
+    kept = () if layout.stage.parameters_sharded else layout.units
+    return ModelState(shards, sum(unit.gathered_bytes for unit in kept), trained, 2 * trained)
 
 
 def arena_bytes(program: Program) -> int:

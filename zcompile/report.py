@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import fx
 
 from zcompile.layout import Layout
-from zcompile.memory import peak_bytes
+from zcompile.memory import model_state, peak_bytes
 from zcompile.ops import AllGather, Call, GatherAhead, Phase, Reduce, Release, WaitGather, WaitReduce, data, op_of
 from zcompile.pipeline import Journal
 from zcompile.program import Program
@@ -56,6 +56,7 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     psi = sum(param.nbytes for param in layout.params)
     count = sum(param.numel for param in layout.params)
     console.print(f"stage {layout.stage.number}, world {layout.world}: {count:,} parameters, {human_bytes(psi)}")
+    console.print(_state_line(layout), soft_wrap=True)
     console.print(_unit_table(programs[0].layout if programs and not breaks else layout))
     if breaks:
         console.print(explain_breaks(breaks), soft_wrap=True, markup=False, highlight=False)
@@ -73,6 +74,15 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     if programs:
         console.print(f"\n{regions} distinct regions compiled for {sum(len(p.nodes(Call)) for p in programs)} calls")
     return out.getvalue()
+
+
+def _state_line(layout: Layout) -> str:
+    state = model_state(layout)
+    kept = f"{human_bytes(state.copies)} of full copies, " if state.copies else ""
+    return (
+        f"model state per rank: {human_bytes(state.parameters)} of parameters, {kept}{human_bytes(state.gradients)} of "
+        f"gradients, {human_bytes(state.moments)} of two moments (Adam): {human_bytes(state.nbytes)}"
+    )
 
 
 def _unit_table(layout: Layout) -> Table:
