@@ -7,6 +7,7 @@ When it is gone without having been fetched, the graph was dropped, and the slot
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -164,6 +165,8 @@ class DiskStash(Stash):
         self.folder = folder
         self._file = nameless(folder)
         self._end = 0
+        self.seconds = 0.0
+        """Of writing and of reading, on threads of their own."""
         self._free: dict[int, list[int]] = defaultdict(list)
         self._waiting: deque[_Extent] = deque()
         self._tensors: dict[int, torch.Tensor] = {}
@@ -194,13 +197,14 @@ class DiskStash(Stash):
         return offset
 
     def _write(self, offset: int) -> None:
-        flat = self._tensors[offset]
+        started, flat = time.perf_counter(), self._tensors[offset]
         left, at = _bytes_of(flat), offset
         while left:
             done = os.pwrite(self._file, left, at)
             left, at = left[done:], at + done
         del left
         self._tensors.pop(offset, None)
+        self.seconds += time.perf_counter() - started
 
     def _get(self, held: _Extent, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
         if held.written.cancel():
@@ -221,10 +225,11 @@ class DiskStash(Stash):
 
     def _read(self, extent: _Extent, back: torch.Tensor) -> None:
         extent.written.result()
-        left, at = _bytes_of(back), extent.offset
+        started, left, at = time.perf_counter(), _bytes_of(back), extent.offset
         while left:
             done = os.preadv(self._file, [left], at)
             left, at = left[done:], at + done
+        self.seconds += time.perf_counter() - started
 
     def _ended(self, extent: _Extent) -> None:
         if not extent.written.cancelled():
