@@ -37,7 +37,7 @@ def offload_activations(program: Program, *, ahead: int = 1, least: int = LEAST)
     calls = program.nodes(Call, phase=Phase.BACKWARD)
     if not calls:
         return program
-    large = [node for node in program.saved() if data(node).nbytes >= least and calls[0] not in node.users]
+    large = [node for node in program.saved() if data(node).nbytes >= least and _is_read_later(node, calls)]
     found = [(node, call) for node in large if (call := maker_of(program, node))]
     if not found:
         return program
@@ -46,6 +46,12 @@ def offload_activations(program: Program, *, ahead: int = 1, least: int = LEAST)
     for node, call in reversed(found):
         _move(program, node, call, away, calls, ahead)
     return program
+
+
+def _is_read_later(node: fx.Node, calls: list[fx.Node]) -> bool:
+    """True if regions of the backward behind the first read `node`, and nothing else does."""
+    users = [user for user in node.users if data(user).phase is Phase.BACKWARD]
+    return bool(users) and calls[0] not in users and all(user in calls for user in users)
 
 
 def _move(program: Program, node: fx.Node, maker: fx.Node, away: fx.Node, calls: list[fx.Node], ahead: int) -> None:

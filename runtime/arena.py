@@ -4,7 +4,8 @@ A loan ends when the last tensor in it is gone, whoever holds that: autograd for
 way, the user. Until then nobody else gets the memory, so two forwards before their backwards have two arenas.
 
 On CUDA a loan is made on the current stream, and only to programs on that stream: whatever the next one writes comes
-behind what the one before has read. A tensor that another stream reads must, as always, be kept until it has.
+behind what the one before has read. A tensor that another stream reads must be kept until it has: `record_stream`, by
+which torch's allocator would know, means nothing for memory that is lent.
 """
 
 from __future__ import annotations

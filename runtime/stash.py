@@ -10,7 +10,7 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zcompile._torch import keeps_graph
 from zcompile.errors import StateError
-from zcompile.runtime.files import nameless, set_aside
+from zcompile.runtime.files import Room, nameless, set_aside
 
 PENDING = 2
 """Activations that are on their way to the disk at once: more would fill the memory that they are to leave."""
@@ -70,13 +70,20 @@ class Stash(ABC):
         held = self._put(value.as_strided((last + 1,), (1,)))
         self._number += 1
         self._slots[self._number] = _Kept(held, value.shape, value.stride(), value.dtype)
-        token = torch.tensor(self._number)
+        token = torch.tensor(self._number, device="cpu")
         self._tokens[self._number] = StorageWeakRef(token.untyped_storage())
         return token
 
     def fetch(self, token: torch.Tensor) -> Arrival:
-        """Start bringing back what `token` stands for. Its slot is free then, unless another backward is to come."""
+        """Start bringing back what `token` stands for. Its slot is free then, unless another backward is to come.
+
+        Raises:
+            StateError: it has been brought back before, or its slot was given up.
+        """
         number = int(token)
+        if number not in self._slots:
+            found = "stands for an activation that is gone: hooks on saved tensors copy, or a backward failed before"
+            raise StateError("offload_activations", found, "leave it out, or torch.autograd.graph.saved_tensors_hooks")
         kept = self._slots[number]
         arrive = self._get(kept.held, kept.dtype, last=not keeps_graph())
         if not keeps_graph():
@@ -109,18 +116,23 @@ class HostStash(Stash):
 
     Hazards: the value is complete when the current stream gets to the stash, which the copying stream waits for; it
     must not be freed for other work before it is read, which `record_stream` sees to. The way back is behind the way
-    out in the same stream. What comes back is allocated on the copying stream, and used on the one that waits.
+    out in the same stream. What comes back is allocated on the copying stream, and used on the one that waits. The host
+    waits for the copy before the last, so that what has been freed by name is not alive in great numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._stream = torch.cuda.Stream(device)
+        self._leaving: deque[torch.cuda.Event] = deque()
 
     def _put(self, flat: torch.Tensor) -> torch.Tensor:
+        if len(self._leaving) >= PENDING:
+            self._leaving.popleft().synchronize()
         self._stream.wait_stream(torch.cuda.current_stream(flat.device))
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         with torch.cuda.stream(self._stream):
             host.copy_(flat, non_blocking=True)
+            self._leaving.append(self._stream.record_event())
         flat.record_stream(self._stream)
         return host
 
@@ -150,6 +162,43 @@ class _Extent:
     written: Future[None]
 
 
+class _File:
+    """What the threads work on. They must not hold the stash: its end waits for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.number = nameless(folder)
+        self.room = Room()
+        self.leaving: dict[int, torch.Tensor] = {}
+        """What has not been written yet, by its offset."""
+        self.seconds = 0.0
+
+    def write(self, offset: int) -> None:
+        started, flat = time.perf_counter(), self.leaving[offset]
+        left, at = _bytes_of(flat), offset
+        while left:
+            done = os.pwrite(self.number, left, at)
+            left, at = left[done:], at + done
+        self.leaving.pop(offset, None)
+        self.seconds += time.perf_counter() - started
+
+    def read(self, extent: _Extent, back: torch.Tensor) -> None:
+        extent.written.result()
+        started, left, at = time.perf_counter(), _bytes_of(back), extent.offset
+        while left:
+            done = os.preadv(self.number, [left], at)
+            left, at = left[done:], at + done
+        self.seconds += time.perf_counter() - started
+
+    def drop(self, extent: _Extent) -> None:
+        """Its bytes are free, once nothing writes them."""
+        if extent.written.cancel():
+            self.leaving.pop(extent.offset, None)
+        if extent.written.done():
+            self.room.give(extent.offset, extent.nbytes)
+        else:
+            extent.written.add_done_callback(lambda _: self.room.give(extent.offset, extent.nbytes))
+
+
 class DiskStash(Stash):
     """A nameless file in `folder`, written and read by threads, for a model on the CPU.
 
@@ -163,73 +212,55 @@ class DiskStash(Stash):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._file = nameless(folder)
-        self._end = 0
-        self.seconds = 0.0
-        """Of writing and of reading, on threads of their own."""
-        self._free: dict[int, list[int]] = defaultdict(list)
+        self._file = _File(folder)
+        self._set_aside = 0
         self._waiting: deque[_Extent] = deque()
-        self._tensors: dict[int, torch.Tensor] = {}
         self._writer, self._reader = (ThreadPoolExecutor(1, f"zcompile {name}") for name in ("stash", "fetch"))
-        weakref.finalize(self, _close, self._writer, self._reader, self._file)
+        weakref.finalize(self, _close, self._writer, self._reader, self._file.number)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        return self._end
+        return self._set_aside
+
+    @property
+    def seconds(self) -> float:
+        """Of writing and of reading, on threads of their own."""
+        return self._file.seconds
 
     def _put(self, flat: torch.Tensor) -> _Extent:
         while len(self._waiting) >= PENDING:
             self._ended(self._waiting.popleft())
-        offset = self._room(flat.nbytes)
-        self._tensors[offset] = flat
-        extent = _Extent(offset, flat.nbytes, self._writer.submit(self._write, offset))
+        offset = self._file.room.take(flat.nbytes)
+        try:
+            if (more := self._file.room.end - self._set_aside) > 0:
+                set_aside(self.folder, self._file.number, self._set_aside, more, "activations")
+                self._set_aside += more
+        except StateError:
+            self._file.room.give(offset, flat.nbytes)
+            raise
+        self._file.leaving[offset] = flat
+        extent = _Extent(offset, flat.nbytes, self._writer.submit(self._file.write, offset))
         self._waiting.append(extent)
         return extent
 
-    def _room(self, nbytes: int) -> int:
-        """Where in the file `nbytes` are free."""
-        if self._free[nbytes]:
-            return self._free[nbytes].pop()
-        offset = self._end
-        set_aside(self.folder, self._file, offset, nbytes, "an activation")
-        self._end += nbytes
-        return offset
-
-    def _write(self, offset: int) -> None:
-        started, flat = time.perf_counter(), self._tensors[offset]
-        left, at = _bytes_of(flat), offset
-        while left:
-            done = os.pwrite(self._file, left, at)
-            left, at = left[done:], at + done
-        del left
-        self._tensors.pop(offset, None)
-        self.seconds += time.perf_counter() - started
-
     def _get(self, held: _Extent, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
         if held.written.cancel():
-            flat = self._tensors[held.offset]
+            flat = self._file.leaving[held.offset]
             if last:
-                self._drop(held)
+                self._file.drop(held)
             return lambda: flat
-        back = torch.empty(held.nbytes, dtype=torch.uint8)
-        reading = self._reader.submit(self._read, held, back)
+        back = torch.empty(held.nbytes, dtype=torch.uint8, device="cpu")
+        reading = self._reader.submit(self._file.read, held, back)
+        if last:
+            file = self._file
+            reading.add_done_callback(lambda _: file.drop(held))
 
         def land() -> torch.Tensor:
             self._checked(reading)
-            if last:
-                self._drop(held)
             return back.view(dtype)
 
         return land
-
-    def _read(self, extent: _Extent, back: torch.Tensor) -> None:
-        extent.written.result()
-        started, left, at = time.perf_counter(), _bytes_of(back), extent.offset
-        while left:
-            done = os.preadv(self._file, [left], at)
-            left, at = left[done:], at + done
-        self.seconds += time.perf_counter() - started
 
     def _ended(self, extent: _Extent) -> None:
         if not extent.written.cancelled():
@@ -243,11 +274,7 @@ class DiskStash(Stash):
             raise StateError(str(self.folder), f"failed to keep activations: {error.strerror}", fix) from error
 
     def _drop(self, held: _Extent) -> None:
-        if held.written.cancel() or held.written.done():
-            self._tensors.pop(held.offset, None)
-            self._free[held.nbytes].append(held.offset)
-        else:
-            held.written.add_done_callback(lambda _: self._free[held.nbytes].append(held.offset))
+        self._file.drop(held)
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:

@@ -68,7 +68,9 @@ class Options:
         limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
         checkpoint = f" checkpoint {self.checkpoint}" if self.checkpoint is not None else ""
         bucket = f" bucket {self.bucket}" if self.bucket is not None else ""
-        away = f" offload_activations {self.offload_activations}" if self.offload_activations is not None else ""
+        # Each rank may have a disk of its own.
+        kind = str(self.offload_activations).partition(":")[0]
+        away = f" offload_activations {kind}" if self.offload_activations is not None else ""
         given = f"{limit}{checkpoint}{bucket}{' arenas' if self.arenas else ''}{away}"
         return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{given}"
 

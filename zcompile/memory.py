@@ -1,8 +1,8 @@
 """Memory: the bytes that a step holds at each line of its program, predicted.
 
 Counted are values between regions and within them, full parameters and reduced gradients: what a step takes beside the
-shards and the optimizer's state. Not counted are what single operations take while they run, and what messages are
-copied into to be sent or summed: two buckets at most.
+shards and the optimizer's state. Not counted are what single operations take while they run, what messages are
+copied into to be sent or summed, two buckets at most, and activations that are on their way out, two at most.
 
 Sizes that vary between calls count as in the call that was traced.
 """
