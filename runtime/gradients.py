@@ -170,7 +170,8 @@ def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
         return
     finite = torch.stack([torch.isfinite(local_tensor(gradient)).all() for gradient in gradients]).all()
     overflowed = (~finite).to(torch.int32).view(1)
-    dist.all_reduce(overflowed, op=dist.ReduceOp.MAX, group=whole[0].device_mesh.get_group())
+    for group in whole[0].device_mesh.get_all_groups():
+        dist.all_reduce(overflowed, op=dist.ReduceOp.MAX, group=group)
     for gradient in whole:
         local_tensor(gradient).masked_fill_(overflowed[0].bool(), torch.inf)
 
@@ -182,10 +183,6 @@ def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradients.shards.gradient(name, tensor)
     else:
-        _local(parameter.grad).add_(tensor)
+        local_tensor(parameter.grad).add_(tensor)
     if twin is not None:
         twin.grad = parameter.grad
-
-
-def _local(gradient: torch.Tensor | nn.Parameter) -> torch.Tensor:
-    return local_tensor(gradient) if isinstance(gradient, DTensor) else gradient

@@ -71,7 +71,7 @@ class StateFile:
             for optimizer, named in zip(optimizers, slots, strict=True):
                 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 for parameter in (one for one in parameters if id(one) in held):
-                    local = _local(parameter)
+                    local = local_tensor(parameter)
                     for name, dtype in named.items():
                         nbytes = local.numel() * max(dtype.itemsize, local.itemsize)
                         self._slots[id(optimizer), id(parameter), name] = _Slot(size, nbytes)
@@ -123,7 +123,7 @@ class StateFile:
 
     def _placed(self, value: Any, slot: _Slot) -> Any:
         """`value` in its place in the file, where it may be already; what is no plain tensor stays where it is."""
-        local = _local(value) if isinstance(value, torch.Tensor) else value
+        local = local_tensor(value) if isinstance(value, torch.Tensor) else value
         if type(local) is not torch.Tensor or not 0 < local.nbytes <= slot.nbytes:
             return value
         place = torch.frombuffer(self._map, dtype=torch.uint8, count=local.nbytes, offset=slot.offset)
@@ -142,10 +142,6 @@ def _close(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, file: int) ->
     for thread in (reader, writer):
         thread.shutdown()
     os.close(file)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.data
 
 
 def _reserved(folder: Path, size: int) -> tuple[int, mmap.mmap]:

@@ -74,7 +74,7 @@ def sharded(tensor: torch.Tensor, name: str) -> ShardedParameter:
 
 def _whole(result: DTensor) -> DTensor:
     if any(placement.is_partial() for placement in result.placements):
-        return result.redistribute(placements=[Replicate()] * result.device_mesh.ndim)
+        return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
     return result
 
 

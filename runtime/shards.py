@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from zcompile._torch import backward_number, local_tensor
 from zcompile.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.parameter import sharded
+from zcompile.runtime.placing import ModelParallel, Placing, along
 
 
 class Full:
@@ -67,6 +68,8 @@ class UnitShards:
         self.communicator = communicator
         self.buffers, self.offsets = _allocate(unit, device)
         self.parameters: dict[str, nn.Parameter] = {}
+        self._placings: dict[str, Placing] = {}
+        """Of parameters that are DTensors."""
         self.kept: dict[tuple[str, ...], Full] = {}
         """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold; also stale ones."""
         self.ahead: dict[tuple[str, ...], Any] = {}
@@ -75,19 +78,22 @@ class UnitShards:
         """Under `torch.compile`: what the user's module holds in place of a shard. It has the same `.grad`."""
         self._held: dict[str, Held] = {}
 
-    def adopt(self, param: Param, source: nn.Parameter) -> nn.Parameter:
+    def adopt(self, param: Param, source: nn.Parameter, beside: ModelParallel | None = None) -> nn.Parameter:
         """Make the parameter that stands for `source` from now on, with the values of the mesh's first rank.
 
-        `source` keeps its memory until the caller frees it. Collective.
+        `source` keeps its memory until the caller frees it. Collective. `beside`: what the model is divided over else.
         """
-        value = source.detach()
+        value, mesh = local_tensor(source), self.communicator.mesh
         self.communicator.broadcast(value)
+        self._placings[param.name] = along(param, mesh) if beside is None else beside.sharded(param, source)
         self.parameters[param.name] = adopted = self._distributed(param, value)
         return adopted
 
-    def adopt_plain(self, param: Param, source: nn.Parameter) -> nn.Parameter:
+    def adopt_plain(self, param: Param, source: nn.Parameter, beside: ModelParallel | None = None) -> nn.Parameter:
         """Take the user's own parameter, as stage 0 does, with the values of the mesh's first rank. Collective."""
-        self.communicator.broadcast(source.detach())
+        self.communicator.broadcast(local_tensor(source))
+        if beside is not None and isinstance(source, DTensor):
+            self._placings[param.name] = beside.whole(source)
         self.parameters[param.name] = source
         return source
 
@@ -99,34 +105,21 @@ class UnitShards:
             local.copy_(value[start:stop])
         else:
             local = value.clone(memory_format=torch.contiguous_format)
-        made = nn.Parameter(self.distribute(param, local), requires_grad=param.trainable)
+        made = nn.Parameter(self._placings[param.name].place(local), requires_grad=param.trainable)
         sharded(made, param.name)
         return made
 
-    def distribute(self, param: Param, local: torch.Tensor) -> DTensor:
-        """`local` as this rank's part of a tensor shaped like `param`."""
-        placement = Shard(0) if param.shards else Replicate()
-        return DTensor.from_local(
-            local,
-            self.communicator.mesh,
-            [placement],
-            run_check=False,
-            shape=torch.Size(param.shape),
-            stride=contiguous_stride(param.shape),
-        )
-
     def gradient(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, shaped like this rank's part of the parameter `name`, as it stands in `.grad`."""
-        if not isinstance(self.parameters[name], DTensor):
-            return tensor
-        return self.distribute(self.unit.params[self.unit.index(name)], tensor)
+        placing = self._placings.get(name)
+        return tensor if placing is None else placing.place(tensor)
 
     def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
-        """This rank's part of `full`, which is shaped like the parameter `name`, in memory of its own."""
+        """This rank's part of `full`, which is shaped like the full parameter `name`, in memory of its own."""
         param = self.unit.params[self.unit.index(name)]
         start, stop = param.shard_rows(self.communicator.rank)
         mine = full[start:stop] if param.shards else full
-        return self.distribute(param, mine.clone(memory_format=torch.contiguous_format))
+        return self._placings[name].place(mine.clone(memory_format=torch.contiguous_format))
 
     def padded_shard(self, param: Param) -> torch.Tensor:
         """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
@@ -143,8 +136,7 @@ class UnitShards:
 
     def local(self, param: Param) -> torch.Tensor:
         """This rank's values of `param`: its rows, or the whole of it where it is not sharded."""
-        parameter = self.parameters[param.name]
-        return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+        return local_tensor(self.parameters[param.name])
 
     # -- gradients held back --------------------------------------------------------------------------------------
 
@@ -156,9 +148,8 @@ class UnitShards:
             return
         if parameter.grad is not None:
             self._add_averaged(name, gradient, parameter.grad)
-        shown = gradient
-        if isinstance(parameter, DTensor):
-            shown = DTensor.from_local(gradient, self.communicator.mesh, [Partial("avg")], run_check=False)
+        placing = self._placings.get(name)
+        shown = gradient if placing is None else placing.unreduced().place(gradient)
         self._held[name] = Held(gradient, shown)
         self._show(name, shown)
 
@@ -167,10 +158,9 @@ class UnitShards:
         param = self.unit.params[self.unit.index(name)]
         if param.shards:
             start, stop = param.shard_rows(self.communicator.rank)
-            assert isinstance(averaged, DTensor), "gradients are placed as their shards"
             gradient[start:stop].add_(local_tensor(averaged), alpha=self.communicator.size)
         else:
-            gradient.add_(local_tensor(averaged) if isinstance(averaged, DTensor) else averaged)
+            gradient.add_(local_tensor(averaged))
 
     def held(self, name: str) -> Held | None:
         """What is held back for the parameter `name`, unless the user has dropped it from `.grad`."""
@@ -258,8 +248,3 @@ def _allocate(unit: Unit, device: torch.device) -> tuple[dict[torch.dtype, torch
             offsets[param.name] = sizes.get(param.dtype, 0)
             sizes[param.dtype] = offsets[param.name] + param.shard_numel
     return {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}, offsets
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of `shape`."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -39,7 +39,11 @@ from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op
 from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (state, op, ...) -> the same result
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
 from torch.autograd.graph import Node
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import (
+    _StridedShard as StridedShard,  # rows of what another dimension gave
+)
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
@@ -51,6 +55,7 @@ __all__ = [
     "HigherOrderOperator",
     "InternalTorchDynamoError",
     "OpOverload",
+    "StridedShard",
     "Unsupported",
     "UserError",
     "after_backward",
@@ -63,11 +68,14 @@ __all__ = [
     "copyable",
     "default_partition",
     "default_store",
+    "flattened",
+    "give_up",
     "group_timeout",
     "has_gradient_hooks",
     "has_step_pre_hooks",
     "inductor_decompositions",
     "is_symbolic",
+    "joint_mesh",
     "keeps_graph",
     "local_tensor",
     "min_cut_rematerialization_partition",
@@ -371,9 +379,31 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return name.lower()
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The local tensor itself, with its own version counter and no autograd around it: `to_local()` costs 10 us."""
-    return tensor._local_tensor
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, without autograd: all of it or, of a DTensor, the local tensor itself.
+
+    That has a version counter of its own, and `to_local()` costs 10 us.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def give_up(parameter: torch.nn.Parameter) -> None:
+    """Let go of a parameter's memory: of a DTensor that of the local tensor."""
+    empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = empty
+    else:
+        parameter.data = empty
+
+
+def joint_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh of two dimensions that `first` and `second` are dimensions of; a RuntimeError if there is none."""
+    return DeviceMesh._concatenate([first, second])
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks of a mesh as one dimension. Collective over the mesh that it was sliced from."""
+    return mesh._flatten()
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:

@@ -22,6 +22,7 @@ from zcompile._torch import aot_autograd, is_symbolic, no_donated_buffers, promi
 from zcompile.derived import is_view
 from zcompile.errors import CaptureError
 from zcompile.layout import Layout, identifier
+from zcompile.local_inputs import Local, local_values, with_local_inputs
 from zcompile.ops import NAMES, Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
 from zcompile.program import Program, set_results
 from zcompile.tensor_type import TensorType
@@ -55,6 +56,8 @@ class Names:
     """Names of the positional arguments of the traced module's forward."""
     root: str = ""
     """Path of the traced module in the model."""
+    locals: Mapping[int, Local] = field(default_factory=dict)
+    """Of parameters that are DTensors while a call runs, by identity: what graphs are given in their place."""
 
     def of_input(self, target: str) -> str:
         """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
@@ -97,9 +100,13 @@ class Capture:
             inference_compiler=self._inference,
             partition_fn=self._partition,
         )
+        locals_ = self.names.locals
+        module, inputs = with_local_inputs(module, example_inputs, locals_)
         with no_donated_buffers():
-            compiled: Callable[..., Any] = frontend(module, example_inputs)
-        return compiled
+            compiled: Callable[..., Any] = frontend(module, inputs)
+        if not locals_:
+            return compiled
+        return lambda *args: compiled(*local_values(args, locals_))
 
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object

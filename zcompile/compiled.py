@@ -15,14 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zcompile._torch import copyable
+from zcompile._torch import copyable, flattened, local_tensor
 from zcompile.configuration import Options
 from zcompile.engine import Engine
-from zcompile.errors import (
-    ModelError,
-    ParameterError,
-    StateError,
-)
+from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.fragments import Tree
 from zcompile.layout import STAGES, Layout
 from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimizers
@@ -31,11 +27,13 @@ from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.flights import Traffic
 from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
+from zcompile.runtime.placing import ModelParallel
 from zcompile.sharding import Retired, Site, shard_model
 from zcompile.state import ModelState, Save
+from zcompile.tensor_parallel import check_replicated, model_parallel
 from zcompile.timeline import Timeline
 from zcompile.units import make_layout
-from zcompile.weights import Source, open_weights
+from zcompile.weights import Source, Weights, open_weights
 
 
 def compile(
@@ -67,7 +65,7 @@ def compile(
         optimizer: One or several built over the model's parameters: pointed at the shards. Later ones need no mention.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
-        mesh: The data-parallel `DeviceMesh` of one dimension; by default all ranks. Without `torchrun` a world of one.
+        mesh: The data-parallel `DeviceMesh`: one dimension, beside a tensor-parallel model's; by default all ranks.
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
@@ -90,19 +88,48 @@ def compile(
         GroupError: several ranks and no process group, or a mesh that does not fit.
         AgreementError: the ranks hold different models or options.
     """
-    asked = Options.among(locals())
+    return _compiled(model, Options.among(locals()), mesh, units, _optimizers(optimizer, model), weights)
+
+
+def _compiled(
+    model: nn.Module,
+    asked: Options,
+    mesh: DeviceMesh | None,
+    units: Sequence[str] | None,
+    optimizers: Sequence[Optimizer],
+    weights: Source | None,
+) -> CompiledModule:
     given = None if weights is None else open_weights(weights)
-    communicator, optimizers = _communicator(model, mesh), _optimizers(optimizer, model)
-    layout = make_layout(model, STAGES[stage], communicator.size, units, asked.precision)
+    beside, communicator = model_parallel(model, mesh), _communicator(model, mesh)
+    layout = make_layout(model, STAGES[asked.stage], communicator.size, units, asked.precision)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
-    shards, sites, retired = shard_model(model, layout, communicator, given)
+    if beside is not None:
+        _check_parallel(model, beside, communicator.device, given)
+    shards, sites, retired = shard_model(model, layout, communicator, given, beside)
     point_at_shards(optimizers, shards.values(), retired)
-    return CompiledModule(model, Engine(layout, shards, communicator, agreement, asked), sites, retired)
+    engine = Engine(layout, shards, communicator, agreement, asked)
+    return CompiledModule(model, engine, sites, retired, _state(model, engine, beside))
 
 
 def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:
     device = _device(model, mesh)
     return Communicator(resolve_mesh(mesh, device), device)
+
+
+def _check_parallel(model: nn.Module, beside: ModelParallel, device: torch.device, weights: Weights | None) -> None:
+    if weights is not None:
+        fix = "load them before parallelize_module, or with load_full_state_dict afterwards"
+        raise OptionError("weights", "cannot be read into a tensor-parallel model", fix)
+    check_replicated(model, beside, device)
+
+
+def _state(model: nn.Module, engine: Engine, beside: ModelParallel | None) -> ModelState:
+    """The model's state is that of all ranks that have a part of it."""
+    communicator, agreement = engine.communicator, engine.agreement
+    if beside is not None:
+        communicator = Communicator(flattened(beside.joint), communicator.device)
+        agreement = Agreement(communicator)
+    return ModelState(model, communicator, agreement, engine.layout.stage.number)
 
 
 def _optimizers(given: Optimizer | Sequence[Optimizer] | None, model: nn.Module) -> Sequence[Optimizer]:
@@ -122,8 +149,6 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     """The device of the model's parameters; where all are on meta, the one that they are for."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            raise ModelError(name, "is a DTensor already", "compile a plain model, and compile it once")
         if param.grad is not None:
             raise ModelError(name, "has a gradient, which would be lost", "step or zero_grad() before zcompile.compile")
         if not param.is_meta:
@@ -140,8 +165,8 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 def _refuse_shared_storage(model: nn.Module) -> None:
     """Two parameters in one memory are one to an optimizer, and would be two once sharded."""
     places = sorted(
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n)
-        for n, p in model.named_parameters()
+        (p.data_ptr(), p.data_ptr() + p.nbytes, n)
+        for n, p in ((name, local_tensor(param)) for name, param in model.named_parameters())
         if p.numel() and not p.is_meta
     )
     for (_, end, name), (start, _, other) in itertools.pairwise(places):
@@ -161,7 +186,9 @@ class CompiledModule(nn.Module):
     It shows the model's own tree: parameters, buffers, modules and state under the model's own names.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, sites: Sequence[Site], retired: Retired) -> None:
+    def __init__(
+        self, model: nn.Module, engine: Engine, sites: Sequence[Site], retired: Retired, state: ModelState
+    ) -> None:
         super().__init__()
         # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
         object.__setattr__(self, "_model", model)
@@ -171,7 +198,7 @@ class CompiledModule(nn.Module):
         self._engine = engine
         self._tree = Tree(model, engine, sites, retired)
         watch_optimizers(self, engine, dict(retired))
-        self._model_state = ModelState(model, engine.communicator, engine.agreement, engine.layout.stage.number)
+        self._model_state = state
 
     # -- calling --------------------------------------------------------------------------------------------------
 

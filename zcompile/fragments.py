@@ -94,6 +94,7 @@ class Tree:
             frozenset(self._paths.values()),
             tuple(signature.parameters)[1:],
             path,
+            {id(site.husk): site.local for site in self.sites if site.local is not None},
         )
 
 
@@ -189,6 +190,10 @@ class Fragment:
         """The module's own parameters gathered, as leaves of autograd, while its code runs as plain Python."""
         owners = {id(owner) for owner in _owners(self.module)}
         own = [site for site in self.sites if id(site.owner) in owners]
+        for site in own:
+            if site.local is not None:
+                found = f"is tensor-parallel, and the code of {self.path or 'the model'} that reads it breaks the graph"
+                raise CaptureError(site.name, found, "mend the graph break (see explain())")
         before = self._check(own)
         leaves = self._gathered(own)
         versions = {name: leaf._version for name, leaf in leaves.items()}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
 from zcompile.errors import OptimizerError, StateError, nearest
-from zcompile.runtime.shards import contiguous_stride
+from zcompile.runtime.placing import Placing
 
 Slots = dict[str, dict[str, Any]]
 """What an optimizer keeps of each parameter, by the parameter's name and its own: `exp_avg`, `step`."""
@@ -155,6 +155,5 @@ def _empty(value: Shape, param: torch.Tensor | None) -> torch.Tensor:
         return torch.empty(value.shape, dtype=value.dtype, device=None if param is None else param.device)
     like = value.shape == tuple(param.shape)
     local = torch.empty(param.to_local().shape if like else value.shape, dtype=value.dtype, device=param.device)
-    placements = param.placements if like else (Replicate(),)
-    shape, stride = torch.Size(value.shape), contiguous_stride(value.shape)
-    return DTensor.from_local(local, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    placements = tuple(param.placements) if like else (Replicate(),) * param.device_mesh.ndim
+    return Placing(param.device_mesh, placements, torch.Size(value.shape)).place(local)

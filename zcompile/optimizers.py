@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from zcompile._torch import local_tensor
 from zcompile.engine import Engine
 from zcompile.errors import OptimizerError
 from zcompile.runtime.shards import UnitShards
@@ -111,7 +111,8 @@ def _pointed(
         state: dict[str, Any] = optimizer.state[old]
         name = next(name for name, param in unit.parameters.items() if param is new)
         optimizer.state[new] = {
-            key: unit.shard_of(name, value) if _is_like(key, value, new) else value for key, value in state.items()
+            key: unit.shard_of(name, local_tensor(value)) if _is_like(key, value, new) else value
+            for key, value in state.items()
         }
         del optimizer.state[old]
     return new
@@ -119,8 +120,7 @@ def _pointed(
 
 def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     """True for state that follows its parameter; a count of steps does not, though it may have a scalar's shape."""
-    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    return is_plain and value.shape == parameter.shape and key != "step"
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
 
 
 def _called_by_scaler() -> bool:

@@ -8,12 +8,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from zcompile._torch import tree_leaves
+from zcompile._torch import give_up, local_tensor, tree_leaves
 from zcompile.errors import ParameterError
 from zcompile.layout import Layout
+from zcompile.local_inputs import Local
 from zcompile.materialise import Materialiser, trim
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.placing import ModelParallel, Placing
 from zcompile.runtime.shards import UnitShards
 from zcompile.weights import Weights
 
@@ -31,15 +34,12 @@ class Site:
     shard: nn.Parameter
     husk: nn.Parameter = field(repr=False)
     """What stands here while a call runs: the full parameter's shape without memory, for the tracer to see."""
+    local: Local | None = None
+    """What graphs are given for it, of a tensor-parallel parameter."""
 
 
-class RetiredParameter(nn.Parameter):
-    """A parameter from before `compile`: whoever still holds it is told, whatever he does with it."""
-
+class _Refusing:
     zcompile_name: str
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"RetiredParameter({self.zcompile_name!r})"
 
     @classmethod
     def __torch_function__(
@@ -56,19 +56,39 @@ class RetiredParameter(nn.Parameter):
         raise ParameterError(name, "is held from before zcompile.compile, and has neither values nor gradient", fix)
 
 
+class RetiredParameter(_Refusing, nn.Parameter):
+    """A parameter from before `compile`: whoever still holds it is told, whatever he does with it."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"RetiredParameter({self.zcompile_name!r})"
+
+
+class RetiredDTensor(_Refusing, DTensor):
+    """The same of a tensor-parallel parameter."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"RetiredDTensor({self.zcompile_name!r})"
+
+
 def retire(parameter: nn.Parameter, name: str) -> None:
     """Let every use of `parameter` be an error that says `name`."""
-    if type(parameter) is nn.Parameter:
+    kinds: dict[type[Any], type[Any]] = {nn.Parameter: RetiredParameter, DTensor: RetiredDTensor}
+    if (kind := kinds.get(type(parameter))) is not None:
         parameter.zcompile_name = name  # type: ignore[attr-defined]
-        parameter.__class__ = RetiredParameter
+        parameter.__class__ = kind
 
 
 def shard_model(
-    model: nn.Module, layout: Layout, communicator: Communicator, weights: Weights | None = None
+    model: nn.Module,
+    layout: Layout,
+    communicator: Communicator,
+    weights: Weights | None = None,
+    beside: ModelParallel | None = None,
 ) -> tuple[dict[str, UnitShards], list[Site], Retired]:
     """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective.
 
-    What has no values yet gets them unit by unit, or all is read from `weights`: see `zcompile.materialise`.
+    What has no values yet gets them unit by unit, or all is read from `weights`: see `zcompile.materialise`. `beside`:
+    over what the model is divided already.
 
     Returns the shards by unit, the places in the module tree, and the parameters that were replaced.
 
@@ -91,13 +111,14 @@ def shard_model(
             for param, full in values.full(unit):
                 old = originals[param.name]
                 plain = not layout.stage.optimizer_sharded
-                shard = held.adopt_plain(param, full) if plain else held.adopt(param, full)
-                husk = husk_of(full, param.full_dtype)
-                sites += [Site(owner, key, param.name, shard, husk) for owner, key in places[id(old)]]
+                shard = (held.adopt_plain if plain else held.adopt)(param, full, beside)
+                leaf = husk_of(full, param.full_dtype)
+                husk, local = _whole_husk(full, leaf) if isinstance(full, DTensor) else (leaf, None)
+                sites += [Site(owner, key, param.name, shard, husk, local) for owner, key in places[id(old)]]
                 if shard is not old:
                     retired[id(old)] = (old, param.name)
                 if not plain:
-                    full.data = torch.empty(0, dtype=full.dtype, device=full.device)
+                    give_up(full)
             if communicator.device.type == "cpu":
                 trim()
         values.place_buffers()
@@ -112,7 +133,14 @@ def shard_model(
 
 
 def husk_of(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of the same shape, contiguous as gathered ones are, whose memory is freed at once."""
-    empty = torch.empty(param.shape, dtype=dtype, device=param.device)
+    """A parameter shaped like this rank's part, contiguous as gathered ones are, whose memory is freed at once."""
+    empty = torch.empty(local_tensor(param).shape, dtype=dtype, device=param.device)
     empty.untyped_storage().resize_(0)
     return nn.Parameter(empty, requires_grad=param.requires_grad)
+
+
+def _whole_husk(param: DTensor, leaf: nn.Parameter) -> tuple[nn.Parameter, Local]:
+    """A husk laid out like `param`, whose local part is `leaf`."""
+    placing = Placing(param.device_mesh, tuple(param.placements), param.shape)
+    husk = nn.Parameter(placing.place(leaf.detach()), requires_grad=leaf.requires_grad)
+    return husk, Local(husk, leaf)

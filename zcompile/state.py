@@ -23,11 +23,11 @@ from torch.optim.optimizer import Optimizer
 from zcompile import errors
 from zcompile._torch import group_timeout, local_tensor, with_local
 from zcompile.errors import StateError, ZcompileError, nearest
-from zcompile.layout import Param
 from zcompile.optimizer_state import Shape, Slots, empty_slots, put_together, take_apart
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint import Place, Writer, check_files, put_in_place, read_manifest, typed
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.placing import part_of, whole_of
 
 Result = TypeVar("Result")
 Values = dict[str, Any]
@@ -98,7 +98,7 @@ class ModelState:
         keeps = self.communicator.rank == 0 or not rank0_only
         for name, value in self.model.state_dict().items():
             if isinstance(value, DTensor):
-                value = value.full_tensor()
+                value = whole_of(value)
             elif isinstance(value, torch.Tensor) and not rank0_only:
                 value = value.clone()
                 self.communicator.broadcast(value)  # buffers may differ between ranks
@@ -173,12 +173,7 @@ class ModelState:
         """What of `value`, whole or in shards, goes into `target` on this rank; a view of it where it can be one."""
         if not isinstance(target, DTensor) or isinstance(value, DTensor):
             return value
-        if target.placements[0].is_shard():
-            start, stop = Param("", tuple(target.shape), target.dtype, True, self.communicator.size).shard_rows(
-                self.communicator.rank
-            )
-            value = value[start:stop]
-        return with_local(target, value.to(target.device))
+        return with_local(target, part_of(value, target).to(target.device))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

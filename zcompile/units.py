@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zcompile._torch import local_tensor
 from zcompile.errors import OptionError, nearest
 from zcompile.layout import Layout, Param, Stage, Unit, identifier
 
@@ -155,11 +156,12 @@ def _named(groups: list[tuple[str, list[Param]]], taken: set[str]) -> Iterator[U
 
 
 def _param(name: str, param: torch.Tensor, stage: Stage, world: int, precision: Precision) -> Param:
-    sharded = stage.optimizer_sharded and param.dim() > 0 and param.numel() > 0
+    held = local_tensor(param)  # a tensor-parallel parameter is to all that follows what this rank has of it
+    sharded = stage.optimizer_sharded and held.dim() > 0 and held.numel() > 0
     compute = precision.compute(param)
     return Param(
         name,
-        tuple(param.shape),
+        tuple(held.shape),
         param.dtype,
         param.requires_grad,
         world if sharded else 0,

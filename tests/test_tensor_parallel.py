@@ -1,0 +1,353 @@
+"""Tensor parallelism beside data parallelism: as on one device, whatever the stage; and what cannot be meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import zcompile
+from tests.ranks import Ranks
+from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
+
+Values = dict[str, torch.Tensor]
+STEPS = 3
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Feed(nn.Module):
+    """Residual blocks over tokens; but for the hidden width, which torch wants so, no mesh divides their sizes."""
+
+    def __init__(self, width: int = 9, hidden: int = 18, vocabulary: int = 13) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Residual(width, hidden) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+MLPS = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+EVERYTHING = {
+    "embed": RowwiseParallel(input_layouts=Replicate()),
+    **MLPS,
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+SEQUENCES = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "blocks.*.norm": SequenceParallel(),
+    "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+PLANS: dict[str, dict[str, Any]] = {"mlps": MLPS, "everything": EVERYTHING, "sequences": SEQUENCES}
+
+
+def feed(seed: int = 0) -> Feed:
+    torch.manual_seed(seed)
+    return Feed()
+
+
+def tokens(step: int, rank: int, length: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    drawn = torch.randint(13, (4, length + 1), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def meshes(data: int, model: int) -> tuple[DeviceMesh, DeviceMesh]:
+    mesh = init_device_mesh("cpu", (data, model), mesh_dim_names=("dp", "tp"))
+    return mesh["dp"], mesh["tp"]
+
+
+def reference(ranks: int, *, clip: bool = True) -> Values:
+    """Plain training on the batches of all data-parallel ranks."""
+    model = feed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            (model(*tokens(step, rank)) / ranks).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def build(data: DeviceMesh, model: DeviceMesh, plan: str, **options: Any) -> zcompile.CompiledModule:
+    return zcompile.compile(parallelize_module(feed(), model, PLANS[plan]), mesh=data, backend="eager", **options)
+
+
+def train(
+    data: DeviceMesh, model: DeviceMesh, plan: str, *, clip: bool = True, **options: Any
+) -> zcompile.CompiledModule:
+    compiled = build(data, model, plan, **options)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        compiled(*tokens(step, data.get_local_rank())).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(compiled.parameters(), 0.5)
+        optimizer.step()
+    return compiled
+
+
+def largest_difference(got: Values, want: Values) -> float:
+    return max(float((got[name] - want[name]).abs().max()) for name in want)
+
+
+def sweep(rank: int, data: int, model: int, plan: str, stages: list[int]) -> list[float]:
+    dp, tp = meshes(data, model)
+    want = reference(data)
+    compiled = (train(dp, tp, plan, stage=stage) for stage in stages)
+    return [largest_difference(one.full_state_dict(rank0_only=False), want) for one in compiled]
+
+
+@pytest.mark.parametrize(("data", "model", "plan"), [(2, 2, "everything"), (2, 2, "sequences"), (1, 3, "mlps")])
+def test_training_equals_that_on_one_device(ranks: Ranks, data: int, model: int, plan: str) -> None:
+    for found in ranks.run(data * model, sweep, data, model, plan, [3]):
+        assert max(found) < 2e-6
+
+
+def stages_apart(rank: int, **options: Any) -> list[str]:
+    """Bits of the parameters in each stage against those of stage 0; names of what differs."""
+    dp, tp = meshes(2, 2)
+    want = train(dp, tp, "everything", clip=False, stage=0).full_state_dict(rank0_only=False)
+    differing = []
+    for stage in (1, 2, 3):
+        got = train(dp, tp, "everything", clip=False, stage=stage).full_state_dict(rank0_only=False)
+        differing += [f"stage {stage} {name}" for name in want if not torch.equal(got[name], want[name])]
+    return differing
+
+
+def test_every_stage_has_the_same_bits(ranks: Ranks) -> None:
+    assert ranks.run(4, stages_apart) == [[]] * 4
+
+
+def options_apart(rank: int) -> list[str]:
+    dp, tp = meshes(2, 2)
+    want = train(dp, tp, "everything").full_state_dict(rank0_only=False)
+    differing = []
+    sweep: tuple[dict[str, Any], ...] = ({"checkpoint": "unit", "arenas": True}, {"checkpoint": 0.7})
+    for options in sweep:
+        got = train(dp, tp, "everything", **options).full_state_dict(rank0_only=False)
+        differing += [f"{options} {name}" for name in want if not torch.equal(got[name], want[name])]
+    return differing
+
+
+def test_checkpoints_and_arenas_have_the_same_bits(ranks: Ranks) -> None:
+    assert ranks.run(4, options_apart) == [[]] * 4
+
+
+def steps_apart(rank: int) -> list[str]:
+    """A train step, and micro-batches, against what they stand for."""
+    dp, tp = meshes(2, 2)
+    want = train(dp, tp, "everything", clip=False).full_state_dict(rank0_only=False)
+    model = parallelize_module(feed(), tp, EVERYTHING)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = zcompile.train_step(model, None, optimizer, mesh=dp, backend="eager")
+    for number in range(STEPS):
+        step(*tokens(number, dp.get_local_rank()))
+    got = step.model.full_state_dict(rank0_only=False)
+    differing = [f"train_step {name}" for name in want if not torch.equal(got[name], want[name])]
+    for stage in (0, 1):
+        found = []
+        for held in (True, False):
+            compiled = build(dp, tp, "everything", stage=stage)
+            if held:
+                with compiled.no_sync():
+                    compiled(*tokens(0, rank // 2)).backward()
+            else:
+                compiled(*tokens(0, rank // 2)).backward()
+            compiled(*tokens(1, rank // 2)).backward()
+            found.append({name: param.grad for name, param in compiled.named_parameters()})
+        for name in found[0]:
+            one, other = (values[name] for values in found)
+            one, other = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in (one, other))
+            if not torch.allclose(one, other, atol=1e-7):
+                differing.append(f"stage {stage} {name}")
+    return differing
+
+
+def test_train_steps_and_micro_batches(ranks: Ranks) -> None:
+    assert ranks.run(4, steps_apart) == [[]] * 4
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def save(rank: int, folder: Path) -> Values:
+    dp, tp = meshes(2, 2)
+    compiled = build(dp, tp, "everything")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    compiled(*tokens(0, dp.get_local_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    compiled.save_checkpoint(folder / "checkpoint", optimizer, extra=rank)
+    compiled.save_full_state_dict(folder / "full.pt")
+    compiled(*tokens(1, dp.get_local_rank())).backward()
+    optimizer.step()
+    return compiled.full_state_dict(rank0_only=False)
+
+
+def resume(rank: int, folder: Path, data: int, model: int) -> tuple[Values, Values]:
+    dp, tp = meshes(data, model or 1)
+    plain = feed(seed=1)
+    divided = parallelize_module(plain, tp, EVERYTHING) if model else plain
+    compiled = zcompile.compile(divided, mesh=dp, stage=2, backend="eager")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    compiled.load_checkpoint(folder / "checkpoint", optimizer)
+    loaded = compiled.full_state_dict(rank0_only=False)
+    for number in range(2 // data):
+        (compiled(*tokens(1, dp.get_local_rank() + number)) * data / 2).backward()
+    optimizer.step()
+    first = torch.load(folder / "full.pt") if rank == 0 else None
+    after = compiled.full_state_dict(rank0_only=False)
+    compiled.load_full_state_dict(first)
+    again = compiled.full_state_dict(rank0_only=False)
+    assert all(torch.equal(loaded[name], again[name]) for name in loaded)
+    return loaded, after
+
+
+def test_checkpoints_load_on_other_meshes(ranks: Ranks, tmp_path: Path) -> None:
+    want = ranks.run(4, save, tmp_path)[0]
+    saved = torch.load(tmp_path / "full.pt")
+    for data, model in ((2, 2), (1, 3), (2, 0)):
+        for loaded, after in ranks.run(data * max(model, 1), resume, tmp_path, data, model):
+            assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+            assert largest_difference(after, want) < 2e-6
+
+
+def optimizer_from_before(rank: int) -> float:
+    dp, tp = meshes(2, 2)
+    found = []
+    for early in (True, False):
+        model = parallelize_module(feed(), tp, EVERYTHING)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model(*tokens(0, 0)).backward()
+        if early:
+            optimizer.step()
+            optimizer.zero_grad()
+            compiled = zcompile.compile(model, optimizer=optimizer, mesh=dp, backend="eager")
+        else:
+            for param in model.parameters():  # as a Partial gradient would be in the other way
+                if isinstance(param.grad, DTensor):
+                    param.grad = param.grad.redistribute(placements=param.placements)
+            optimizer.step()
+            optimizer.zero_grad()
+            compiled = model
+        compiled(*tokens(1, 0)).backward()
+        optimizer.step()
+        named = compiled.named_parameters()
+        found.append({n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in named})
+    return largest_difference(*found)
+
+
+def test_an_optimizer_from_before_keeps_its_state(ranks: Ranks) -> None:
+    assert max(ranks.run(4, optimizer_from_before)) < 2e-6
+
+
+# -- what cannot be meant ---------------------------------------------------------------------------------------------
+
+
+class Breaking(Residual):
+    """Its code breaks the graph, and reads a parameter of its own."""
+
+    def __init__(self, scale: DTensor) -> None:
+        super().__init__(9, 18)
+        self.scale = nn.Parameter(scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale.full_tensor() if len(str(x.sum().item())) else 1.0
+        return super().forward(x) * scale
+
+
+def wrong(rank: int, case: str) -> str:
+    dp, tp = meshes(2, 2)
+    model, mesh, options = feed(), dp, {}
+    if case == "differing":
+        torch.manual_seed(rank)
+        nn.init.normal_(model.norm.weight)
+    model = parallelize_module(model, tp, MLPS)
+    match case:
+        case "no mesh":
+            mesh = None
+        case "its own mesh":
+            mesh = tp
+        case "another mesh":
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+        case "weights":
+            options = {"weights": feed().state_dict()}
+        case "empty":
+            model.head = nn.Linear(9, 1)
+            model = parallelize_module(model, tp, {"head": ColwiseParallel(output_layouts=Replicate())})
+        case "several meshes":
+            param = nn.Parameter(distribute_tensor(torch.ones(4), dp, [Shard(0)]))
+            model.register_parameter("other", param)
+        case "a buffer":
+            model.register_buffer("table", distribute_tensor(torch.ones(4), tp, [Shard(0)]))
+        case "twice":
+            model = zcompile.compile(model, mesh=dp, backend="eager")
+        case "a break":
+            torch.manual_seed(0)
+            model.blocks[1] = Breaking(distribute_tensor(torch.ones(9), tp, [Replicate()]))
+        case "held":
+            held = model.blocks[0].up.weight
+    try:
+        compiled = zcompile.compile(model, mesh=mesh, backend="eager", **options)
+        if case == "held":
+            held.sum()
+        compiled(*tokens(0, 0))
+    except zcompile.ZcompileError as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("no mesh", GroupError, "mesh=mesh['dp']"),
+        ("its own mesh", GroupError, "parameters are divided over"),
+        ("another mesh", GroupError, "is no dimension beside"),
+        ("weights", OptionError, "load_full_state_dict afterwards"),
+        ("differing", ModelError, "norm.weight"),
+        ("empty", ModelError, "head.weight: has 1 rows on dim 0, which leave some of 2 ranks without any"),
+        ("several meshes", ModelError, "divide all parameters over one tensor-parallel mesh"),
+        ("a buffer", ModelError, "table: is a buffer and a DTensor"),
+        ("twice", ModelError, "is sharded by zcompile already"),
+        ("held", ParameterError, "is held from before zcompile.compile"),
+        ("a break", CaptureError, "blocks.1.scale: is tensor-parallel, and the code of blocks.1"),
+    ],
+)
+def test_what_cannot_be_meant_is_an_error_on_every_rank(
+    ranks: Ranks, case: str, kind: type[Exception], text: str
+) -> None:
+    for found in ranks.run(4, wrong, case):
+        assert found.startswith(kind.__name__)
+        assert text in found

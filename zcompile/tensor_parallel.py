@@ -1,0 +1,116 @@
+"""Tensor parallelism: models whose parameters are DTensors over a mesh dimension of their own when they are sharded.
+
+    mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+    compiled = zcompile.compile(model, mesh=mesh["dp"])
+
+What a rank of the tensor-parallel mesh has of a parameter is sharded as a whole parameter would be. The model's code
+runs on DTensors, as it does without zcompile; graphs are given the local tensors that they consist of.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zcompile._torch import joint_mesh, local_tensor
+from zcompile.errors import GroupError, ModelError
+from zcompile.runtime.groups import Communicator
+from zcompile.runtime.parameter import ShardedParameter
+from zcompile.runtime.placing import ModelParallel
+
+
+def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel | None:
+    """The mesh over which parameters of `model` are divided beside the data-parallel `mesh`; None if none is.
+
+    Raises:
+        ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
+        GroupError: `mesh` is not the other dimension of the same mesh.
+    """
+    divided = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    if not divided:
+        return None
+    first, example = next(iter(divided.items()))
+    for name, param in divided.items():
+        _check_placement(name, param)
+        if param.device_mesh != example.device_mesh:
+            found = f"lies on {param.device_mesh}, and {first} on {example.device_mesh}"
+            raise ModelError(name, found, "divide all parameters over one tensor-parallel mesh")
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
+    return ModelParallel(example.device_mesh, _joint(mesh, example.device_mesh))
+
+
+def _check_placement(name: str, param: DTensor) -> None:
+    if isinstance(param, ShardedParameter):
+        raise ModelError(name, "is sharded by zcompile already", "compile a model once")
+    if param.device_mesh.ndim != 1 or not isinstance(param.placements[0], (Shard, Replicate)):
+        found = f"is placed {param.placements} on {param.device_mesh}"
+        raise ModelError(name, found, "divide it over one dimension of a mesh, by Shard or Replicate")
+    if param.is_meta:
+        fix = "give the model values before parallelize_module, or model.to_empty(device=...) and init them"
+        raise ModelError(name, "is a DTensor on the meta device", fix)
+    placement, size = param.placements[0], param.device_mesh.size()
+    if isinstance(placement, Shard) and param.numel():
+        height = param.shape[placement.dim]
+        if -(-height // -(-height // size)) < size:
+            found = f"has {height} rows on dim {placement.dim}, which leave some of {size} ranks without any"
+            raise ModelError(name, found, "replicate it, or use a smaller tensor-parallel mesh")
+
+
+def _joint(data: DeviceMesh | None, model: DeviceMesh) -> DeviceMesh:
+    """The mesh of both dimensions.
+
+    Raises:
+        GroupError: there is none.
+    """
+    names = model.mesh_dim_names or ("tp",)
+    fix = f"give the other dimension of the mesh that {names[0]!r} is of: mesh=mesh['dp']"
+    if data is None:
+        raise GroupError("mesh", f"is missing, and parameters are divided over {model}", fix)
+    if data == model or data.ndim != 1:
+        raise GroupError("mesh", f"is {data}, and parameters are divided over {model}", fix)
+    try:
+        return joint_mesh(data, model)
+    except RuntimeError as error:
+        raise GroupError("mesh", f"is no dimension beside {model}: {error}", fix) from error
+
+
+def check_replicated(model: nn.Module, parallel: ModelParallel, device: torch.device) -> None:
+    """See that plain parameters, which tensor parallelism takes to be on all of its ranks, have the same values there.
+
+    Collective over the tensor-parallel mesh.
+
+    Raises:
+        ModelError: on every rank: one has not.
+    """
+    plain = {name: param for name, param in model.named_parameters() if _is_replicated(param)}
+    if not plain:
+        return
+    sums = torch.stack([_checksum(local_tensor(param)).to(device) for param in plain.values()])
+    most, least = Communicator(parallel.mesh, device).any_rank(torch.stack([sums, -sums])).unbind()
+    # int64 wraps alike on all ranks, also where it is negated.
+    for name, high, low in zip(plain, most.tolist(), least.tolist(), strict=True):
+        if high != -low:
+            found = f"is not divided over {parallel.mesh}, and has other values on other ranks of it"
+            raise ModelError(name, found, "seed all ranks alike before the model is built, or broadcast its values")
+
+
+def _is_replicated(param: torch.Tensor) -> bool:
+    return not isinstance(param, DTensor) or isinstance(param.placements[0], Replicate)
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    """Of the bits of `values`, an int64 [] that tells permutations apart."""
+    places = torch.arange(1, _PIECE + 1, device=values.device)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for piece in values.contiguous().view(-1).view(torch.uint8).split(_PIECE):
+        total.mul_(31).add_((piece * places[: piece.numel()]).sum())
+    return total
+
+
+_PIECE = 2**18
+"""Bytes that are added up at a time: each takes eight meanwhile."""
