@@ -113,7 +113,8 @@ class _Outline:
         if node not in self.inside:
             for source in node.all_input_nodes:
                 self._copy(source)
-            self.inside[node] = self.graph.node_copy(node, self.inside.__getitem__)
+            copied = self.inside[node] = self.graph.node_copy(node, self.inside.__getitem__)
+            set_data(copied, replace(data(node), replicated=""))  # equal regions are one, wherever they are called
         return self.inside[node]
 
     @property
@@ -159,7 +160,7 @@ class _Outer:
         call = self.graph.create_node("call_function", region, (found.name, *args), name=name)
         if single:
             self._give(single, call, found, 0)
-            held = replace(held, type=data(call).type, view=data(call).view, storage=data(call).storage)
+            held = replace(data(call), op=held.op, phase=phase, source=source, unit="")
         set_data(call, held)
         for index, node in enumerate(outline.gives if single is None else ()):
             item = self.graph.create_node("call_function", operator.getitem, (call, index), name=node.name)

@@ -24,7 +24,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import fx
 
 from zcompile import ops
 from zcompile.ops import AllGather, Arena, Data, Reduce, Stack, Store, data, set_data
@@ -45,23 +44,16 @@ def plan_memory(program: Program, *, checkpoints: bool = False) -> Program:
         return program
     packing, bound = pack(list(spans.values())), most_alive(list(spans.values()))
     held = Data(Arena(), type=TensorType.make(torch.uint8, (packing.size,)), view=True)
-    arena = _placeholder(program, "arena", held)
+    arena = program.add_placeholder("arena", held)
     for (node, span), offset in zip(spans.items(), packing.offsets, strict=True):
         op = data(node).op
         assert isinstance(op, (AllGather, Reduce)), "only these have places"
         place = (offset, offset + span.nbytes)
         set_data(node, replace(data(node), op=replace(op, at=place)))
         node.update_kwarg("at", (arena, *place))
-    note = (
-        f"arena: {human_bytes(packing.size)} for {len(spans)} places, of which {human_bytes(bound)} are alive at once"
-    )
+    alive = f"of which {human_bytes(bound)} are alive at once"
+    note = f"arena: {human_bytes(packing.size)} for {len(spans)} places, {alive}"
     return replace(program, notes=(*program.notes, note))
-
-
-def _placeholder(program: Program, name: str, held: Data) -> fx.Node:
-    first = next(iter(program.graph.nodes))
-    with program.graph.inserting_before(first):
-        return set_data(program.graph.create_node("placeholder", name, name=name), held)
 
 
 def _store(program: Program) -> None:
@@ -69,7 +61,7 @@ def _store(program: Program) -> None:
     found = [(node, call) for node in program.saved() if (call := maker_of(program, node)) is not None]
     if not found:
         return
-    stack = _placeholder(program, "stack", Data(Stack()))
+    stack = program.add_placeholder("stack", Data(Stack()))
     for node, call in reversed(found):
         with program.graph.inserting_after(after_items(call)):
             held = replace(data(node), op=Store(), storage=0)

@@ -58,10 +58,12 @@ class ModelParallel:
     Args:
         mesh: Of one dimension.
         joint: The data-parallel dimension, then that of `mesh`.
+        divided: Parameters of which the ranks of `mesh` have different parts.
     """
 
     mesh: DeviceMesh
     joint: DeviceMesh
+    divided: frozenset[str]
 
     def whole(self, parameter: torch.Tensor) -> Placing:
         """The placing of a parameter that data parallelism does not divide."""

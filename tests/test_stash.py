@@ -20,14 +20,21 @@ from tests.ranks import Ranks
 from zcompile import OptionError, StateError
 from zcompile.runtime import stash as runtime_stash
 from zcompile.runtime.files import Room
-from zcompile.runtime.stash import DiskStash
+from zcompile.runtime.keepers import DiskKeeper
+from zcompile.runtime.stash import Stash
+
+
+def disk_of(stash: Stash) -> DiskKeeper:
+    assert isinstance(stash.keeper, DiskKeeper)
+    return stash.keeper
+
 
 # -- stashes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_what_comes_back_is_what_went_away_and_laid_out_alike(tmp_path: Path, dtype: torch.dtype) -> None:
-    stash = DiskStash(tmp_path)
+    stash = Stash(DiskKeeper(tmp_path))
     values = [torch.randn(7, 5, 3).to(dtype), torch.randn(9, 4).t().to(dtype), torch.ones(()).to(dtype)]
     values.append(torch.randn(100, 8)[3:].to(dtype))
     tokens = [stash.stash(value) for value in values]
@@ -39,25 +46,25 @@ def test_what_comes_back_is_what_went_away_and_laid_out_alike(tmp_path: Path, dt
 
 
 def test_room_is_used_again(tmp_path: Path) -> None:
-    stash = DiskStash(tmp_path)
+    stash = Stash(DiskKeeper(tmp_path))
     for _ in range(20):
         tokens = [stash.stash(torch.ones(1000)) for _ in range(3)]
         for token in tokens:
             stash.fetch(token).wait()
-    assert stash.nbytes <= 8 * 4000
+    assert disk_of(stash).nbytes <= 8 * 4000
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_dropped_is_forgotten(tmp_path: Path) -> None:
-    stash = DiskStash(tmp_path)
+    stash = Stash(DiskKeeper(tmp_path))
     for _ in range(20):
         stash.stash(torch.ones(1000))
     assert len(stash._slots) <= 1
-    assert stash.nbytes <= 5 * 4000
+    assert disk_of(stash).nbytes <= 5 * 4000
 
 
 def test_what_is_not_written_yet_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stash, write = DiskStash(tmp_path), os.pwrite
+    stash, write = Stash(DiskKeeper(tmp_path)), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.2), write(*args))[1])
     first, second = stash.stash(torch.ones(10)), stash.stash(torch.full((10,), 2.0))
     assert torch.equal(stash.fetch(second).wait(), torch.full((10,), 2.0))
@@ -65,12 +72,12 @@ def test_what_is_not_written_yet_is_taken_back(tmp_path: Path, monkeypatch: pyte
 
 
 def test_short_writes_and_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stash, write, read = DiskStash(tmp_path), os.pwrite, os.preadv
+    stash, write, read = Stash(DiskKeeper(tmp_path)), os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:7], at))
     monkeypatch.setattr(os, "preadv", lambda file, parts, at: read(file, [parts[0][:5]], at))
     value = torch.arange(50.0)
     token = stash.stash(value)
-    stash._waiting[-1].written.result()
+    disk_of(stash)._waiting[-1].written.result()
     assert torch.equal(stash.fetch(token).wait(), value)
 
 
@@ -78,7 +85,7 @@ def test_a_disk_that_fails_is_an_error_with_its_path(tmp_path: Path, monkeypatch
     def failing(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    stash = DiskStash(tmp_path)
+    stash = Stash(DiskKeeper(tmp_path))
     monkeypatch.setattr(os, "pwrite", failing)
     kept = []
     with pytest.raises(StateError, match=rf"{tmp_path}: failed to keep activations: Input/output error"):
@@ -86,29 +93,29 @@ def test_a_disk_that_fails_is_an_error_with_its_path(tmp_path: Path, monkeypatch
 
 
 def test_sizes_that_vary_share_their_room(tmp_path: Path) -> None:
-    stash = DiskStash(tmp_path)
+    stash = Stash(DiskKeeper(tmp_path))
     for size in range(1, 100):
         held = [stash.stash(torch.ones(100 * size)) for _ in range(3)]
         for token in held:
             stash.fetch(token).wait()
-    assert stash.nbytes <= 3 * 3 * 400 * 99
+    assert disk_of(stash).nbytes <= 3 * 3 * 400 * 99
 
 
 def test_what_was_fetched_and_not_waited_for_gives_its_room_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime_stash, "keeps_graph", lambda: False)  # as within a backward
-    stash = DiskStash(tmp_path)
+    stash = Stash(DiskKeeper(tmp_path))
     for _ in range(20):
         token = stash.stash(torch.ones(1000))
-        stash._waiting[-1].written.result()
+        disk_of(stash)._waiting[-1].written.result()
         stash.fetch(token)
-    assert stash.nbytes <= 5 * 4000
+    assert disk_of(stash).nbytes <= 5 * 4000
 
 
 def test_what_was_fetched_before_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_stash, "keeps_graph", lambda: False)  # as within a backward
-    stash = DiskStash(tmp_path)
+    stash = Stash(DiskKeeper(tmp_path))
     token = stash.stash(torch.ones(10))
     stash.fetch(token).wait()
     with pytest.raises(StateError, match="saved_tensors_hooks"):
@@ -118,21 +125,21 @@ def test_what_was_fetched_before_is_an_error(tmp_path: Path, monkeypatch: pytest
 def test_a_stash_that_is_dropped_while_it_writes_closes_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stash, write = DiskStash(tmp_path), os.pwrite
+    stash, write = Stash(DiskKeeper(tmp_path)), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.2), write(*args))[1])
     stash.stash(torch.ones(10))
-    file = stash._file.number
+    file = disk_of(stash)._file.number
     del stash
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
 
 
 def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
-    stash = DiskStash(tmp_path)
+    stash = Stash(DiskKeeper(tmp_path))
     value = torch.ones(10)
     with torch.device("meta"):
         token = stash.stash(value)
-        stash._waiting[-1].written.result()
+        disk_of(stash)._waiting[-1].written.result()
         assert torch.equal(stash.fetch(token).wait(), value)
 
 
@@ -178,7 +185,7 @@ def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.T
         optimizer.zero_grad()
     values = compiled.full_state_dict(rank0_only=False)
     stash = compiled._engine._session.stash
-    return [values[name] for name in sorted(values)], 0 if stash is None else stash.nbytes  # type: ignore[attr-defined]
+    return [values[name] for name in sorted(values)], 0 if stash is None else disk_of(stash).nbytes  # type: ignore[attr-defined]
 
 
 CASES: dict[str, dict[str, Any]] = {

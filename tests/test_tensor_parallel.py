@@ -15,12 +15,14 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 import zcompile
 from tests.ranks import Ranks
 from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
+from zcompile.ops import Peers
 
 Values = dict[str, torch.Tensor]
 STEPS = 3
@@ -199,6 +201,104 @@ def test_train_steps_and_micro_batches(ranks: Ranks) -> None:
     assert ranks.run(4, steps_apart) == [[]] * 4
 
 
+# -- activations in parts ---------------------------------------------------------------------------------------------
+
+
+def wide() -> Feed:
+    torch.manual_seed(0)
+    return Feed(width=65, hidden=66)
+
+
+def parts_apart(rank: int, data: int, model: int, folder: Path, options: dict[str, Any]) -> tuple[list[str], int, int]:
+    """Gradients of two backwards with activations kept in parts and whole; what differs, and the bytes of both."""
+    dp, tp = meshes(data, model)
+    found: list[Values] = []
+    kept = 0
+    for more in ({}, {"partition_activations": True, **options}):
+        divided = parallelize_module(wide(), tp, EVERYTHING)
+        compiled = zcompile.compile(divided, mesh=dp, checkpoint="unit", backend="eager", **more)
+        for step in range(2):
+            loss = compiled(*tokens(step, dp.get_local_rank(), length=64))
+            if more:
+                stash = compiled._engine._session.stashes[Peers]
+                values = [slot.held.held for slot in stash._slots.values()]
+                kept = sum(value.nbytes for value in values)
+            loss.backward(retain_graph=step == 1)
+        loss.backward()
+        found.append({name: param.grad.to_local() for name, param in compiled.named_parameters()})
+    whole = len(values) * 4 * 64 * 65 * 4
+    return [name for name in found[0] if not torch.equal(found[0][name], found[1][name])], kept, whole
+
+
+@pytest.mark.parametrize(("data", "model"), [(2, 2), (1, 3)])
+def test_activations_in_parts_give_the_same_bits(ranks: Ranks, tmp_path: Path, data: int, model: int) -> None:
+    for differing, kept, whole in ranks.run(data * model, parts_apart, data, model, tmp_path, {}):
+        assert differing == []
+        assert whole > 0
+        assert kept == pytest.approx(whole / model, rel=0.001)
+
+
+def test_parts_on_a_disk_give_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    options = {"offload_activations": f"disk:{tmp_path}"}
+    for differing, kept, whole in ranks.run(4, parts_apart, 2, 2, tmp_path, options):
+        assert differing == []
+        assert kept == whole / 2
+
+
+def test_activations_in_parts_want_a_model_parallel_mesh() -> None:
+    with pytest.raises(OptionError, match="partition_activations: is for models that a model-parallel mesh divides"):
+        zcompile.compile(feed(), partition_activations=True)
+    with pytest.raises(TypeError, match="partition_activations"):
+        zcompile.backend(partition_activations=True)  # type: ignore[call-arg]
+
+
+# -- DTensors in and out ----------------------------------------------------------------------------------------------
+
+
+def in_and_out(rank: int) -> list[float]:
+    """A model that takes and gives DTensors, its loss outside, and one with its loss inside; against the plain one."""
+    dp, tp = meshes(1, 2)
+
+    def plain() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 13))
+
+    torch.manual_seed(1)
+    x, y, differences = torch.randn(7, 5), torch.randint(13, (7,)), []
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    model = plain()
+    F.cross_entropy(model(x), y).backward()
+    for inside in (False, True):
+        divided: nn.Module = parallelize_module(plain(), tp, plan)
+        compiled = zcompile.compile(Scored(divided) if inside else divided, mesh=dp, backend="eager")
+        with loss_parallel():
+            if inside:
+                loss = compiled(x, y)
+            else:
+                logits = compiled(distribute_tensor(x, tp, [Replicate()]))
+                assert logits.placements == (Shard(1),)
+                assert logits.shape == (7, 13)
+                loss = F.cross_entropy(logits, y)
+            loss.backward()
+        grads = [param.grad.full_tensor() for param in compiled.parameters()]
+        differences += [float((g - p.grad).abs().max()) for g, p in zip(grads, model.parameters(), strict=True)]
+    return differences
+
+
+class Scored(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(x), y)
+
+
+def test_dtensors_go_in_and_come_out(ranks: Ranks) -> None:
+    for found in ranks.run(2, in_and_out):
+        assert max(found) < 1e-6
+
+
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +390,10 @@ class Breaking(Residual):
 
 def wrong(rank: int, case: str) -> str:
     dp, tp = meshes(2, 2)
-    model, mesh, options = feed(), dp, {}
+    model, mesh, options = feed(), dp, dict[str, Any]()
+    if case == "differing buffers":
+        model.register_buffer("table", torch.full((3,), float(rank)))
+        options = {"partition_activations": True}
     if case == "differing":
         torch.manual_seed(rank)
         nn.init.normal_(model.norm.weight)
@@ -337,6 +440,7 @@ def wrong(rank: int, case: str) -> str:
         ("another mesh", GroupError, "is no dimension beside"),
         ("weights", OptionError, "load_full_state_dict afterwards"),
         ("differing", ModelError, "norm.weight"),
+        ("differing buffers", ModelError, "table: is not divided over"),
         ("empty", ModelError, "head.weight: has 1 rows on dim 0, which leave some of 2 ranks without any"),
         ("several meshes", ModelError, "divide all parameters over one tensor-parallel mesh"),
         ("a buffer", ModelError, "table: is a buffer and a DTensor"),

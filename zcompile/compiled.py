@@ -51,6 +51,7 @@ def compile(
     bucket: int | str | None = None,
     arenas: bool = False,
     offload_activations: str | None = None,
+    partition_activations: bool = False,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -75,6 +76,7 @@ def compile(
         bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
         arenas: Keep memory from step to step for what is gathered, copied to be sent or saved as a checkpoint.
         offload_activations: Where what is saved for the backward waits: "cpu", for a GPU, or "disk:FOLDER", for a CPU.
+        partition_activations: Of what all ranks of a tensor-parallel mesh save for the backward, keep a part on each.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
@@ -104,10 +106,13 @@ def _compiled(
     layout = make_layout(model, STAGES[asked.stage], communicator.size, units, asked.precision)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     if beside is not None:
-        _check_parallel(model, beside, communicator.device, given)
+        _check_parallel(model, beside, communicator.device, asked, given)
+    elif asked.partition_activations:
+        found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
+        raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
     shards, sites, retired = shard_model(model, layout, communicator, given, beside)
     point_at_shards(optimizers, shards.values(), retired)
-    engine = Engine(layout, shards, communicator, agreement, asked)
+    engine = Engine(layout, shards, communicator, agreement, asked, beside)
     return CompiledModule(model, engine, sites, retired, _state(model, engine, beside))
 
 
@@ -116,11 +121,13 @@ def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:
     return Communicator(resolve_mesh(mesh, device), device)
 
 
-def _check_parallel(model: nn.Module, beside: ModelParallel, device: torch.device, weights: Weights | None) -> None:
+def _check_parallel(
+    model: nn.Module, beside: ModelParallel, device: torch.device, asked: Options, weights: Weights | None
+) -> None:
     if weights is not None:
         fix = "load them before parallelize_module, or with load_full_state_dict afterwards"
         raise OptionError("weights", "cannot be read into a tensor-parallel model", fix)
-    check_replicated(model, beside, device)
+    check_replicated(model, beside, device, buffers=asked.partition_activations)
 
 
 def _state(model: nn.Module, engine: Engine, beside: ModelParallel | None) -> ModelState:

@@ -45,6 +45,7 @@ class Options:
     bucket: int | str | None = None
     arenas: bool = False
     offload_activations: str | None = None
+    partition_activations: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
@@ -61,8 +62,8 @@ class Options:
 
     @classmethod
     def among(cls, given: Mapping[str, Any]) -> Options:
-        """The options among the arguments of a function that has all of them."""
-        return cls(**{field.name: given[field.name] for field in fields(cls)})
+        """The options among the arguments of a function."""
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def __str__(self) -> str:
         limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
@@ -71,7 +72,8 @@ class Options:
         # Each rank may have a disk of its own.
         kind = str(self.offload_activations).partition(":")[0]
         away = f" offload_activations {kind}" if self.offload_activations is not None else ""
-        given = f"{limit}{checkpoint}{bucket}{' arenas' if self.arenas else ''}{away}"
+        flags = (f" {name}" for name in ("arenas", "partition_activations") if getattr(self, name))
+        given = f"{limit}{checkpoint}{bucket}{''.join(flags)}{away}"
         return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{given}"
 
     @property
@@ -105,11 +107,13 @@ class Options:
         keeps: bool = True,
         free: int | None = None,
         updates: bool = False,
+        peers: int = 1,
     ) -> Pipeline:
         """The passes: those given, or the stage's with the changes that are given.
 
         Without `keeps`, no unit stays full from the forward to the backward. `free` bytes are what checkpoint="auto"
-        may use; without them it is left out. `updates`: for programs of a train step.
+        may use; without them it is left out. `updates`: for programs of a train step. `peers`: ranks of the
+        model-parallel mesh.
         """
         if isinstance(self.passes, Pipeline):
             self._check_alone(self.passes)
@@ -130,6 +134,7 @@ class Options:
             updates=updates,
             arenas=self.arenas,
             offload_activations=self.offload_activations,
+            partition_activations=peers if self.partition_activations else None,
         )
         # Changes to the passes of a train step mean nothing to a program that is none.
         meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in UPDATING}
@@ -142,7 +147,7 @@ class Options:
             found = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
             raise OptionError("stage", found, fix)
-        options = ("memory_limit", "checkpoint", "bucket", "arenas", "offload_activations")
+        options = ("memory_limit", "checkpoint", "bucket", "arenas", "offload_activations", "partition_activations")
         ignored = (name for name in options if getattr(self, name) not in (None, False))
         if option := next(ignored, "prefetch" if self.chooses else None):
             fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"

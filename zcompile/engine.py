@@ -27,8 +27,8 @@ from zcompile.errors import AgreementError, OptionError, PipelineError, Timeline
 from zcompile.layout import Layout, Unit
 from zcompile.lower import Session, Step
 from zcompile.ops import Parameter, Phase, Update, op_of
-from zcompile.options import offload_of
 from zcompile.passes.keep_within import check_fits
+from zcompile.peers import ModelPeers
 from zcompile.pipeline import Journal, Pipeline
 from zcompile.prefetching import Schedule, choose, fit
 from zcompile.program import Program
@@ -41,10 +41,11 @@ from zcompile.runtime.device_memory import free_bytes
 from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.placing import ModelParallel
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
-from zcompile.runtime.stash import DiskStash, HostStash, Stash
 from zcompile.runtime.updates import Updater
+from zcompile.stashes import make_stashes
 from zcompile.timeline import Timeline
 
 MARGIN = 0.9
@@ -61,6 +62,7 @@ class Engine:
         communicator: Communicator,
         agreement: Agreement,
         options: Options,
+        beside: ModelParallel | None = None,
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
         hardware = NCCL_HARDWARE if communicator.device.type == "cuda" else DEFAULT_HARDWARE
@@ -77,6 +79,8 @@ class Engine:
         self.recorder = communicator.recorder
         self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded, recorder=self.recorder)
         self.arenas = Arenas(communicator.device)
+        partitions = beside is not None and options.partition_activations
+        self.peers = ModelPeers(beside, communicator.device) if beside is not None and partitions else None
         self._session = Session(
             self.shards,
             self.delivery,
@@ -85,7 +89,7 @@ class Engine:
             self.freshness.refresh,
             self.recorder,
             self.arenas,
-            self._stash(),
+            make_stashes(options, communicator, agreement, self.peers),
         )
         self.accumulates = False
         """True within `no_sync`."""
@@ -96,24 +100,6 @@ class Engine:
         self._ran = 0
         """What has run since the last backward ended, in order, as one number."""
         self.delivery.before_delivery = self.compare_runs
-
-    def _stash(self) -> Stash | None:
-        """Where activations go; an error on one rank is an error on all.
-
-        Raises:
-            OptionError: "cpu" for a model on the CPU, or a disk for one that is elsewhere.
-            StateError: the folder cannot be written.
-        """
-        option, place = "offload_activations", offload_of("offload_activations", self.options.offload_activations)
-        device = self.communicator.device
-        if place is None:
-            return None
-        if (place == "cpu") is (device.type == "cpu"):
-            found = f"is {self.options.offload_activations!r}, and the model is on {device}"
-            raise OptionError(option, found, "give 'cpu' for a model on a GPU, 'disk:FOLDER' for one on the CPU")
-        if not isinstance(place, Path):
-            return HostStash(device)
-        return self.agreement.together("the file of activations", str(place), lambda: DiskStash(place))
 
     def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
         """Take in parameters that were not known before."""
@@ -189,8 +175,14 @@ class Engine:
             if not self._chosen and keeps and traced.has_backward:
                 self.schedule = self._chosen_schedule(traced)
                 self._chosen = True
+            if self.peers is not None and traced.has_backward:
+                traced = self.peers.marked(traced)
             pipeline = self.options.pipeline(
-                self.schedule, keeps=keeps, free=self._free_bytes(), updates=updater is not None and traced.has_backward
+                self.schedule,
+                keeps=keeps,
+                free=self._free_bytes(),
+                updates=updater is not None and traced.has_backward,
+                peers=self.peers.communicator.size if self.peers is not None else 0,
             )
             program = pipeline.run(traced, journal)
             if updater is None and program.nodes(Update):
@@ -265,6 +257,8 @@ class Engine:
 
     def _agree(self, program: Program) -> None:
         """Compare the program's communications with the other ranks', unless an agreed program has the same ones."""
+        if self.peers is not None and program.has_backward:
+            self.peers.agree(program)
         digest = program.digest()
         if digest not in self._agreed:
             self.agreement.reach("the program's communications", program.communications())

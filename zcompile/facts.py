@@ -25,6 +25,7 @@ from zcompile.ops import (
     GatherAhead,
     Op,
     Parameter,
+    Peers,
     Phase,
     Place,
     Reduce,
@@ -446,12 +447,25 @@ def _fetched_before_use(program: Program) -> Iterator[Violation]:
         for user in node.users:
             if not isinstance(data(user).op, wanted):
                 yield Violation(user, f"{_label(user)} reads {node.name}, which stands for an activation on its way")
-        if isinstance(data(node).op, Fetch) and data(node.all_input_nodes[0]).op != Stash():
-            yield Violation(node, f"{node.name} fetches {node.all_input_nodes[0].name}, which has not been stashed")
+        if isinstance(data(node).op, Stash):
+            continue
+        stashed, place = node.all_input_nodes
+        if data(stashed).op != Stash():
+            yield Violation(node, f"{node.name} fetches {stashed.name}, which has not been stashed")
+        elif stashed.all_input_nodes[1] is not place:
+            found = f"{node.name} fetches {stashed.name} from {place.name}"
+            yield Violation(node, f"{found}; it is stashed in {stashed.all_input_nodes[1].name}")
     for node in program.nodes(WaitFetch):
         fetched = node.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
         if data(fetched).type != data(node).type:
             yield Violation(node, f"{node.name} is {data(node).type}, and {fetched.name} was stashed for it")
+
+
+def _parts_replicated(program: Program) -> Iterator[Violation]:
+    for node in program.nodes(Stash):
+        value, place = node.all_input_nodes
+        if isinstance(data(place).op, Peers) and not data(value).replicated:
+            yield Violation(node, f"{value.name} is not known to be the same on all peers, and each would keep a part")
 
 
 def _volume_right(program: Program) -> Iterator[Violation]:
@@ -488,6 +502,7 @@ WAITS_SUNK = Fact("waits of reductions sunk", _waits_sunk)
 MESSAGES_PACKED = Fact("messages packed", _messages_packed)
 PLACES_DISJOINT = Fact("places in the arena disjoint while they are needed", _places_disjoint)
 FETCHED_BEFORE_USE = Fact("activations fetched and waited for before use", _fetched_before_use)
+PARTS_REPLICATED = Fact("parts kept of what all peers have", _parts_replicated)
 VOLUME_RIGHT = Fact("communication volume of the stage", _volume_right)
 
 

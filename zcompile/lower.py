@@ -23,6 +23,7 @@ from zcompile.ops import (
     Item,
     Kind,
     Parameter,
+    Peers,
     Phase,
     Release,
     Shards,
@@ -61,8 +62,8 @@ class Session:
     """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
     recorder: Recorder
     arenas: Arenas
-    stash: Stash | None = None
-    """Where activations go that the device has no memory for."""
+    stashes: Mapping[type[Any], Stash]
+    """Where activations go, by the kind of the program's placeholder for it."""
     updater: Callable[[Gradients], None] | None = None
     """What steps the optimizer for the gradients of a unit, within a train step."""
 
@@ -118,7 +119,9 @@ class Step:
         digest, recorder = program.digest()[:12], self.session.recorder
         track = Track(recorder, str(phase), digest, _lines(program, phase)) if recorder.enabled else None
         run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
-        lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, (Arena, Stack, Away))]
+        lent = [
+            op for node in inputs_of(program, phase) if isinstance(op := data(node).op, (Arena, Stack, Away, Peers))
+        ]
 
         def call(values: list[Any]) -> Any:
             with contextlib.ExitStack() as loans:
@@ -127,11 +130,10 @@ class Step:
 
         return call
 
-    def _loan(self, op: Arena | Stack | Away, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
+    def _loan(self, op: Arena | Stack | Away | Peers, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
-        if isinstance(op, Away):
-            assert self.session.stash is not None, "programs that stash are made by an engine that has one"
-            return self.session.stash
+        if isinstance(op, (Away, Peers)):
+            return self.session.stashes[type(op)]
         if isinstance(op, Stack):
             return loans.enter_context(self._lender.stack())
         full = (tensor for value in values if isinstance(value, Full) for tensor in value.tensors)

@@ -75,6 +75,13 @@ class Away:
 
 
 @dataclass(frozen=True, slots=True)
+class Peers:
+    """A placeholder for `size` ranks that have the same activations, of which each keeps a part."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """An ATen operation."""
 
@@ -203,6 +210,7 @@ Op = (
     | Arena
     | Stack
     | Away
+    | Peers
     | Compute
     | Call
     | Item
@@ -236,6 +244,8 @@ class Data:
     """The unit whose region it belongs to, once assigned; empty for glue between units."""
     view: bool = False
     """True if the value shares the memory of another one."""
+    replicated: str = ""
+    """Where every rank of the model-parallel mesh is known to have the same value: a digest of how it comes about."""
     storage: int = 0
     """Bytes of the memory that the value keeps alive, where that is not what it shows; printed behind the type."""
 

@@ -27,7 +27,7 @@ from zcompile.program import Program, Region, set_results
 from zcompile.tensor_type import TensorType, dtype_of
 
 _MARGIN = re.compile(
-    r"#\s*(?P<types>(?:&?\w+\[[^\]]*\](?:@\d+)?(?:,\s*)?)*)\s*"
+    r"#\s*(?P<types>(?:=?&?\w+\[[^\]]*\](?:@\d+)?(?:,\s*)?)*)\s*"
     r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
 )
 _KEPT: dict[str, Op] = {"arena": ops.Arena(), "stack": ops.Stack(), "away": ops.Away()}
@@ -59,17 +59,26 @@ def parse(text: str) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """The type of one value in a margin, None for a size; whether it shares another value's memory, or keeps more."""
+    """The type of one value in a margin, None for a size; whether it shares another value's memory, or keeps more.
+
+    `replicated`: whether all ranks of a model-parallel mesh have it.
+    """
 
     type: TensorType | None = None
     view: bool = False
+    replicated: str = ""
     storage: int = 0
 
     @classmethod
     def parse(cls, text: str) -> _Type:
         if "int[]" in text:
             return cls()
-        return cls(TensorType.parse(text), text.startswith("&"), int(text.partition("@")[2] or 0))
+        storage = int(text.partition("@")[2] or 0)
+        return cls(TensorType.parse(text), "&" in text, "=" if text.startswith("=") else "", storage)
+
+    def data(self, op: Op, phase: Phase, source: str) -> Data:
+        """The data of a value of this type."""
+        return Data(op, phase, self.type, source, view=self.view, replicated=self.replicated, storage=self.storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ def _margins(text: str) -> dict[int, _Margin]:
     margins = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and (found := _MARGIN.match(token.string)):
-            types = tuple(map(_Type.parse, re.findall(r"&?\w+\[[^\]]*\](?:@\d+)?", found["types"])))
+            types = tuple(map(_Type.parse, re.findall(r"=?&?\w+\[[^\]]*\](?:@\d+)?", found["types"])))
             margins[token.start[0]] = _Margin(types, found["source"].strip())
     return margins
 
@@ -195,14 +204,17 @@ class _Parser:
             op = Parameter(rest)
         elif kind in _KEPT:
             op = _KEPT[kind]
+        elif kind == "peers":
+            op = ops.Peers(int(rest))
         else:
             op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated")
         phase = scope.phase if kind == "tangent" else Phase.FORWARD
         source = margin.source if isinstance(op, Input) and op.kind is Kind.DATA and not op.mutated else ""
+        found = margin.first
         prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
         node = scope.graph.create_node("placeholder", f"{prefix}_{index}", name=name)
         node.meta["partitioner_tag"] = "is_backward" if kind == "tangent" else "is_forward"
-        return self._typed(node, Data(op, phase, margin.first.type, source, view=margin.first.view))
+        return self._typed(node, Data(op, phase, found.type, source, view=found.view, replicated=found.replicated))
 
     # -- statements -----------------------------------------------------------------------------------------------
 
@@ -232,8 +244,7 @@ class _Parser:
         for index, element in enumerate(elements):
             if isinstance(element, ast.Name) and element.id != "_":
                 node = scope.graph.create_node("call_function", operator.getitem, (source, index), name=element.id)
-                found = next(types, _Type())
-                held = Data(Item(index), scope.phase, found.type, margin.source, view=found.view, storage=found.storage)
+                held = next(types, _Type()).data(Item(index), scope.phase, margin.source)
                 scope.names[element.id] = self._typed(node, held)
 
     def _call(self, call: ast.Call, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
@@ -249,17 +260,8 @@ class _Parser:
             target = self._value(call.func, scope)
         node = scope.graph.create_node("call_function", target, tuple(args), kwargs, name=name or _default_name(text))
         node.meta["partitioner_tag"] = f"is_{scope.phase}"
-        return self._typed(
-            node,
-            Data(
-                _op(node, self.layout, self.regions, margin.source),
-                scope.phase,
-                margin.first.type,
-                margin.source,
-                view=margin.first.view,
-                storage=margin.first.storage,
-            ),
-        )
+        op = _op(node, self.layout, self.regions, margin.source)
+        return self._typed(node, margin.first.data(op, scope.phase, margin.source))
 
     def _value(self, expression: ast.expr | None, scope: _Scope) -> Any:
         match expression:

@@ -23,6 +23,7 @@ from zcompile.passes.keep_within import keep_within
 from zcompile.passes.offload_activations import offload_activations as offload_activations_pass
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
+from zcompile.passes.partition_activations import partition_activations as partition_activations_pass
 from zcompile.passes.place_checkpoints import place_checkpoints
 from zcompile.passes.plan_memory import plan_memory
 from zcompile.passes.schedule_prefetch import schedule_prefetch
@@ -60,6 +61,7 @@ def pipeline(
     updates: bool = False,
     arenas: bool = False,
     offload_activations: str | None = None,
+    partition_activations: int | None = None,
 ) -> Pipeline:
     """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
 
@@ -78,6 +80,7 @@ def pipeline(
         updates: Let the optimizer use gradients as they arrive; for `zcompile.train_step`.
         arenas: Give what is gathered, copied to be sent or saved as a checkpoint places in memory that is kept.
         offload_activations: "cpu" or "disk:FOLDER": keep what is saved for the backward there.
+        partition_activations: On how many ranks of a model-parallel mesh to keep parts of what all of them save.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
@@ -101,7 +104,10 @@ def pipeline(
     passes += [_within(limit, kept)] if limit else []
     passes += UPDATES[: 2 if prefetch else 1] if updates else ()
     budget = checkpoint_of(checkpoint)
-    passes += [_away(prefetch)] if offload_of("offload_activations", offload_activations) else []
+    away = offload_of("offload_activations", offload_activations) is not None
+    if partition_activations is not None:
+        passes.append(_parts(partition_activations, prefetch, moved=away, whole=whole))
+    passes += [_away(prefetch)] if away else []
     passes += [_places(checkpoints=budget is not None)] if arenas else []
     place = _checkpoints(budget, passes, fuses=fuses, whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
@@ -127,6 +133,12 @@ def _away(prefetch: int) -> Pass:
     """The pass that moves activations away, and back as early as parameters are gathered."""
     move = partial(offload_activations_pass, ahead=max(prefetch, 1))
     return Pass("offload_activations", move, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE,))
+
+
+def _parts(peers: int, prefetch: int, *, moved: bool, whole: bool) -> Pass:
+    """The pass that keeps parts, before what is left is moved away."""
+    part = partial(partition_activations_pass, peers=peers, ahead=max(prefetch, 1), moved=moved, whole=whole)
+    return Pass("partition_activations", part, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE, facts.PARTS_REPLICATED))
 
 
 def _within(limit: int, kept: Sequence[str] | None) -> Pass:

@@ -39,6 +39,7 @@ from zcompile.ops import (
     Item,
     Kind,
     Parameter,
+    Peers,
     Phase,
     Release,
     Shards,
@@ -174,7 +175,7 @@ def inputs_of(program: Program, phase: Phase) -> list[fx.Node]:
     ends = set(_result_nodes(program, phase))
     shards = [n for n in program.nodes(Parameter, Shards) if n in used or n in ends]
     constants = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.CONSTANT and n in used]
-    bound = [*shards, *constants, *(n for n in program.nodes(Arena, Stack, Away) if n in used)]
+    bound = [*shards, *constants, *(n for n in program.nodes(Arena, Stack, Away, Peers) if n in used)]
     if phase is Phase.FORWARD:
         return [*bound, *(n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA)]
     tangents = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.TANGENT]
@@ -217,6 +218,8 @@ def _argument(program: Program, node: fx.Node) -> Line:
             return Line(f"{node.name},", source=f"full unit {unit}")
         case Arena():
             return Line(f"{node.name},", _type_text(held), source="arena")
+        case Peers(size):
+            return Line(f"{node.name},", source=f"peers {size}")
         case Stack() | Away():
             return Line(f"{node.name},", source=type(held.op).__name__.lower())
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
@@ -226,9 +229,12 @@ def _argument(program: Program, node: fx.Node) -> Line:
 
 
 def _type_text(held: Data) -> str:
-    """The type; with `&` before it where the value shares the memory of another one, and what it keeps beside."""
+    """The type; with `&` before it where the value shares the memory of another one, and what it keeps beside.
+
+    `=` stands before what all ranks of a model-parallel mesh have.
+    """
     kept = f"@{held.storage}" if held.storage else ""
-    return f"{'&' if held.view else ''}{held.type}{kept}" if held.type else "int[]"
+    return f"{'=' if held.replicated else ''}{'&' if held.view else ''}{held.type}{kept}" if held.type else "int[]"
 
 
 def _statement(node: fx.Node, delta: int) -> list[Line]:

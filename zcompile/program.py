@@ -32,6 +32,7 @@ from zcompile.ops import (
     Item,
     Kind,
     Parameter,
+    Peers,
     Phase,
     Reduce,
     Release,
@@ -47,7 +48,7 @@ from zcompile.ops import (
 )
 from zcompile.tensor_type import TensorType
 
-PLACEHOLDERS = (Input, Parameter, Shards, Arena, Stack, Away)
+PLACEHOLDERS = (Input, Parameter, Shards, Arena, Stack, Away, Peers)
 Communication = AllGather | GatherAhead | Reduce
 COMMUNICATIONS = (AllGather, GatherAhead, Reduce)
 
@@ -158,7 +159,11 @@ class Program:
 
     def saved(self) -> list[fx.Node]:
         """Values of the forward (inputs too) that the backward uses, in program order: full parameters left out."""
-        return [n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, Arena, Away, WaitGather))]
+        return [
+            n
+            for n in self._crossing()
+            if not isinstance(data(n).op, (Parameter, Shards, Arena, Away, Peers, WaitGather))
+        ]
 
     def kept(self) -> list[fx.Node]:
         """Full parameters gathered in the forward that the backward uses as they are."""
@@ -330,6 +335,11 @@ class Program:
         end = graph.output(result[0])
         end.meta = dict(result[1].meta)
         return replace(self, graph=graph)
+
+    def add_placeholder(self, name: str, held: Data) -> fx.Node:
+        """Insert a placeholder before all others."""
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            return set_data(self.graph.create_node("placeholder", name, name=name), held)
 
     def add(self, target: Callable[..., Any], args: tuple[Any, ...], held: Data, name: str, **kwargs: Any) -> fx.Node:
         """Insert a call of an outer operation at the graph's insertion point."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from zcompile._torch import give_up, local_tensor, tree_leaves
 from zcompile.errors import ParameterError
 from zcompile.layout import Layout
-from zcompile.local_inputs import Local
+from zcompile.local_graphs import Local
 from zcompile.materialise import Materialiser, trim
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.placing import ModelParallel, Placing

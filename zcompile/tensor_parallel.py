@@ -41,7 +41,8 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel |
     for name, buffer in model.named_buffers():
         if isinstance(buffer, DTensor):
             raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
-    return ModelParallel(example.device_mesh, _joint(mesh, example.device_mesh))
+    parts = frozenset(name for name, param in divided.items() if not _is_replicated(param))
+    return ModelParallel(example.device_mesh, _joint(mesh, example.device_mesh), parts)
 
 
 def _check_placement(name: str, param: DTensor) -> None:
@@ -79,15 +80,16 @@ def _joint(data: DeviceMesh | None, model: DeviceMesh) -> DeviceMesh:
         raise GroupError("mesh", f"is no dimension beside {model}: {error}", fix) from error
 
 
-def check_replicated(model: nn.Module, parallel: ModelParallel, device: torch.device) -> None:
+def check_replicated(model: nn.Module, parallel: ModelParallel, device: torch.device, *, buffers: bool) -> None:
     """See that plain parameters, which tensor parallelism takes to be on all of its ranks, have the same values there.
 
-    Collective over the tensor-parallel mesh.
+    Collective over the tensor-parallel mesh. `buffers`: the same for these.
 
     Raises:
         ModelError: on every rank: one has not.
     """
-    plain = {name: param for name, param in model.named_parameters() if _is_replicated(param)}
+    plain: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if _is_replicated(p)}
+    plain |= model.named_buffers() if buffers else {}
     if not plain:
         return
     sums = torch.stack([_checksum(local_tensor(param)).to(device) for param in plain.values()])

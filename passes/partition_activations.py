@@ -1,0 +1,63 @@
+"""partition_activations: of what every rank of a model-parallel mesh saves for the backward, keep one part on each.
+
+    ya = region_0(a, x)     # =f32[8, 4]        ya = region_0(a, x)                 # =f32[8, 4]
+    yb = region_0(b, ya)    # =f32[8, 4]        ya_stashed = stash(ya, peers)       # i64[]@64
+    ...                                         yb = region_0(b, ya)
+    return [yb], [x, ya]                        ...
+                                       ->       return [yb], [x, ya_stashed]
+
+    db, gc = region_1(c, dy, yb)                ya_fetch = fetch(ya_stashed, peers)
+    da, gb = region_1(b, db, ya)                db, gc = region_1(c, dy, yb)
+                                                ya_again = wait(ya_fetch)
+                                                da, gb = region_1(b, db, ya_again)
+
+The parts are gathered `ahead` regions before the one that reads the whole (Rajbhandari et al. 2020, "ZeRO", section
+6.1: P_a, and P_a+cpu where the parts are moved away as well). What is not known to be the same on all ranks stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from zcompile.errors import OptionError
+from zcompile.moving import LEAST, movable, move
+from zcompile.ops import Data, Peers, data
+from zcompile.program import Program
+from zcompile.tensor_type import human_bytes
+
+
+def partition_activations(
+    program: Program, *, peers: int, ahead: int = 1, least: int = LEAST, moved: bool = False, whole: bool = True
+) -> Program:
+    """A program that keeps a part of what it saves, of at least `least` bytes, on each of `peers` ranks.
+
+    `moved`: parts leave the device's memory, too. `whole`: False for a part of a model, which may save nothing.
+
+    Raises:
+        OptionError: nothing that a whole model saves is known to be the same on all ranks.
+    """
+    program = program.copy()
+    saved = movable(program, least)
+    found = {node: maker for node, maker in saved.items() if data(node).replicated}
+    if not found:
+        if whole and program.has_backward:
+            why = f"has no effect: nothing of {human_bytes(least)} that is saved is known to be the same on all ranks"
+            raise OptionError("partition_activations", why, "leave it out")
+        return program
+    place = program.add_placeholder("peers", Data(Peers(peers)))
+    parts = {node: _part_bytes(node, peers) for node in found}
+    for node, maker in reversed(found.items()):
+        move(program, node, maker, place, ahead, kept=0 if moved else parts[node])
+    every, kept = (sum(data(node).nbytes for node in nodes) for nodes in (saved, found))
+    note = f"partitioned activations: {len(found)}, {human_bytes(kept)} as parts of {human_bytes(sum(parts.values()))}"
+    return replace(program, notes=(*program.notes, f"{note}; {human_bytes(every - kept)} stay whole"))
+
+
+def _part_bytes(node: fx.Node, peers: int) -> int:
+    """Bytes of the largest part, in whole elements."""
+    held = data(node)
+    assert held.type is not None, "what takes memory is a tensor"
+    size = held.type.dtype.itemsize
+    return -(-held.nbytes // (size * peers)) * size
