@@ -124,6 +124,7 @@ def test_the_default_pipelines_run_every_pass() -> None:
         "updates": True,
         "arenas": True,
         "offload_activations": "cpu",
+        "partition_activations": 2,
     }
     full = (zcompile.pipeline(stage=stage, **options) for stage in range(4))
     names = {name for pipeline in full for name in pipeline.names}

@@ -17,13 +17,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile._torch import aot_autograd, is_symbolic, no_donated_buffers, promise_no_donated_buffers
 from zcompile.derived import is_view
 from zcompile.errors import CaptureError
 from zcompile.layout import Layout, identifier
-from zcompile.local_graphs import Locals, local_graph
 from zcompile.ops import NAMES, Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
 from zcompile.program import Program, set_results
 from zcompile.tensor_type import TensorType
@@ -48,17 +46,15 @@ Lowering = Callable[[Program], Runner]
 
 @dataclass(frozen=True)
 class Names:
-    """What the traced inputs are called: names of parameters and buffers by identity, and all module paths."""
+    """What the traced inputs are called: names of parameters and others, buffers say, by identity; all module paths."""
 
     parameters: Mapping[int, str]
-    buffers: Mapping[int, str]
+    others: Mapping[int, str]
     modules: frozenset[str]
     arguments: tuple[str, ...] = ()
     """Names of the positional arguments of the traced module's forward."""
     root: str = ""
     """Path of the traced module in the model."""
-    locals: Locals = field(default_factory=dict)
-    """Of parameters that are DTensors while a call runs: what graphs are given in their place."""
 
     def of_input(self, target: str) -> str:
         """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
@@ -93,19 +89,15 @@ class Capture:
         placeholders = module.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, example_inputs, strict=True):
             name = self.names.parameters.get(id(value))
-            readable = name or self.names.buffers.get(id(value)) or self.names.of_input(str(node.target))
-            # Code on DTensors reaches its mesh by way of hooks and closures, which is no name to read.
-            self.inputs.append(("mesh" if isinstance(value, DeviceMesh) else readable, name))
+            readable = name or self.names.others.get(id(value)) or self.names.of_input(str(node.target))
+            self.inputs.append((readable, name))
         frontend = aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
             inference_compiler=self._inference,
             partition_fn=self._partition,
         )
-        local = local_graph(module, example_inputs, self.names.locals)
         with no_donated_buffers():
-            if local is not None:
-                return local.calling(frontend(local.module, local.inputs))
             compiled: Callable[..., Any] = frontend(module, example_inputs)
         return compiled
 

@@ -25,6 +25,7 @@ from zcompile.configuration import Options
 from zcompile.cost import DEFAULT_HARDWARE, NCCL_HARDWARE, bucket_for
 from zcompile.errors import AgreementError, OptionError, PipelineError, TimelineError
 from zcompile.layout import Layout, Unit
+from zcompile.local_graphs import Locals, local_graph
 from zcompile.lower import Session, Step
 from zcompile.ops import Parameter, Phase, Update, op_of
 from zcompile.passes.keep_within import check_fits
@@ -115,11 +116,13 @@ class Engine:
         *,
         whole: bool = True,
         updater: Updater | None = None,
+        locals_: Locals | None = None,
     ) -> Callable[..., Any]:
         """The callable for one graph of Dynamo's; its programs are agreed with the other ranks when they first run.
 
         `whole`: the graph is the whole model's; a part of it gathers only those parameters that it reads. With
-        `updater`, programs update parameters with it and return no gradients.
+        `updater`, programs update parameters with it and return no gradients. `locals_`: what programs are given for
+        parameters that are DTensors.
         """
         weak = weakref.ref(self)
 
@@ -130,7 +133,11 @@ class Engine:
             runner: Runner = weakref.proxy(engine._lower(traced if whole else _restricted(traced), updater))
             return runner
 
-        return Capture(names, self.layout.with_trainable(trainable), lower)(module, inputs)
+        layout = self.layout.with_trainable(trainable)
+        local = local_graph(module, inputs, locals_ or {})
+        if local is None:
+            return Capture(names, layout, lower)(module, inputs)
+        return local.calling(Capture(local.named(names, inputs), layout, lower)(local.module, local.inputs))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What a call of the model runs under: with low-precision parameters, code that mixes dtypes must still work.

@@ -34,6 +34,7 @@ from zcompile.calls import ModelCall, tensors_in
 from zcompile.capture import Names
 from zcompile.engine import Engine
 from zcompile.errors import CaptureError, ParameterError, ZcompileError
+from zcompile.local_graphs import Locals
 from zcompile.report import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather
 from zcompile.runtime.gradients import Delivery
@@ -94,8 +95,12 @@ class Tree:
             frozenset(self._paths.values()),
             tuple(signature.parameters)[1:],
             path,
-            {id(site.husk): site.local for site in self.sites if site.local is not None},
         )
+
+    @property
+    def locals(self) -> Locals:
+        """What programs are given for parameters that are DTensors."""
+        return {id(site.husk): site.local for site in self.sites if site.local is not None}
 
 
 class Fragment:
@@ -153,7 +158,13 @@ class Fragment:
                 raise ParameterError(name, found, "read it as an attribute of its module, not from a list or a closure")
         trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
         return self.tree.engine.capture(
-            module, inputs, self.names, trainable, whole=not self.path, updater=self.updater
+            module,
+            inputs,
+            self.names,
+            trainable,
+            whole=not self.path,
+            updater=self.updater,
+            locals_=self.tree.locals,
         )
 
     @property

@@ -12,7 +12,7 @@ gradient of a local tensor is placed as the DTensor is: what is a sum over the r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile._torch import is_symbolic, of_fixed_sizes
+from zcompile.capture import Names
 from zcompile.errors import CaptureError
 
 
@@ -83,6 +84,14 @@ class LocalGraph:
     locals: Locals
     outputs: Mapping[int, _Layout]
     """Results, by place, that were DTensors."""
+
+    def named(self, names: Names, inputs: Sequence[Any]) -> Names:
+        """What `names` says of `inputs`, of this graph's."""
+        pairs = list(zip(inputs, self.inputs, strict=True))
+        known = {id(local): names.parameters[id(one)] for one, local in pairs if id(one) in names.parameters}
+        # Code on DTensors reaches its mesh by way of hooks and closures, which is no name to read.
+        meshes = {id(one): "mesh" for one in inputs if isinstance(one, DeviceMesh)}
+        return replace(names, parameters=known, others={**names.others, **meshes})
 
     def calling(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What takes and gives DTensors, of what `module` was compiled into."""

@@ -88,10 +88,7 @@ def pipeline(
     check_stage(stage)
     check_prefetch(prefetch)
     limit = bytes_of("memory_limit", memory_limit)
-    fuses = partition == "min_cut"
-    split = Pass("split_phases", partial(split_phases, partition=partition), ensures=(facts.PHASES_SPLIT,))
-    outlined = partial(outline_regions, fuses=fuses)
-    outline = Pass("outline_regions", outlined, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,))
+    split, outline = _regions(partition)
     pack, pieces = _messages(small, bytes_of("bucket", bucket) or bucket_for(DEFAULT_HARDWARE))
     keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED)
     ensures = () if limit else (facts.units_bounded(prefetch),)
@@ -105,13 +102,20 @@ def pipeline(
     passes += UPDATES[: 2 if prefetch else 1] if updates else ()
     budget = checkpoint_of(checkpoint)
     away = offload_of("offload_activations", offload_activations) is not None
-    if partition_activations is not None:
-        passes.append(_parts(partition_activations, prefetch, moved=away, whole=whole))
-    passes += [_away(prefetch)] if away else []
+    passes += _elsewhere(partition_activations, max(prefetch, 1), away=away, whole=whole)
     passes += [_places(checkpoints=budget is not None)] if arenas else []
-    place = _checkpoints(budget, passes, fuses=fuses, whole=whole)
+    place = _checkpoints(budget, passes, fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes), (facts.VOLUME_RIGHT, *goals))
+
+
+def _regions(partition: Literal["min_cut", "default"]) -> tuple[Pass, Pass]:
+    """The passes that split what was traced, and outline its compute."""
+    split, outline = partial(split_phases, partition=partition), partial(outline_regions, fuses=partition == "min_cut")
+    return (
+        Pass("split_phases", split, ensures=(facts.PHASES_SPLIT,)),
+        Pass("outline_regions", outline, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,)),
+    )
 
 
 def _messages(small: int, bucket: int) -> tuple[Pass, Pass]:
@@ -129,16 +133,14 @@ def _places(*, checkpoints: bool) -> Pass:
     return Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
 
 
-def _away(prefetch: int) -> Pass:
-    """The pass that moves activations away, and back as early as parameters are gathered."""
-    move = partial(offload_activations_pass, ahead=max(prefetch, 1))
-    return Pass("offload_activations", move, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE,))
-
-
-def _parts(peers: int, prefetch: int, *, moved: bool, whole: bool) -> Pass:
-    """The pass that keeps parts, before what is left is moved away."""
-    part = partial(partition_activations_pass, peers=peers, ahead=max(prefetch, 1), moved=moved, whole=whole)
-    return Pass("partition_activations", part, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE, facts.PARTS_REPLICATED))
+def _elsewhere(peers: int | None, ahead: int, *, away: bool, whole: bool) -> list[Pass]:
+    """The passes that keep activations in parts, and move what is left away, and back as early as parameters come."""
+    part = partial(partition_activations_pass, peers=peers or 1, ahead=ahead, moved=away, whole=whole)
+    ensures = (facts.FETCHED_BEFORE_USE, facts.PARTS_REPLICATED)
+    parts = Pass("partition_activations", part, (facts.WAITS_SUNK,), ensures)
+    move = partial(offload_activations_pass, ahead=ahead)
+    moves = Pass("offload_activations", move, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE,))
+    return [*([] if peers is None else [parts]), *([moves] if away else [])]
 
 
 def _within(limit: int, kept: Sequence[str] | None) -> Pass:
