@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import zcompile
 from tests.models import GPT, make
 from tests.ranks import Ranks
 from zcompile import OptionError, StateError
+from zcompile.memory import peak_bytes
+from zcompile.ops import Away
+from zcompile.ops import Stash as Stashed
 from zcompile.runtime import stash as runtime_stash
 from zcompile.runtime.files import Room
 from zcompile.runtime.keepers import DiskKeeper
@@ -184,7 +188,7 @@ def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.T
         optimizer.step()
         optimizer.zero_grad()
     values = compiled.full_state_dict(rank0_only=False)
-    stash = compiled._engine._session.stash
+    stash = compiled._engine._session.stashes.get(Away)
     return [values[name] for name in sorted(values)], 0 if stash is None else disk_of(stash).nbytes  # type: ignore[attr-defined]
 
 
@@ -261,3 +265,46 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match=r"file/folder"):
         zcompile.compile(make("mlp"), offload_activations=f"disk:{tmp_path}/file/folder")
+
+
+# -- as much as exceeds a limit ---------------------------------------------------------------------------------------
+
+
+def limited(folder: Path, limit: int | None) -> tuple[int, int, list[torch.Tensor]]:
+    """The predicted peak of a step, how many activations were moved, and its gradients."""
+    torch.manual_seed(0)
+    place = f"disk:{folder}"
+    compiled = zcompile.compile(
+        GPT(layers=6, width=64, context=64), backend="eager", prefetch=1, offload_activations=place, memory_limit=limit
+    )
+    given = tokens(0, 0, 16)
+    compiled(given, given).backward()
+    program = compiled._engine.steps[0].program
+    grads = [param.grad.to_local() for param in compiled.parameters() if param.grad is not None]
+    return peak_bytes(program), len(program.nodes(Stashed)), grads
+
+
+def test_no_more_goes_away_than_exceeds_the_limit(tmp_path: Path) -> None:
+    least, everything, want = limited(tmp_path, None)
+    whole, nothing, _ = limited(tmp_path, 2**40)
+    assert everything > 1
+    assert nothing == 0
+    assert whole > least
+    before = 0
+    for share in (0.75, 0.5, 0.25):
+        limit = int(least + share * (whole - least))
+        peak, moved, grads = limited(tmp_path, limit)
+        assert peak <= limit
+        assert before <= moved <= everything
+        assert all(torch.equal(one, other) for one, other in zip(grads, want, strict=True))
+        before = moved
+    assert before > 0
+
+
+def test_a_limit_that_moving_all_does_not_keep_is_refused(tmp_path: Path) -> None:
+    least, _, _ = limited(tmp_path, None)
+    with pytest.raises(OptionError, match=r"memory_limit: .* is less than the .* that this step takes") as caught:
+        limited(tmp_path, least // 2)
+    needed = int(re.findall(r"at least (\d+) bytes", str(caught.value))[0])
+    assert needed <= least, "what does not lower the peak stays"
+    assert limited(tmp_path, needed)[0] <= needed

@@ -35,21 +35,32 @@ def move(program: Program, node: fx.Node, maker: fx.Node, place: fx.Node, ahead:
 
     `kept`: bytes of the device's memory that it takes there.
     """
-    readers, calls, held = _readers(node), program.nodes(Call, phase=Phase.BACKWARD), data(node)
-    first = min(map(calls.index, readers))
+    readers, held, early = _readers(node), data(node), fetched_at(program, node, ahead)
+    first = _first_reader(program, node)
     with program.graph.inserting_after(after_items(maker)):
         number = Data(Stash(), type=TensorType.make(torch.int64, ()), source=held.source, storage=kept)
         stashed = program.add(ops.stash, (node, place), number, f"{node.name}_stashed")
     stashed.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64, device="cpu")
-    with program.graph.inserting_before(calls[max(first - ahead, 0)]):
+    with program.graph.inserting_before(early):
         moving = Data(Fetch(), Phase.BACKWARD, held.type, held.source)
         fetch = program.add(ops.fetch, (stashed, place), moving, f"{node.name}_fetch")
-    with program.graph.inserting_before(calls[first]):
+    with program.graph.inserting_before(first):
         back = Data(WaitFetch(), Phase.BACKWARD, held.type, held.source, view=True)
         again = program.add(ops.wait, (fetch,), back, f"{node.name}_again")
     again.meta["val"] = node.meta.get("val")
     for reader in readers:
         reader.replace_input_with(node, again)
+
+
+def fetched_at(program: Program, node: fx.Node, ahead: int) -> fx.Node:
+    """The region of the backward before which `node` is fetched: `ahead` before the first that reads it."""
+    calls = program.nodes(Call, phase=Phase.BACKWARD)
+    return calls[max(calls.index(_first_reader(program, node)) - ahead, 0)]
+
+
+def _first_reader(program: Program, node: fx.Node) -> fx.Node:
+    readers = _readers(node)
+    return next(call for call in program.nodes(Call, phase=Phase.BACKWARD) if call in readers)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

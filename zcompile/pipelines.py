@@ -70,7 +70,7 @@ def pipeline(
         prefetch: How many units are gathered ahead of the one that computes; 0 means none.
         partition: What the forward saves: `default` what eager PyTorch saves, `min_cut` less than that, for Inductor.
         memory_limit: Bytes, or a text such as "2 GiB": what a step may hold beside shards and optimizer state, as
-            `zcompile.memory` predicts it. Under stage 3 as many units as fit are kept from the forward to the backward.
+            `zcompile.memory` predicts it. Only what exceeds it goes away; stage 3 keeps as many units full as fit.
         kept: Those units, where they have been chosen already; the limit is then not checked again.
         small: Parameters of at most so many bytes travel packed with their neighbours.
         bucket: Bytes of a packed message, and of what is copied at a time to be sent; by default for gloo on 1 Gbit/s.
@@ -98,11 +98,11 @@ def pipeline(
     passes += [keep] if STAGES[stage].parameters_sharded else []
     passes += [pieces, ahead] if STAGES[stage].optimizer_sharded else []
     passes.append(Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,)))
+    away = offload_of("offload_activations", offload_activations) is not None
+    passes += _elsewhere(partition_activations, max(prefetch, 1), away=away, whole=whole, limit=limit)
     passes += [_within(limit, kept)] if limit else []
     passes += UPDATES[: 2 if prefetch else 1] if updates else ()
     budget = checkpoint_of(checkpoint)
-    away = offload_of("offload_activations", offload_activations) is not None
-    passes += _elsewhere(partition_activations, max(prefetch, 1), away=away, whole=whole)
     passes += [_places(checkpoints=budget is not None)] if arenas else []
     place = _checkpoints(budget, passes, fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
@@ -133,12 +133,12 @@ def _places(*, checkpoints: bool) -> Pass:
     return Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
 
 
-def _elsewhere(peers: int | None, ahead: int, *, away: bool, whole: bool) -> list[Pass]:
+def _elsewhere(peers: int | None, ahead: int, *, away: bool, whole: bool, limit: int | None) -> list[Pass]:
     """The passes that keep activations in parts, and move what is left away, and back as early as parameters come."""
     part = partial(partition_activations_pass, peers=peers or 1, ahead=ahead, moved=away, whole=whole)
     ensures = (facts.FETCHED_BEFORE_USE, facts.PARTS_REPLICATED)
     parts = Pass("partition_activations", part, (facts.WAITS_SUNK,), ensures)
-    move = partial(offload_activations_pass, ahead=ahead)
+    move = partial(offload_activations_pass, ahead=ahead, memory_limit=limit)
     moves = Pass("offload_activations", move, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE,))
     return [*([] if peers is None else [parts]), *([moves] if away else [])]
 
