@@ -29,6 +29,7 @@ from benchmarks.protocol import Sizes
 from benchmarks.team import ROOT
 from benchmarks.workload import batch, make_model
 from zcompile.runtime import offload
+from zcompile.runtime.offload import StateFile
 
 SIZES = Sizes(blocks=24, width=1024, heads=8, vocabulary=1024, sequence=64, batch=1)
 STEPS = 4
@@ -56,7 +57,7 @@ def train(folder: str | None, ahead: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, amsgrad=True)
     place = None if folder is None else f"disk:{folder}"
     step = zcompile.train_step(model, None, optimizer, backend="eager", offload_optimizer=place)
-    if step.states is not None:
+    if isinstance(step.states, StateFile):
         step.states.ahead = ahead
     losses, seconds = [], []
     for number in range(STEPS + 1):

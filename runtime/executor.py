@@ -164,6 +164,7 @@ def _start(
 ) -> Gather:
     """Start gathering, into the memory of `kept` where there is one. `copies`: what is sent may be written to."""
     shards, unit = bound.shards, bound.unit
+    shards.coming()
     places = Places(at, shards.communicator.device)
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
     sent: list[tuple[list[Param], torch.Tensor]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import mmap
 import os
 import tempfile
 import threading
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from zcompile.errors import StateError
 from zcompile.tensor_type import human_bytes
+
+PAGE = mmap.PAGESIZE
 
 
 def nameless(folder: Path) -> int:
@@ -37,6 +40,22 @@ def set_aside(folder: Path, file: int, offset: int, nbytes: int, what: str) -> N
     except OSError as error:
         found = f"has no room for the {human_bytes(nbytes)} of {what} of this rank: {error.strerror}"
         raise StateError(str(folder), found, "give a folder on a larger disk, or train on more ranks") from error
+
+
+def mapped(folder: Path, size: int, what: str) -> tuple[int, mmap.mmap]:
+    """The descriptor of a nameless file of `size` bytes in `folder`, all of which the disk has set aside; its mapping.
+
+    Raises:
+        StateError: it cannot be made, or there is no room.
+    """
+    file = nameless(folder)
+    try:
+        # Pages that the disk had no room for would end the process when they are written.
+        set_aside(folder, file, 0, size, what)
+        return file, mmap.mmap(file, size)
+    except BaseException:
+        os.close(file)
+        raise
 
 
 class Room:

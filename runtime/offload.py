@@ -11,7 +11,6 @@ and nothing is left of it.
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,11 +26,10 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import local_tensor, with_local
 from zcompile.errors import StateError
-from zcompile.runtime.files import nameless, set_aside
+from zcompile.runtime.files import PAGE, mapped
 
 AHEAD = 2
 """Units whose state is read before their turn."""
-_PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -76,11 +74,11 @@ class StateFile:
                         nbytes = local.numel() * max(dtype.itemsize, local.itemsize)
                         self._slots[id(optimizer), id(parameter), name] = _Slot(size, nbytes)
                         size += -(-nbytes // 64) * 64
-            size = -(-size // _PAGE) * _PAGE
+            size = -(-size // PAGE) * PAGE
             self._ranges[unit] = start, size - start
         self.nbytes = size
         self.folder = folder
-        self._file, self._map = _reserved(folder, max(size, _PAGE))
+        self._file, self._map = mapped(folder, max(size, PAGE), "optimizer state")
         self.ahead = AHEAD
         self._order: list[str] = []
         self._reader, self._writer = (ThreadPoolExecutor(1, f"zcompile {name}") for name in ("read", "write"))
@@ -114,6 +112,9 @@ class StateFile:
             self._check_written()
             self._written = self._writer.submit(os.fdatasync, self._file)
 
+    def end(self) -> None:
+        """The step is over: the kernel writes what is left when it pleases."""
+
     def _check_written(self) -> None:
         """Raise StateError if what was written has not come to the disk."""
         error = None if self._written is None else self._written.exception()
@@ -142,19 +143,3 @@ def _close(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, file: int) ->
     for thread in (reader, writer):
         thread.shutdown()
     os.close(file)
-
-
-def _reserved(folder: Path, size: int) -> tuple[int, mmap.mmap]:
-    """A nameless file of `size` bytes in `folder`, all of which the disk has set aside, and its mapping.
-
-    Raises:
-        StateError: it cannot be made, or there is no room.
-    """
-    file = nameless(folder)
-    try:
-        # Pages that the disk had no room for would end the process when they are written.
-        set_aside(folder, file, 0, size, "optimizer state")
-        return file, mmap.mmap(file, size)
-    except BaseException:
-        os.close(file)
-        raise

@@ -22,6 +22,7 @@ from zcompile.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.parameter import sharded
 from zcompile.runtime.placing import ModelParallel, Placing, along
+from zcompile.runtime.shard_file import ShardFile, aligned_end
 
 
 class Full:
@@ -63,10 +64,18 @@ class Held:
 class UnitShards:
     """What this rank keeps of one unit: parameters to train, and the memory that gathers send from."""
 
-    def __init__(self, unit: Unit, communicator: Communicator, device: torch.device) -> None:
+    def __init__(
+        self, unit: Unit, communicator: Communicator, device: torch.device, file: ShardFile | None = None
+    ) -> None:
         self.unit = unit
         self.communicator = communicator
-        self.buffers, self.offsets = _allocate(unit, device)
+        self._file = file
+        """Where the memory is, if it is a file's."""
+        sizes, self.offsets = _sizes(unit)
+        self.buffers = {
+            dtype: torch.zeros(size, dtype=dtype, device=device) if file is None else file.zeros(unit.name, size, dtype)
+            for dtype, size in sizes.items()
+        }
         self.parameters: dict[str, nn.Parameter] = {}
         self._placings: dict[str, Placing] = {}
         """Of parameters that are DTensors."""
@@ -125,6 +134,11 @@ class UnitShards:
         """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
         offset = self.offsets[param.name]
         return self.buffers[param.dtype][offset : offset + param.shard_numel]
+
+    def coming(self) -> None:
+        """A gather of this unit is about to start."""
+        if self._file is not None:
+            self._file.before(self.unit.name)
 
     def wire(self, params: list[Param]) -> torch.Tensor:
         """The padded shards of `params` end to end: as they lie where they are neighbours, else a copy."""
@@ -239,12 +253,20 @@ def _version(parameter: nn.Parameter) -> int:
     return parameter._version
 
 
-def _allocate(unit: Unit, device: torch.device) -> tuple[dict[torch.dtype, torch.Tensor], dict[str, int]]:
-    """One zeroed flat buffer per dtype, and where each sharded parameter begins in it."""
+def shard_bytes(unit: Unit) -> int:
+    """Bytes that the shards of a unit take in a file."""
+    end = 0
+    for dtype, size in _sizes(unit)[0].items():
+        end = aligned_end(end, size * dtype.itemsize)
+    return end
+
+
+def _sizes(unit: Unit) -> tuple[dict[torch.dtype, int], dict[str, int]]:
+    """The elements of the flat buffer of each dtype, and where each sharded parameter begins in it."""
     sizes: dict[torch.dtype, int] = {}
     offsets: dict[str, int] = {}
     for param in unit.params:
         if param.shards:
             offsets[param.name] = sizes.get(param.dtype, 0)
             sizes[param.dtype] = offsets[param.name] + param.shard_numel
-    return {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}, offsets
+    return sizes, offsets

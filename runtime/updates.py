@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +15,22 @@ from zcompile._torch import no_step_hooks, unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients import run_hooks
-from zcompile.runtime.offload import StateFile
+
+
+class States(Protocol):
+    """Where the state of optimizers is between updates."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def before(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These parameters, some of one unit's, are about to be updated: their state must be there."""
+
+    def after(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """`optimizer` has updated these parameters."""
+
+    def end(self) -> None:
+        """The step is over."""
 
 
 class Updater:
@@ -32,8 +47,8 @@ class Updater:
         self.slots = [_check_separable(optimizer) for optimizer in optimizers]
         """What each optimizer keeps in the shape of a parameter, by name, with its dtype for one in float32."""
         self.optimizers = optimizers
-        self.states: StateFile | None = None
-        """Where the optimizers' state is, if it is not in memory."""
+        self.states: States | None = None
+        """Where the optimizers' state is, if it is not in the device's memory."""
         self._groups: dict[int, list[tuple[Optimizer, int]]] = {}
         """By the identity of a parameter: the optimizers that hold it, and the group in which they do."""
 
@@ -72,6 +87,8 @@ class Updater:
         It is their own `step`, so schedules and hooks behind it see one. The others are not in the groups meanwhile: to
         some optimizers a parameter without a gradient is an error, or decays.
         """
+        if self.states is not None:
+            self.states.end()
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
             every = [group["params"] for group in groups]

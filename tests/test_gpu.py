@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.models import batch, make
 from tests.test_fragments import make as make_broken
+from zcompile._torch import local_tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -164,3 +165,31 @@ def test_a_train_step_is_the_loop(options: dict[str, bool], stage: int) -> None:
         assert torch.equal(step(*gpu_batch("gpt", number)), loss)
     for ours, theirs in zip(step.model.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(full(ours), full(theirs))
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+def test_a_state_on_the_host_gives_the_same_numbers(options: dict[str, bool]) -> None:
+    found = []
+    for place in (None, "cpu"):
+        model = on_gpu("gpt")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+        step = zcompile.train_step(model, None, optimizer, offload_optimizer=place)
+        for number in range(4):
+            step(*gpu_batch("gpt", number))
+        moments = [state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].dim()]
+        assert all(local_tensor(moment).is_cuda is (place is None) for moment in moments)
+        found.append([full(param) for param in step.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "unit"}, {"arenas": True}], ids=str)
+def test_activations_on_the_host_give_the_same_numbers(options: dict[str, object]) -> None:
+    found = []
+    for place in (None, "cpu"):
+        compiled = zcompile.compile(on_gpu("gpt"), offload_activations=place, **options)  # type: ignore[arg-type]
+        for number in range(2):
+            loss = compiled(*gpu_batch("gpt", number))
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found.append([full(param.grad) for param in compiled.parameters() if param.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

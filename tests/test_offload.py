@@ -31,18 +31,22 @@ def trained(rank: int, kind: str, optimizer: str, stage: int, folder: str | None
     return list(step.model.full_state_dict(rank0_only=False).values())
 
 
-def mapped(optimizer: torch.optim.Optimizer) -> set[bool]:
-    """Whether what the optimizer keeps in the shape of parameters lies in a mapped file."""
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in a mapped file that has no name."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = [line.split()[0].split("-") for line in lines if "(deleted)" in line]
-    ranges = [(int(start, 16), int(end, 16)) for start, end in files]
+    return any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in files)
+
+
+def mapped(optimizer: torch.optim.Optimizer) -> set[bool]:
+    """Whether what the optimizer keeps in the shape of parameters lies in a mapped file."""
     found = set()
     for param, state in optimizer.state.items():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
-                local = local_tensor(value) if hasattr(value, "to_local") else value
+                local = local_tensor(value)
                 if local.numel():
-                    found.add(any(start <= local.data_ptr() < end for start, end in ranges))
+                    found.add(is_mapped(local))
     return found
 
 
@@ -94,9 +98,9 @@ def test_a_state_is_saved_and_loaded_as_any_other(tmp_path: Path) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["disk", "disk:", "cpu", "tape:/x", 7])
+@pytest.mark.parametrize("place", ["disk", "disk:", "tape:/x", 7])
 def test_what_is_no_place_is_refused(place: Any) -> None:
-    with pytest.raises(zcompile.OptionError, match=r"offload_optimizer: .* is no (place|disk)"):
+    with pytest.raises(zcompile.OptionError, match=r"offload_optimizer: .* is no place"):
         zcompile.train_step(model := make("mlp"), None, adamw(model), offload_optimizer=place)
 
 

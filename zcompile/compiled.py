@@ -22,12 +22,15 @@ from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.fragments import Tree
 from zcompile.layout import STAGES, Layout
 from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimizers
+from zcompile.options import offload_of
 from zcompile.pipeline import Journal, Pass, Pipeline
 from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.flights import Traffic
 from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
 from zcompile.runtime.placing import ModelParallel
+from zcompile.runtime.shard_file import ShardFile
+from zcompile.runtime.shards import shard_bytes
 from zcompile.sharding import Retired, Site, shard_model
 from zcompile.state import ModelState, Save
 from zcompile.tensor_parallel import check_replicated, model_parallel
@@ -52,6 +55,7 @@ def compile(
     arenas: bool = False,
     offload_activations: str | None = None,
     partition_activations: bool = False,
+    offload_parameters: str | None = None,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -77,6 +81,7 @@ def compile(
         arenas: Keep memory from step to step for what is gathered, copied to be sent or saved as a checkpoint.
         offload_activations: Where what is saved for the backward waits: "cpu", for a GPU, or "disk:FOLDER", for a CPU.
         partition_activations: Of what all ranks of a tensor-parallel mesh save for the backward, keep a part on each.
+        offload_parameters: "disk:FOLDER": shards are in a file there, of which memory holds what fits; for a CPU.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
@@ -110,7 +115,8 @@ def _compiled(
     elif asked.partition_activations:
         found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
-    shards, sites, retired = shard_model(model, layout, communicator, given, beside)
+    file = _shard_file(asked, layout, agreement)
+    shards, sites, retired = shard_model(model, layout, communicator, given, beside, file)
     point_at_shards(optimizers, shards.values(), retired)
     engine = Engine(layout, shards, communicator, agreement, asked, beside)
     return CompiledModule(model, engine, sites, retired, _state(model, engine, beside))
@@ -119,6 +125,19 @@ def _compiled(
 def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:
     device = _device(model, mesh)
     return Communicator(resolve_mesh(mesh, device), device)
+
+
+def _shard_file(asked: Options, layout: Layout, agreement: Agreement) -> ShardFile | None:
+    """Where the shards are, if they are not in memory; an error on one rank is an error on all."""
+    option, place = "offload_parameters", offload_of("offload_parameters", asked.offload_parameters)
+    if place is None:
+        return None
+    device = agreement.communicator.device
+    if not isinstance(place, Path) or device.type != "cpu":
+        found = f"is {asked.offload_parameters!r}, and the model is on {device}"
+        raise OptionError(option, found, "give 'disk:FOLDER' for a model on the CPU, or leave it out")
+    sizes = {unit.name: shard_bytes(unit) for unit in layout.units}
+    return agreement.together("the file of parameters", str(place), lambda: ShardFile(place, sizes))
 
 
 def _check_parallel(

@@ -46,6 +46,7 @@ class Options:
     arenas: bool = False
     offload_activations: str | None = None
     partition_activations: bool = False
+    offload_parameters: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
@@ -58,6 +59,9 @@ class Options:
         if self.arenas and self.memory_limit is not None:
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
             raise OptionError("arenas", "cannot be had beside a memory_limit", fix)
+        if self.offload_parameters is not None and self.stage == 0:
+            fix = "choose stage 1, 2 or 3, or leave it out"
+            raise OptionError("offload_parameters", "moves shards, and stage 0 has none", fix)
         self.pipeline()
 
     @classmethod
@@ -70,8 +74,8 @@ class Options:
         checkpoint = f" checkpoint {self.checkpoint}" if self.checkpoint is not None else ""
         bucket = f" bucket {self.bucket}" if self.bucket is not None else ""
         # Each rank may have a disk of its own.
-        kind = str(self.offload_activations).partition(":")[0]
-        away = f" offload_activations {kind}" if self.offload_activations is not None else ""
+        places = {name: getattr(self, name) for name in ("offload_activations", "offload_parameters")}
+        away = "".join(f" {name} {place.partition(':')[0]}" for name, place in places.items() if place is not None)
         flags = (f" {name}" for name in ("arenas", "partition_activations") if getattr(self, name))
         given = f"{limit}{checkpoint}{bucket}{''.join(flags)}{away}"
         return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{given}"

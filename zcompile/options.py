@@ -63,6 +63,13 @@ def offload_of(option: str, place: object) -> Path | Literal["cpu"] | None:
     return Path(folder)
 
 
+def check_place(option: str, place: Path | Literal["cpu"], device: torch.device) -> None:
+    """Raise OptionError for the host's memory where the model is there itself, and for a disk where it is not."""
+    if (place == "cpu") is (device.type == "cpu"):
+        found = f"is {'cpu' if place == 'cpu' else f'disk:{place}'!r}, and the model is on {device}"
+        raise OptionError(option, found, "give 'cpu' for a model on a GPU, 'disk:FOLDER' for one on the CPU")
+
+
 def checkpoint_of(checkpoint: object) -> Literal["unit", "auto"] | int | float | None:
     """What is meant by `checkpoint=`: a word, a size in bytes, or a share of the peak.
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from zcompile.configuration import Options
-from zcompile.errors import OptionError
 from zcompile.ops import Away, Peers
-from zcompile.options import offload_of
+from zcompile.options import check_place, offload_of
 from zcompile.peers import ModelPeers
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
@@ -38,13 +37,10 @@ def make_stashes(
 
 
 def _keeper(asked: str | None, communicator: Communicator, agreement: Agreement) -> Keeper | None:
-    option, device = "offload_activations", communicator.device
-    place = offload_of(option, asked)
+    place = offload_of("offload_activations", asked)
     if place is None:
         return None
-    if (place == "cpu") is (device.type == "cpu"):
-        found = f"is {asked!r}, and the model is on {device}"
-        raise OptionError(option, found, "give 'cpu' for a model on a GPU, 'disk:FOLDER' for one on the CPU")
+    check_place("offload_activations", place, communicator.device)
     if not isinstance(place, Path):
-        return HostKeeper(device)
+        return HostKeeper(communicator.device)
     return agreement.together("the file of activations", str(place), lambda: DiskKeeper(place))

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from zcompile.capture import Names
 from zcompile.compiled import CompiledModule, compile
 from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError
 from zcompile.fragments import Fragment, Tree
-from zcompile.options import offload_of
+from zcompile.options import check_place, offload_of
 from zcompile.report import Break
+from zcompile.runtime.host_state import HostState
 from zcompile.runtime.offload import StateFile
-from zcompile.runtime.updates import Updater
+from zcompile.runtime.updates import States, Updater
 
 LossFunction = Callable[..., torch.Tensor]
 """`loss_fn(model, *batch)`: calls `model` and gives the loss, a tensor of one element."""
@@ -51,8 +52,8 @@ def train_step(
             change between steps, as schedulers of the learning rate change them.
         clip_grad_norm: The largest norm of all gradients together. It is known once the backward has ended: with it,
             gradients are kept until then, as in the loop.
-        offload_optimizer: "disk:FOLDER": the optimizer's state is kept in a file there, mapped into memory: what does
-            not fit moves, read and written while the backward goes on. For models on the CPU.
+        offload_optimizer: Where the optimizer's state is, fetched while the backward goes on: for a model on the CPU
+            "disk:FOLDER", a file there, mapped into memory, which holds what fits; for one on a GPU "cpu".
         options: Those of `zcompile.compile`, for a plain module.
 
     Raises:
@@ -63,7 +64,10 @@ def train_step(
     """
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
         raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
-    folder = _folder(offload_optimizer, clip_grad_norm)
+    place = _place(offload_optimizer, clip_grad_norm)
+    first = next(model.parameters(), None)
+    if place is not None and first is not None and not first.is_meta:
+        check_place("offload_optimizer", place, first.device)  # before the model is sharded
     if (model._engine.options.dtype if isinstance(model, CompiledModule) else options.get("dtype")) is torch.float16:
         found = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
         raise OptionError("dtype", found, "give torch.bfloat16, or use the loop")
@@ -74,37 +78,33 @@ def train_step(
     elif options:
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
-    if folder is not None and updater is not None:
-        updater.states = _state_file(folder, model, updater)
+    if place is not None and updater is not None:
+        updater.states = _states(place, model, updater)
     return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm)
 
 
-def _folder(offload: str | None, clip_grad_norm: float | None) -> Path | None:
-    """The folder of "disk:FOLDER".
+def _place(offload: str | None, clip_grad_norm: float | None) -> Path | Literal["cpu"] | None:
+    """Where the optimizer's state is to be.
 
     Raises:
-        OptionError: it is another text, or gradients are kept, so that the optimizer steps all at once.
+        OptionError: it is no place, or gradients are kept, so that the optimizer steps all at once.
     """
-    if offload is None:
-        return None
-    folder = offload_of("offload_optimizer", offload)
-    if not isinstance(folder, Path):
-        raise OptionError("offload_optimizer", f"{offload!r} is no disk", "give 'disk:FOLDER', or leave it out")
-    if clip_grad_norm is not None:
+    place = offload_of("offload_optimizer", offload)
+    if place is not None and clip_grad_norm is not None:
         found = "streams the state unit by unit, and clipping by the global norm steps all units at once"
         raise OptionError("offload_optimizer", found, "leave clip_grad_norm out, or clip each gradient in a hook")
-    return folder
+    return place
 
 
-def _state_file(folder: Path, model: CompiledModule, updater: Updater) -> StateFile:
-    """The file of this rank; an error on one rank is an error on all."""
-    communicator, agreement = model._engine.communicator, model._engine.agreement
-    if communicator.device.type != "cpu":
-        found = f"is for models on the CPU, and this one is on {communicator.device}"
-        raise OptionError("offload_optimizer", found, "leave it out")
+def _states(place: Path | Literal["cpu"], model: CompiledModule, updater: Updater) -> States:
+    """What keeps the state of this rank; an error on one rank is an error on all."""
+    device, agreement = model._engine.communicator.device, model._engine.agreement
+    check_place("offload_optimizer", place, device)
     units = {name: list(shards.parameters.values()) for name, shards in model._engine.shards.items()}
+    if not isinstance(place, Path):
+        return HostState(device, updater.optimizers, units, updater.slots)
     what = "the file of the optimizer's state"
-    return agreement.together(what, str(folder), lambda: StateFile(folder, updater.optimizers, units, updater.slots))
+    return agreement.together(what, str(place), lambda: StateFile(place, updater.optimizers, units, updater.slots))
 
 
 class TrainStep:
@@ -162,8 +162,8 @@ class TrainStep:
             optimizer.step()
 
     @property
-    def states(self) -> StateFile | None:
-        """Where the optimizers' state is, if it is not in memory."""
+    def states(self) -> States | None:
+        """Where the optimizers' state is, if it is not in the device's memory."""
         return None if self._updater is None else self._updater.states
 
     def __repr__(self) -> str:

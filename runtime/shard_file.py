@@ -1,0 +1,77 @@
+"""Shards in a file: parameters that a rank has no memory for, mapped into it, and read before they are gathered.
+
+Shards are views of the mapping, so gathers send from it and optimizers write to it as to memory. The kernel keeps what
+fits and gives up the rest. What is gathered next is what was gathered next the last time: it is read meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from zcompile.runtime.files import PAGE, mapped
+
+AHEAD = 2
+"""Units that are read before their gather starts, beside those that are gathered ahead themselves."""
+
+
+class ShardFile:
+    """The shards of a model in one nameless file on this rank.
+
+    Args:
+        folder: Where the file is made. It is gone from there at once.
+        sizes: Bytes of each unit's shards.
+
+    Raises:
+        StateError: the folder cannot be written, or has no room for all of them.
+    """
+
+    def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
+        self._ranges: dict[str, tuple[int, int]] = {}
+        end = 0
+        for unit, nbytes in sizes.items():
+            self._ranges[unit] = end, nbytes
+            end += -(-nbytes // PAGE) * PAGE
+        self._taken = {unit: start for unit, (start, _) in self._ranges.items()}
+        self.nbytes = end
+        self._file, self._map = mapped(folder, max(end, PAGE), "parameters")
+        self._next: dict[tuple[str, str], str] = {}
+        """The unit that was gathered behind two others, of which a unit has one order forward and one backward."""
+        self._last = "", ""
+        self._reader = ThreadPoolExecutor(1, "zcompile read")
+        weakref.finalize(self, _close, self._reader, self._file)
+
+    def zeros(self, unit: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor of zeros among the bytes of `unit`."""
+        if not numel:
+            return torch.zeros(0, dtype=dtype)
+        offset = self._taken[unit]
+        self._taken[unit] = aligned_end(offset, numel * dtype.itemsize)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+
+    def before(self, unit: str) -> None:
+        """This unit is about to be gathered: those that come next are read."""
+        first, second = self._last
+        self._next[first, second] = unit
+        pair = self._last = second, unit
+        for _ in range(AHEAD):
+            if (coming := self._next.get(pair)) is None:
+                return
+            # Making room for what the kernel reads can take as long as reading it, so a thread asks.
+            self._reader.submit(os.posix_fadvise, self._file, *self._ranges[coming], os.POSIX_FADV_WILLNEED)
+            pair = pair[1], coming
+
+
+def aligned_end(offset: int, nbytes: int) -> int:
+    """Where the next tensor begins behind one of `nbytes` at `offset`."""
+    return offset + -(-nbytes // 64) * 64
+
+
+def _close(reader: ThreadPoolExecutor, file: int) -> None:
+    reader.shutdown()
+    os.close(file)

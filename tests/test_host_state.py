@@ -1,0 +1,78 @@
+"""Optimizer state in the memory of the host. Copies are made on the CPU too, so what they do to the state is tested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
+from tests.test_train_step import OPTIMIZERS, grouped
+from zcompile._torch import local_tensor
+from zcompile.runtime.host_state import HostState
+
+
+def hosted(step: zcompile.TrainStep) -> HostState:
+    """Let the state of a step's optimizers be on the host."""
+    updater = step._updater
+    assert updater is not None
+    units = {name: list(shards.parameters.values()) for name, shards in step._engine.shards.items()}
+    updater.states = made = HostState(torch.device("cpu"), updater.optimizers, units, updater.slots)
+    return made
+
+
+def trained(rank: int, kind: str, optimizer: str, stage: int, host: bool) -> tuple[list[torch.Tensor], int]:
+    model = make(kind)
+    made = OPTIMIZERS[optimizer](grouped(model))
+    step = zcompile.train_step(model, None, made, stage=stage, backend="eager")
+    states = hosted(step) if host else None
+    for number in range(4):
+        step(*batch(kind, rank, number))
+        if number == 1:
+            made.load_state_dict(made.state_dict())  # other tensors, which move again
+    if states is not None:
+        assert states._coming == {}
+        away = {value.data_ptr() for value in states._host.values()}
+        kept = [v for s in made.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+        assert all(local_tensor(value).data_ptr() in away for value in kept if local_tensor(value).numel())
+    return list(step.model.full_state_dict(rank0_only=False).values()), len(states._host) if states else 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "stage"),
+    [("gpt", "adamw", 3), ("mlp", "adamw", 1), ("mlp", "momentum", 0), ("mlp", "adagrad", 3)],
+)
+def test_training_is_that_without(ranks: Ranks, kind: str, optimizer: str, stage: int) -> None:
+    want = ranks.run(2, trained, kind, optimizer, stage, False)
+    got = ranks.run(2, trained, kind, optimizer, stage, True)
+    for (one, _), (other, moved) in zip(want, got, strict=True):
+        assert moved
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_the_next_units_need_comes_before_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt")
+    step = zcompile.train_step(model, None, torch.optim.AdamW(model.parameters()), backend="eager")
+    states, here = hosted(step), list[tuple[str, int]]()
+    for number in range(2):
+        step(*batch("gpt", 0, number))
+    before = HostState.before
+
+    def watched(self: HostState, parameters: Any) -> None:
+        here.append((self._unit_of[id(parameters[0])], len(self._coming)))
+        before(self, parameters)
+
+    monkeypatch.setattr(HostState, "before", watched)
+    step(*batch("gpt", 0, 2))
+    assert len(here) == len(states._order)
+    assert all(count > 0 for _, count in here)
+
+
+def test_the_host_is_for_models_on_a_gpu() -> None:
+    model = make("mlp")
+    with pytest.raises(zcompile.OptionError, match="offload_optimizer: is 'cpu', and the model is on cpu"):
+        zcompile.train_step(model, None, torch.optim.AdamW(model.parameters()), offload_optimizer="cpu")
+    assert model(*batch("mlp", 0, 0)).requires_grad, "the model is as it was"
