@@ -347,7 +347,7 @@ def test_parameters_on_several_devices() -> None:
 
 def test_a_model_compiled_twice() -> None:
     compiled, _ = pair("mlp")
-    with pytest.raises(zcompile.ModelError, match="is a DTensor already"):
+    with pytest.raises(zcompile.ModelError, match="is sharded by zcompile already"):
         zcompile.compile(compiled)
 
 

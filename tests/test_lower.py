@@ -16,7 +16,7 @@ import zcompile
 from zcompile._torch import compile_with_inductor, is_symbolic, prepare_inductor
 from zcompile.program import Region
 from zcompile.regions import RegionCache, spread
-from zcompile.runtime.executor import load
+from zcompile.runtime.loader import load
 
 
 def test_few_neighbouring_ranks_begin_far_apart() -> None:

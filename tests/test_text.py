@@ -17,7 +17,7 @@ from zcompile import ParseError, Program
 from zcompile.cost import Hardware
 from zcompile.ops import Call, Phase, data
 from zcompile.pipeline import Journal
-from zcompile.runtime.executor import load
+from zcompile.runtime.loader import load
 from zcompile.tensor_type import Dim, TensorType
 
 KINDS = ("gpt", "mlp", "conv")

@@ -41,8 +41,9 @@ from zcompile.printer import function_text, inputs_of
 from zcompile.program import Program
 from zcompile.regions import RegionCache
 from zcompile.runtime.arena import Arenas, Lender
-from zcompile.runtime.executor import BoundUnit, Gradients, load
+from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.loader import load
 from zcompile.runtime.recorder import Line, Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.runtime.stash import Stash
