@@ -127,7 +127,8 @@ def largest_difference(got: Values, want: Values) -> float:
 def sweep(rank: int, data: int, model: int, plan: str, stages: list[int]) -> list[float]:
     dp, tp = meshes(data, model)
     want = reference(data)
-    compiled = (train(dp, tp, plan, stage=stage) for stage in stages)
+    compiled = [train(dp, tp, plan, stage=stage) for stage in stages]
+    assert all("the model's own communication, within regions: " in one.explain() for one in compiled)
     return [largest_difference(one.full_state_dict(rank0_only=False), want) for one in compiled]
 
 

@@ -138,9 +138,19 @@ def _is_mutated(node: fx.Node) -> bool:
 def is_pure(node: fx.Node) -> bool:
     """True for an operation that may run twice: its numbers are the same again, or can be made so."""
     target = node.target
-    if not isinstance(target, OpOverload) or target.namespace == "_c10d_functional":
+    if not isinstance(target, OpOverload) or is_collective(node) or is_wait(node):
         return False
     return not target._schema.is_mutable and (not is_random(node) or target.namespace == "aten")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """True for communication of the model's own code, as DTensors have it."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional" and not is_wait(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """True for the wait for such communication."""
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def is_random(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from torch import fx
 from zcompile._torch import OpOverload, real_tensors
 from zcompile.ops import Input, Item, Kind, Parameter, Phase, data, set_data
 from zcompile.program import Program
-from zcompile.recompute import is_pure, is_random
+from zcompile.recompute import is_collective, is_pure, is_random, is_wait
 
 WHOLE = ("all_reduce", "all_gather_into_tensor", "broadcast")
 """Collectives whose result all ranks of their group have."""
@@ -39,12 +39,12 @@ def digests(program: Program, group: str, divided: Collection[str]) -> dict[str,
     found: dict[str, str] = {}
     collectives = 0
     for node in program.graph.nodes:
-        collectives += _is_collective(node)
+        collectives += is_collective(node)
         origin = _origin(program, node, group, divided)
         if origin is None or data(node).phase is not Phase.FORWARD:
             continue
         # What goes into a collective differs; that it is the same one on all ranks, its number tells.
-        sources = [str(collectives)] if _is_collective(node) else [found.get(n.name) for n in node.all_input_nodes]
+        sources = [str(collectives)] if is_collective(node) else [found.get(n.name) for n in node.all_input_nodes]
         if all(sources):
             found[node.name] = hashlib.sha256(f"{origin} {sources}".encode()).hexdigest()[:16]
     return found
@@ -67,7 +67,7 @@ def _origin(program: Program, node: fx.Node, group: str, divided: Collection[str
             return None if kind is Kind.TANGENT else f"{kind} {index} {held.type} {_content(program, node)}"
         case Parameter(name):
             return None if name in divided else f"parameter {name}"
-    if isinstance(held.op, Item) or _is_wait(node) or _is_function(node) or _gives_all(node, group):
+    if isinstance(held.op, Item) or is_wait(node) or _is_function(node) or _gives_all(node, group):
         # Where a node stands among the arguments, not what it is called.
         constants = fx.map_arg((node.args, node.kwargs), lambda _: "_")
         return f"{node.target} {constants} {held.type}"
@@ -76,19 +76,10 @@ def _origin(program: Program, node: fx.Node, group: str, divided: Collection[str
 
 def _gives_all(node: fx.Node, group: str) -> bool:
     """True for a collective of `group` whose result all of its ranks have."""
-    if not _is_collective(node) or not isinstance(node.target, OpOverload):
+    if not is_collective(node) or not isinstance(node.target, OpOverload):
         return False
     given = any(_group_name(argument) == group for argument in node.args)
     return given and node.target.overloadpacket.__name__ in WHOLE
-
-
-def _is_collective(node: fx.Node) -> bool:
-    is_functional = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
-    return is_functional and not _is_wait(node)
-
-
-def _is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def _group_name(argument: Any) -> Any:

@@ -16,6 +16,7 @@ from zcompile.memory import model_state, peak_bytes
 from zcompile.ops import AllGather, Call, GatherAhead, Phase, Reduce, Release, WaitGather, WaitReduce, data, op_of
 from zcompile.pipeline import Journal
 from zcompile.program import Program
+from zcompile.recompute import is_collective
 from zcompile.tensor_type import human_bytes
 
 
@@ -66,6 +67,8 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
         kind = "training step" if program.has_backward else "inference"
         console.print(f"\nprogram {number} ({kind}, digest {program.digest()[:12]})")
         console.print(f"  {_volume_line(program)}")
+        if beside := _model_line(program):
+            console.print(f"  {beside}")
         console.print(f"  predicted peak of full parameters: {human_bytes(peak_full_bytes(program))}")
         console.print(f"  predicted peak beside shards and optimizer state: {human_bytes(peak_bytes(program))}")
         for note in program.notes:
@@ -103,6 +106,17 @@ def _volume_line(program: Program) -> str:
     share = sent / (psi * (world - 1) / world)
     bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
     return f"volume: each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
+
+
+def _model_line(program: Program) -> str:
+    """What the model's own code communicates, as tensor parallelism does; empty if nothing."""
+    found: dict[str, list[int]] = {}
+    for call in program.nodes(Call):
+        for node in program.regions[op_of(call, Call).region].graph.nodes:
+            if is_collective(node):
+                found.setdefault(node.target.overloadpacket.__name__, []).append(data(node).nbytes)
+    listed = (f"{len(sizes)} {name} of {human_bytes(sum(sizes))}" for name, sizes in found.items())
+    return f"the model's own communication, within regions: {', '.join(listed)}" if found else ""
 
 
 def peak_full_bytes(program: Program) -> int:
