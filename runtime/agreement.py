@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from zcompile import errors
 from zcompile._torch import default_store, group_timeout
-from zcompile.errors import AgreementError, StateError
+from zcompile.errors import AgreementError, StateError, ZcompileError
 from zcompile.runtime.groups import Communicator
 
 T = TypeVar("T")
@@ -63,6 +65,31 @@ class Agreement:
             if found:
                 raise StateError(where, f"on rank {rank}: {found}", "give a folder with room for what every rank keeps")
         return made
+
+    def attempt(self, what: str, act: Callable[[], T], *, shown: bool = False) -> tuple[T, list[Any]]:
+        """What `act` gives, once it has come to its end on every rank; with `shown` also what it gave to each, as JSON.
+
+        Raises:
+            ZcompileError: on every rank, the same: that which it raised on some rank.
+        """
+        error: ZcompileError | None = None
+        told: list[Any] = [None, None]
+        try:
+            result = act()
+            told[1] = result if shown else None
+        except ZcompileError as raised:
+            error = raised
+        except Exception as raised:
+            kind, rank = type(raised).__name__, self.communicator.rank
+            error = StateError(what, f"failed on rank {rank}: {kind}: {raised}", "mend that and try again")
+            error.__cause__ = raised
+        if error is not None:
+            told[0] = [type(error).__name__, error.subject, error.found, error.fix]
+        answers = [json.loads(text) for text in self.share(what, json.dumps(told))]
+        for failure, _ in answers:
+            if failure is not None:
+                raise getattr(errors, failure[0])(*failure[1:]) from error
+        return result, [value for _, value in answers]
 
     def _exchange(self, text: str, what: str) -> list[str]:
         self.count += 1

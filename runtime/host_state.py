@@ -57,6 +57,7 @@ class HostState:
 
     def begin(self) -> None:
         """A step begins: what the first updates need is fetched."""
+        self.end()  # a step that failed has left what was on its way
         for unit in self._order[:AHEAD]:
             self._fetch(unit)
 
@@ -118,8 +119,9 @@ class HostState:
     def _arrive(self, optimizer: Optimizer, parameter: nn.Parameter, names: Sequence[str]) -> None:
         """Put what has come into the state."""
         for name in names:
-            come = self._coming.pop((id(optimizer), id(parameter), name), None)
-            if come is not None:
+            key = id(optimizer), id(parameter), name
+            come = self._coming.pop(key, None)
+            if come is not None and _is_at(optimizer.state[parameter].get(name), self._host[key]):
                 if come.is_cuda:
                     come.record_stream(torch.cuda.current_stream(self.device))
                 state = optimizer.state[parameter]

@@ -58,11 +58,13 @@ class ModelParallel:
     Args:
         mesh: Of one dimension.
         joint: The data-parallel dimension, then that of `mesh`.
-        divided: Parameters of which the ranks of `mesh` have different parts.
+        ranks: All ranks of `joint` as one dimension.
+        divided: Parameters, and buffers, of which the ranks of `mesh` have different parts or values.
     """
 
     mesh: DeviceMesh
     joint: DeviceMesh
+    ranks: DeviceMesh
     divided: frozenset[str]
 
     def whole(self, parameter: torch.Tensor) -> Placing:

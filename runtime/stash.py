@@ -72,7 +72,7 @@ class Stash:
         Raises:
             StateError: there is no room for it, or what was moved before has not arrived.
         """
-        self._sweep()
+        self.sweep()
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         held = self.keeper.put(value.as_strided((last + 1,), (1,)))
         self._number += 1
@@ -97,7 +97,8 @@ class Stash:
             self._forget(number)
         return Arrival(lambda: kept.laid_out(arrive()))
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Give up what stands for nothing any more: its graph was dropped."""
         for number in [number for number, token in self._tokens.items() if token.expired()]:
             self.keeper.drop(self._slots[number].held)
             self._forget(number)

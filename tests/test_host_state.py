@@ -74,6 +74,33 @@ def test_what_the_next_units_need_comes_before_their_turn(monkeypatch: pytest.Mo
     assert all(count > 0 for _, count in here)
 
 
+def test_what_a_failed_step_had_fetched_is_void() -> None:
+    parameters = {name: [torch.nn.Parameter(torch.ones(4))] for name in "abc"}
+    optimizer = torch.optim.SGD([one for (one,) in parameters.values()], lr=0.1, momentum=0.9)
+    states = HostState(torch.device("cpu"), [optimizer], parameters, [{"momentum_buffer": torch.float32}])
+
+    def step(fails_at: str = "") -> None:
+        states.begin()
+        for name, (parameter,) in parameters.items():
+            if name == fails_at:
+                return
+            states.before([parameter])
+            state = optimizer.state[parameter]
+            state["momentum_buffer"] = state.get("momentum_buffer", torch.zeros(4)) * 0.5 + 1
+            states.after(optimizer, [parameter])
+        states.end()
+
+    step()
+    step(fails_at="b")
+    loaded = optimizer.state_dict()
+    for state in loaded["state"].values():
+        state["momentum_buffer"] = torch.full((4,), 100.0)
+    optimizer.load_state_dict(loaded)
+    step()
+    found = [optimizer.state[one]["momentum_buffer"].tolist() for (one,) in parameters.values()]
+    assert found == [[51.0] * 4] * 3
+
+
 def test_the_host_is_for_models_on_a_gpu() -> None:
     model = make("mlp")
     with pytest.raises(zcompile.OptionError, match="offload_optimizer: is 'cpu', and the model is on cpu"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from tests.passes.programs import CHAIN, PAIR, joined
 from tests.passes.test_partition_activations import SAME
 from tests.ranks import Ranks
 from zcompile import AgreementError
-from zcompile.ops import data
+from zcompile.ops import Input, Kind, data, set_data
 from zcompile.passes.partition_activations import partition_activations
 from zcompile.peers import ModelPeers
 from zcompile.program import Program
@@ -93,6 +94,41 @@ def test_rows_of_its_own_are_known_to_one_rank_alone() -> None:
     assert "r" in same(program(*taking(0)), program(*taking(0)))[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "is_known"),
+    [
+        (Input(Kind.DATA, 0), True),
+        (Input(Kind.DATA, 0, held="table"), True),
+        (Input(Kind.DATA, 0, held="own"), False),
+        (Input(Kind.DATA, 0, mutated=True, held="table"), False),
+        (Input(Kind.DATA, 0, held="?"), False),
+    ],
+    ids=["argument", "buffer", "buffer that differs", "buffer that is written", "attribute"],
+)
+def test_of_inputs_arguments_and_constant_buffers_are_the_same(given: Input, is_known: bool) -> None:
+    traced = program("y = aten.add.Tensor(x, 1)  # f32[8, 4]")
+    set_data(traced.node("x"), replace(data(traced.node("x")), op=given))
+    assert ("y" in digests(traced, "tp", {"a.weight", "own"})) is is_known
+
+
+def test_another_buffer_is_another_value() -> None:
+    found = []
+    for name in ("one", "other"):
+        traced = program("y = aten.add.Tensor(x, 1)  # f32[8, 4]")
+        set_data(traced.node("x"), replace(data(traced.node("x")), op=Input(Kind.DATA, 0, held=name)))
+        found.append(digests(traced, "tp", ())["y"])
+    assert found[0] != found[1]
+
+
+def test_the_order_of_arguments_counts() -> None:
+    before = "z = aten.mul.Tensor(x, 3)  # f32[8, 4]"
+    one, other = (
+        digests(program(before, f"y = aten.cat.default([{given}])  # f32[24, 4]"), "tp", ())["y"]
+        for given in ("z, x, z", "z, z, x")
+    )
+    assert one != other
+
+
 def test_names_and_what_one_rank_does_beside_do_not_matter() -> None:
     more = "h_1 = aten.mul.Tensor(x, 3)  # f32[8, 4]"
     one, other = same(program(*taking(0)), program(*taking(4, more)))
@@ -113,7 +149,7 @@ def test_marks_are_printed_and_read_again() -> None:
 def compared(rank: int, other: str) -> list[str]:
     """What comes of comparing partitioned programs: one again, and one that is another on the second rank."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    peers = ModelPeers(ModelParallel(mesh["tp"], mesh, frozenset()), torch.device("cpu"))
+    peers = ModelPeers(ModelParallel(mesh["tp"], mesh, mesh["tp"], frozenset()), torch.device("cpu"))
     parts = partial(partition_activations, peers=2, least=1)
     found = []
     for text in (SAME, SAME, other if rank else SAME.replace("8, 4", "6, 4")):
@@ -128,4 +164,4 @@ def compared(rank: int, other: str) -> list[str]:
 def test_peers_that_would_gather_different_parts_are_told(ranks: Ranks) -> None:
     for found in ranks.run(2, compared, SAME.replace("8, 4", "5, 4")):
         assert found[:2] == ["agreed", "agreed"]
-        assert "rank 0: 'f32[6, 4] ='; rank 1: 'f32[5, 4] ='" in found[2]
+        assert "rank 0: 'gather f32[6, 4] ='; rank 1: 'gather f32[5, 4] ='" in found[2]

@@ -83,8 +83,9 @@ def tokens(step: int, rank: int, length: int = 6) -> tuple[torch.Tensor, torch.T
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def meshes(data: int, model: int) -> tuple[DeviceMesh, DeviceMesh]:
-    mesh = init_device_mesh("cpu", (data, model), mesh_dim_names=("dp", "tp"))
+def meshes(data: int, model: int, *, turned: bool = False) -> tuple[DeviceMesh, DeviceMesh]:
+    names, sizes = (("tp", "dp"), (model, data)) if turned else (("dp", "tp"), (data, model))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     return mesh["dp"], mesh["tp"]
 
 
@@ -168,6 +169,18 @@ def test_checkpoints_and_arenas_have_the_same_bits(ranks: Ranks) -> None:
     assert ranks.run(4, options_apart) == [[]] * 4
 
 
+def seeds_apart(rank: int) -> bool:
+    """The first data-parallel rank's values count; other ranks' may be others, and differ between them."""
+    dp, tp = meshes(2, 2)
+    model = parallelize_module(feed(0 if dp.get_local_rank() == 0 else 10 + rank), tp, EVERYTHING)
+    full = zcompile.compile(model, mesh=dp, backend="eager").full_state_dict(rank0_only=False)
+    return all(torch.equal(full[name], value) for name, value in feed().state_dict().items())
+
+
+def test_the_first_ranks_values_count(ranks: Ranks) -> None:
+    assert ranks.run(4, seeds_apart) == [True] * 4
+
+
 def steps_apart(rank: int) -> list[str]:
     """A train step, and micro-batches, against what they stand for."""
     dp, tp = meshes(2, 2)
@@ -237,6 +250,44 @@ def test_activations_in_parts_give_the_same_bits(ranks: Ranks, tmp_path: Path, d
         assert differing == []
         assert whole > 0
         assert kept == pytest.approx(whole / model, rel=0.001)
+
+
+def choosing(rank: int) -> list[bool]:
+    """Whether there are parts where a schedule is chosen from a program, with another size at the second call."""
+    dp, tp = meshes(2, 2)
+    found = []
+    for options in ({"prefetch": "auto"}, {"memory_limit": "1 GiB"}):
+        divided = parallelize_module(wide(), tp, EVERYTHING)
+        compiled = zcompile.compile(divided, mesh=dp, backend="eager", partition_activations=True, **options)
+        for length in (64, 68):
+            compiled(*tokens(0, dp.get_local_rank(), length=length)).backward()
+        found += [bool(step.program.nodes(Peers)) for step in compiled._engine.steps]
+    return found
+
+
+def test_parts_go_with_schedules_that_are_chosen(ranks: Ranks) -> None:
+    assert ranks.run(4, choosing) == [[True] * 4] * 4
+
+
+def limited(rank: int) -> list[str]:
+    """Errors under a limit that is enough for some tensor-parallel ranks, which have smaller parts, but not for all."""
+    dp, tp = meshes(2, 2)
+    plan = {key: EVERYTHING[key] for key in ("embed", "head")}
+    errors, limit = list[str](), 1000
+    for _ in range(2):
+        torch.manual_seed(0)
+        divided = parallelize_module(Feed(vocabulary=1001, width=64, hidden=128), tp, plan)
+        compiled = zcompile.compile(divided, mesh=dp, backend="eager", memory_limit=limit)
+        with pytest.raises(OptionError) as caught:
+            compiled(*tokens(0, dp.get_local_rank()))
+        errors.append(str(caught.value))
+        limit = int(errors[0].partition("at least ")[2].split()[0]) - 1
+    return errors
+
+
+def test_a_limit_that_one_rank_cannot_keep_is_refused_on_all(ranks: Ranks) -> None:
+    found = ranks.run(4, limited)
+    assert all(errors == found[0] for errors in found)
 
 
 def test_parts_on_a_disk_give_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
@@ -390,13 +441,10 @@ class Breaking(Residual):
 
 
 def wrong(rank: int, case: str) -> str:
-    dp, tp = meshes(2, 2)
+    dp, tp = meshes(2, 2, turned=case == "the other order")
     model, mesh, options = feed(), dp, dict[str, Any]()
-    if case == "differing buffers":
-        model.register_buffer("table", torch.full((3,), float(rank)))
-        options = {"partition_activations": True}
     if case == "differing":
-        torch.manual_seed(rank)
+        torch.manual_seed(tp.get_local_rank())
         nn.init.normal_(model.norm.weight)
     model = parallelize_module(model, tp, MLPS)
     match case:
@@ -436,12 +484,12 @@ def wrong(rank: int, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "kind", "text"),
     [
+        ("the other order", GroupError, "the data-parallel one before it"),
         ("no mesh", GroupError, "mesh=mesh['dp']"),
         ("its own mesh", GroupError, "parameters are divided over"),
         ("another mesh", GroupError, "is no dimension beside"),
         ("weights", OptionError, "load_full_state_dict afterwards"),
         ("differing", ModelError, "norm.weight"),
-        ("differing buffers", ModelError, "table: is not divided over"),
         ("empty", ModelError, "head.weight: has 1 rows on dim 0, which leave some of 2 ranks without any"),
         ("several meshes", ModelError, "divide all parameters over one tensor-parallel mesh"),
         ("a buffer", ModelError, "table: is a buffer and a DTensor"),

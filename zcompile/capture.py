@@ -55,6 +55,8 @@ class Names:
     """Names of the positional arguments of the traced module's forward."""
     root: str = ""
     """Path of the traced module in the model."""
+    apart: frozenset[int] = frozenset()
+    """Inputs, by identity, of which ranks have different parts."""
 
     def of_input(self, target: str) -> str:
         """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
@@ -74,6 +76,15 @@ class Names:
         return next((path for path in suffixes if path in self.modules), self.root)
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An input of a graph of Dynamo's: what it is called, the parameter that it is, and else what `Input.held` says."""
+
+    readable: str
+    parameter: str | None = None
+    held: str = ""
+
+
 @dataclass
 class Capture:
     """The backend for one traced graph."""
@@ -81,16 +92,18 @@ class Capture:
     names: Names
     layout: Layout
     lower: Lowering
-    inputs: list[tuple[str, str | None]] = field(default_factory=list)
-    """For each input of the Dynamo graph: a readable name, and the parameter's name if it is one."""
+    inputs: list[Entry] = field(default_factory=list)
+    """The inputs of the Dynamo graph."""
     runner: Runner | None = None
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         placeholders = module.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, example_inputs, strict=True):
             name = self.names.parameters.get(id(value))
-            readable = name or self.names.others.get(id(value)) or self.names.of_input(str(node.target))
-            self.inputs.append((readable, name))
+            other = self.names.others.get(id(value))
+            is_argument = re.match(r"L_(args|kwargs)_", str(node.target)) and id(value) not in self.names.apart
+            held = "" if is_argument else other or "?"
+            self.inputs.append(Entry(name or other or self.names.of_input(str(node.target)), name, held))
         frontend = aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
@@ -140,7 +153,7 @@ def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
 
 
 def read_joint(
-    joint: fx.GraphModule, num_outputs: int, inputs: Sequence[tuple[str, str | None]], names: Names, layout: Layout
+    joint: fx.GraphModule, num_outputs: int, inputs: Sequence[Entry], names: Names, layout: Layout
 ) -> Program:
     """The joint graph (or a forward graph alone) of AOTAutograd as a Program.
 
@@ -152,7 +165,7 @@ def read_joint(
 
 
 class _Reader:
-    def __init__(self, joint: fx.GraphModule, inputs: Sequence[tuple[str, str | None]], names: Names) -> None:
+    def __init__(self, joint: fx.GraphModule, inputs: Sequence[Entry], names: Names) -> None:
         self.joint, self.inputs, self.names = joint, inputs, names
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
@@ -184,10 +197,11 @@ class _Reader:
             return self._copy(node, held, node.name)
         # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors say which one it means.
         index = getattr(node.meta.get("desc"), "idx", None)
-        readable, parameter = self.inputs[index] if index is not None else (node.name, None)
-        op = Parameter(parameter) if parameter else Input(Kind.DATA, len(self.primals), index in self.mutated)
-        self.primals.append((node, parameter))
-        return self._copy(node, Data(op), identifier(readable))
+        entry = self.inputs[index] if index is not None else Entry(node.name, held="?")
+        data_input = Input(Kind.DATA, len(self.primals), index in self.mutated, entry.held)
+        op = Parameter(entry.parameter) if entry.parameter else data_input
+        self.primals.append((node, entry.parameter))
+        return self._copy(node, Data(op), identifier(entry.readable))
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         value = _attribute(self.joint, str(node.target))
@@ -237,7 +251,7 @@ class _Reader:
 
     def _refuse_mutated_parameters(self) -> None:
         for index in sorted(self.mutated):
-            if name := self.inputs[index][1]:
+            if name := self.inputs[index].parameter:
                 fix = "keep what changes in a buffer, or change parameters between steps"
                 raise CaptureError(name, "the model's forward writes to this parameter", fix)
 

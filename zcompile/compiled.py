@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zcompile._torch import copyable, flattened, local_tensor
+from zcompile._torch import copyable, local_tensor
 from zcompile.configuration import Options
 from zcompile.engine import Engine
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
@@ -110,16 +110,20 @@ def _compiled(
     beside, communicator = model_parallel(model, mesh), _communicator(model, mesh)
     layout = make_layout(model, STAGES[asked.stage], communicator.size, units, asked.precision)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
+    everyone = agreement
     if beside is not None:
-        _check_parallel(model, beside, communicator.device, asked, given)
+        everyone = Agreement(Communicator(beside.ranks, communicator.device))
+        beside = _checked_parallel(model, beside, everyone, asked, given, communicator.rank)
     elif asked.partition_activations:
         found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
     file = _shard_file(asked, layout, agreement)
     shards, sites, retired = shard_model(model, layout, communicator, given, beside, file)
     point_at_shards(optimizers, shards.values(), retired)
-    engine = Engine(layout, shards, communicator, agreement, asked, beside)
-    return CompiledModule(model, engine, sites, retired, _state(model, engine, beside))
+    engine = Engine(layout, shards, communicator, agreement, asked, beside, everyone)
+    # The model's state is that of all ranks that have a part of it.
+    state = ModelState(model, everyone.communicator, everyone, asked.stage)
+    return CompiledModule(model, engine, sites, retired, state)
 
 
 def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:
@@ -140,22 +144,14 @@ def _shard_file(asked: Options, layout: Layout, agreement: Agreement) -> ShardFi
     return agreement.together("the file of parameters", str(place), lambda: ShardFile(place, sizes))
 
 
-def _check_parallel(
-    model: nn.Module, beside: ModelParallel, device: torch.device, asked: Options, weights: Weights | None
-) -> None:
+def _checked_parallel(
+    model: nn.Module, beside: ModelParallel, everyone: Agreement, asked: Options, weights: Weights | None, rank: int
+) -> ModelParallel:
     if weights is not None:
         fix = "load them before parallelize_module, or with load_full_state_dict afterwards"
         raise OptionError("weights", "cannot be read into a tensor-parallel model", fix)
-    check_replicated(model, beside, device, buffers=asked.partition_activations)
-
-
-def _state(model: nn.Module, engine: Engine, beside: ModelParallel | None) -> ModelState:
-    """The model's state is that of all ranks that have a part of it."""
-    communicator, agreement = engine.communicator, engine.agreement
-    if beside is not None:
-        communicator = Communicator(flattened(beside.joint), communicator.device)
-        agreement = Agreement(communicator)
-    return ModelState(model, communicator, agreement, engine.layout.stage.number)
+    everyone.reach("the options", [str(asked)])
+    return check_replicated(model, beside, everyone, first=rank == 0)
 
 
 def _optimizers(given: Optimizer | Sequence[Optimizer] | None, model: nn.Module) -> Sequence[Optimizer]:

@@ -64,6 +64,7 @@ class Engine:
         agreement: Agreement,
         options: Options,
         beside: ModelParallel | None = None,
+        everyone: Agreement | None = None,
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
         hardware = NCCL_HARDWARE if communicator.device.type == "cuda" else DEFAULT_HARDWARE
@@ -80,8 +81,9 @@ class Engine:
         self.recorder = communicator.recorder
         self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded, recorder=self.recorder)
         self.arenas = Arenas(communicator.device)
-        partitions = beside is not None and options.partition_activations
-        self.peers = ModelPeers(beside, communicator.device) if beside is not None and partitions else None
+        self.everyone = everyone or agreement
+        """Of all ranks that have a part of the model: choices that are made once are theirs."""
+        self.peers = ModelPeers(beside, communicator.device) if beside is not None else None
         self._session = Session(
             self.shards,
             self.delivery,
@@ -90,7 +92,7 @@ class Engine:
             self.freshness.refresh,
             self.recorder,
             self.arenas,
-            make_stashes(options, communicator, agreement, self.peers),
+            make_stashes(options, communicator, agreement, self.peers if options.partition_activations else None),
         )
         self.accumulates = False
         """True within `no_sync`."""
@@ -174,22 +176,26 @@ class Engine:
         self.recorder.end_call(split=bool(self.breaks))
 
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
+        if self.peers is None:
+            return self._lowered(traced, updater)
+        return self.peers.together(lambda: self._lowered(traced, updater))
+
+    def _lowered(self, traced: Program, updater: Updater | None) -> Runner:
         journal = Journal()
         # Casts are in the graph already: compiled under autocast, a region would get them twice.
         no_autocast = torch.autocast(self.communicator.device.type, enabled=False)
         with _collector_paused(), no_autocast:
             keeps = self._keeps(traced)
+            if self.peers is not None and self.options.partition_activations and traced.has_backward:
+                traced = self.peers.marked(traced)
             if not self._chosen and keeps and traced.has_backward:
                 self.schedule = self._chosen_schedule(traced)
                 self._chosen = True
-            if self.peers is not None and traced.has_backward:
-                traced = self.peers.marked(traced)
-            pipeline = self.options.pipeline(
+            pipeline = self._pipeline(
                 self.schedule,
                 keeps=keeps,
                 free=self._free_bytes(),
                 updates=updater is not None and traced.has_backward,
-                peers=self.peers.communicator.size if self.peers is not None else 0,
             )
             program = pipeline.run(traced, journal)
             if updater is None and program.nodes(Update):
@@ -242,16 +248,16 @@ class Engine:
         limit = options.limit
         if options.prefetch == "auto":
             hardware = measure(self.communicator, options.dtype or torch.float32)
-            schedule = choose(traced, options.pipeline, hardware, limit)
+            schedule = choose(traced, self._pipeline, hardware, limit)
             chosen = [schedule.prefetch, schedule.small, schedule.bucket]
-            told = self.agreement.share("the schedule of gathers", json.dumps(chosen))
+            told = self.everyone.share("the schedule of gathers", json.dumps(chosen))
             choices = [json.loads(text) for text in told]
             # A deeper one may be beyond the limit on the rank that chose a lesser one.
             prefetch = min(prefetch for prefetch, *_ in choices) if limit else choices[0][0]
             schedule = Schedule(prefetch, *choices[0][1:])
         if limit is None:
             return schedule
-        shared = self.agreement.share("the memory limit", json.dumps(fit(traced, options.pipeline, schedule, limit)))
+        shared = self.everyone.share("the memory limit", json.dumps(fit(traced, self._pipeline, schedule, limit)))
         found = [json.loads(text) for text in shared]
         check_fits(max(least for least, _ in found), limit)
         first, *others = [units for _, units in found]
@@ -260,11 +266,15 @@ class Engine:
     @property
     def pipeline(self) -> Pipeline:
         """The passes that programs go through."""
-        return self.options.pipeline(self.schedule)
+        return self._pipeline(self.schedule)
+
+    def _pipeline(self, schedule: Schedule, **about: Any) -> Pipeline:
+        """The passes of a schedule, for this many model-parallel ranks."""
+        return self.options.pipeline(schedule, peers=self.peers.communicator.size if self.peers else 1, **about)
 
     def _agree(self, program: Program) -> None:
         """Compare the program's communications with the other ranks', unless an agreed program has the same ones."""
-        if self.peers is not None and program.has_backward:
+        if self.peers is not None:
             self.peers.agree(program)
         digest = program.digest()
         if digest not in self._agreed:

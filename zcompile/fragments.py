@@ -114,7 +114,10 @@ class Fragment:
         owners = {id(owner) for owner in module.modules()}
         self.sites = [site for site in tree.sites if id(site.owner) in owners]
         self.is_split = False
-        self._traced = torch.compile(self._fresh(_traced_call(module, forward)), backend=_backend(self), fullgraph=True)
+        # DTensors of sizes that vary are beyond Dynamo: a program for each.
+        dynamic = False if any(site.local is not None for site in tree.sites) else None
+        call = self._fresh(_traced_call(module, forward))
+        self._traced = torch.compile(call, backend=_backend(self), fullgraph=True, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Collective.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from zcompile._torch import is_symbolic, of_fixed_sizes
 from zcompile.capture import Names
@@ -56,6 +56,9 @@ class _Layout:
         if any(map(is_symbolic, tensor.shape)):
             fix = "call the model with one size, or let it take and give plain tensors: x.to_local()"
             raise CaptureError(name, "is a DTensor whose size varies between calls", fix)
+        if not all(type(placement) in (Shard, Replicate, Partial) for placement in tensor.placements):
+            fix = "let the module that makes it give a plain tensor, or mend the graph break behind it (see explain())"
+            raise CaptureError(name, f"is a DTensor placed {tensor.placements}", fix)
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
     def whole(self, local: torch.Tensor) -> DTensor:
@@ -91,7 +94,8 @@ class LocalGraph:
         known = {id(local): names.parameters[id(one)] for one, local in pairs if id(one) in names.parameters}
         # Code on DTensors reaches its mesh by way of hooks and closures, which is no name to read.
         meshes = {id(one): "mesh" for one in inputs if isinstance(one, DeviceMesh)}
-        return replace(names, parameters=known, others={**names.others, **meshes})
+        apart = {id(local) for one, local in pairs if isinstance(one, DTensor) and not _is_replicated(one)}
+        return replace(names, parameters=known, others={**names.others, **meshes}, apart=frozenset(apart))
 
     def calling(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What takes and gives DTensors, of what `module` was compiled into."""
@@ -139,6 +143,10 @@ def local_graph(module: fx.GraphModule, inputs: Sequence[Any], locals_: Locals) 
     made.meta = dict(module.meta)
     local = [of_fixed_sizes(_local(v, locals_)) if i in taken else v for i, v in enumerate(inputs)]
     return LocalGraph(made, local, locals_, given)
+
+
+def _is_replicated(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
 
 
 def _listed(results: Any) -> Sequence[Any]:

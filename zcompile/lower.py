@@ -154,6 +154,8 @@ class Step:
             self.session.note(self._digest)
         if self._has_copies:
             self.session.refresh()
+        for stash in self.session.stashes.values():
+            stash.sweep()
         husks = [box[index] for index in self.reread]
         values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
         box.clear()

@@ -43,6 +43,8 @@ class Input:
     index: int
     mutated: bool = False
     """True if the forward writes to it: once it has run, the value that it read is gone."""
+    held: str = ""
+    """What it is if it is no argument of the call that ranks may be taken to have alike: a buffer's name, or `?`."""
 
 
 @dataclass(frozen=True, slots=True)

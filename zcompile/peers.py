@@ -1,17 +1,27 @@
-"""Peers: the ranks of a model-parallel mesh, which know of some activations that all of them have the same."""
+"""Peers: the ranks of a model-parallel mesh, which trace and run the same program on parts of a model.
+
+Sizes of their parts may differ, and so what a rank predicts of its memory and what it chooses by that. But they
+communicate within regions, so they must come by the same regions and fetches in the same order.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+from torch import fx
 
-from zcompile.ops import Fetch, Peers, data
+from zcompile.ops import Call, Fetch, Peers, Phase, data, op_of
 from zcompile.program import Program
+from zcompile.recompute import is_collective
 from zcompile.replicated import digests, mark_replicated
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.placing import ModelParallel
+
+T = TypeVar("T")
 
 
 class ModelPeers:
@@ -23,6 +33,10 @@ class ModelPeers:
         self._agreement = Agreement(self.communicator)
         self._agreed: set[str] = set()
 
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` gives; an error on one of them is the same error on all."""
+        return self._agreement.attempt("the program", make)[0]
+
     def marked(self, traced: Program) -> Program:
         """`traced` with the values marked that all of them are known to have."""
         mine = digests(traced, self.communicator.group.group_name, self.parallel.divided)
@@ -31,17 +45,25 @@ class ModelPeers:
         return mark_replicated(traced, {name: digest for name, digest in mine.items() if digest in on_all})
 
     def agree(self, program: Program) -> None:
-        """See that they gather the same activations in the same order.
+        """See that they communicate with each other in the same order.
 
         Raises:
             AgreementError: on every rank: they do not, as where each has chosen checkpoints by its own memory.
         """
-        places = (node.all_input_nodes[1] for node in program.nodes(Fetch))
-        fetched = [
-            n for n, place in zip(program.nodes(Fetch), places, strict=True) if isinstance(data(place).op, Peers)
-        ]
-        stashed = (node.all_input_nodes[0].all_input_nodes[0] for node in fetched)
-        lines = [f"{data(node).type} {data(node).replicated}" for node in stashed]
+        lines = [line for phase in Phase for node in program.body(phase) if (line := _line(program, node))]
         if (text := "\n".join(lines)) not in self._agreed:
-            self._agreement.reach("the partitioned activations", lines)
+            self._agreement.reach("the communication of model-parallel ranks", lines)
             self._agreed.add(text)
+
+
+def _line(program: Program, node: fx.Node) -> str:
+    """What a line of the program does on the model-parallel mesh; empty if nothing."""
+    op = data(node).op
+    if isinstance(op, Call):
+        inside = program.regions[op_of(node, Call).region].graph.nodes
+        return ", ".join(str(inner.target) for inner in inside if is_collective(inner))
+    if isinstance(op, Fetch):
+        stashed, place = node.all_input_nodes
+        value = data(stashed.all_input_nodes[0])
+        return f"gather {value.type} {value.replicated}" if isinstance(data(place).op, Peers) else ""
+    return ""

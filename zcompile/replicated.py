@@ -34,7 +34,7 @@ def digests(program: Program, group: str, divided: Collection[str]) -> dict[str,
     Args:
         program: As it was traced.
         group: The name of the mesh's process group.
-        divided: Parameters of which ranks have different parts.
+        divided: Parameters and buffers of which ranks have different parts or values.
     """
     found: dict[str, str] = {}
     collectives = 0
@@ -43,10 +43,13 @@ def digests(program: Program, group: str, divided: Collection[str]) -> dict[str,
         origin = _origin(program, node, group, divided)
         if origin is None or data(node).phase is not Phase.FORWARD:
             continue
-        # What goes into a collective differs; that it is the same one on all ranks, its number tells.
-        sources = [str(collectives)] if is_collective(node) else [found.get(n.name) for n in node.all_input_nodes]
-        if all(sources):
-            found[node.name] = hashlib.sha256(f"{origin} {sources}".encode()).hexdigest()[:16]
+        if is_collective(node):
+            # What goes into it differs; that it is the same one on all ranks, its number tells.
+            constants = [argument for argument in node.args if isinstance(argument, (str, int))]
+            found[node.name] = _digest(f"{origin} {constants} {collectives}")
+        elif all(source.name in found for source in node.all_input_nodes):
+            given = fx.map_arg((node.args, node.kwargs), lambda source: found[source.name])
+            found[node.name] = _digest(f"{origin} {given}")
     return found
 
 
@@ -63,15 +66,31 @@ def _origin(program: Program, node: fx.Node, group: str, divided: Collection[str
     """How a value comes about but for what it is made of; None if the rank that asks may play a part."""
     held = data(node)
     match held.op:
-        case Input(kind=kind, index=index):
-            return None if kind is Kind.TANGENT else f"{kind} {index} {held.type} {_content(program, node)}"
+        case Input() as given:
+            return _of_input(program, node, given, divided)
         case Parameter(name):
             return None if name in divided else f"parameter {name}"
     if isinstance(held.op, Item) or is_wait(node) or _is_function(node) or _gives_all(node, group):
-        # Where a node stands among the arguments, not what it is called.
-        constants = fx.map_arg((node.args, node.kwargs), lambda _: "_")
-        return f"{node.target} {constants} {held.type}"
+        return f"{node.target} {held.type}"
     return None
+
+
+def _of_input(program: Program, node: fx.Node, given: Input, divided: Collection[str]) -> str | None:
+    """Arguments of the call count as equal, and buffers that are and stay so; what else the code finds may differ."""
+    match given.kind:
+        case Kind.TANGENT:
+            return None
+        case Kind.CONSTANT:
+            return f"constant {_content(program, node)}"
+    if not given.held:
+        return f"argument {node.name} {data(node).type}"
+    if given.held == "?" or given.held in divided or given.mutated:
+        return None
+    return f"buffer {given.held}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _gives_all(node: fx.Node, group: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -20,9 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile import errors
 from zcompile._torch import group_timeout, local_tensor, with_local
-from zcompile.errors import StateError, ZcompileError, nearest
+from zcompile.errors import StateError, nearest
 from zcompile.optimizer_state import Shape, Slots, empty_slots, put_together, take_apart
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint import Place, Writer, check_files, put_in_place, read_manifest, typed
@@ -303,31 +301,11 @@ class ModelState:
 
     def _together(self, what: str, act: Callable[[], Result]) -> Result:
         """Act on every rank; an error on one of them is the same error on all."""
-        return self._attempt(what, act)[0]
+        return self.agreement.attempt(what, act)[0]
 
     def _share(self, what: str, act: Callable[[], Any]) -> list[Any]:
         """The results of all ranks, as JSON gives them back; an error on one of them is the same error on all."""
-        return self._attempt(what, act, shown=True)[1]
-
-    def _attempt(self, what: str, act: Callable[[], Result], shown: bool = False) -> tuple[Result, list[Any]]:
-        error: ZcompileError | None = None
-        told: list[Any] = [None, None]
-        try:
-            result = act()
-            told[1] = result if shown else None
-        except ZcompileError as raised:
-            error = raised
-        except Exception as raised:
-            kind, rank = type(raised).__name__, self.communicator.rank
-            error = StateError(what, f"failed on rank {rank}: {kind}: {raised}", "mend that and try again")
-            error.__cause__ = raised
-        if error is not None:
-            told[0] = [type(error).__name__, error.subject, error.found, error.fix]
-        answers = [json.loads(text) for text in self.agreement.share(what, json.dumps(told))]
-        for failure, _ in answers:
-            if failure is not None:
-                raise getattr(errors, failure[0])(*failure[1:]) from error
-        return result, [value for _, value in answers]
+        return self.agreement.attempt(what, act, shown=True)[1]
 
 
 # -- values ----------------------------------------------------------------------------------------------------------

@@ -10,13 +10,18 @@ runs on DTensors, as it does without zcompile; graphs are given the local tensor
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from zcompile._torch import joint_mesh, local_tensor
+from zcompile._torch import flattened, joint_mesh, local_tensor
 from zcompile.errors import GroupError, ModelError
+from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.parameter import ShardedParameter
 from zcompile.runtime.placing import ModelParallel
@@ -42,7 +47,7 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel |
         if isinstance(buffer, DTensor):
             raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
     parts = frozenset(name for name, param in divided.items() if not _is_replicated(param))
-    return ModelParallel(example.device_mesh, _joint(mesh, example.device_mesh), parts)
+    return ModelParallel(example.device_mesh, *_joint(mesh, example.device_mesh), parts)
 
 
 def _check_placement(name: str, param: DTensor) -> None:
@@ -62,8 +67,8 @@ def _check_placement(name: str, param: DTensor) -> None:
             raise ModelError(name, found, "replicate it, or use a smaller tensor-parallel mesh")
 
 
-def _joint(data: DeviceMesh | None, model: DeviceMesh) -> DeviceMesh:
-    """The mesh of both dimensions.
+def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh of both dimensions, and all of its ranks as one. Collective.
 
     Raises:
         GroupError: there is none.
@@ -75,30 +80,47 @@ def _joint(data: DeviceMesh | None, model: DeviceMesh) -> DeviceMesh:
     if data == model or data.ndim != 1:
         raise GroupError("mesh", f"is {data}, and parameters are divided over {model}", fix)
     try:
-        return joint_mesh(data, model)
-    except RuntimeError as error:
+        joint = joint_mesh(data, model)
+        ranks = joint.mesh.flatten()
+        if not torch.equal(ranks, ranks.sort().values):  # torch does not reduce over dimensions in another order
+            raise ValueError("it comes behind it")
+        return joint, flattened(joint)
+    except (RuntimeError, KeyError, ValueError) as error:
+        fix = f"{fix}, the data-parallel one before it, as in init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
         raise GroupError("mesh", f"is no dimension beside {model}: {error}", fix) from error
 
 
-def check_replicated(model: nn.Module, parallel: ModelParallel, device: torch.device, *, buffers: bool) -> None:
+def check_replicated(model: nn.Module, parallel: ModelParallel, everyone: Agreement, *, first: bool) -> ModelParallel:
     """See that plain parameters, which tensor parallelism takes to be on all of its ranks, have the same values there.
 
-    Collective over the tensor-parallel mesh. `buffers`: the same for these.
+    Collective over all ranks that have a part of the model. `first`: true on those whose values all others get.
+
+    Returns what is known of the model, with the buffers that are not the same everywhere among what is divided.
 
     Raises:
-        ModelError: on every rank: one has not.
+        ModelError: on every rank: a parameter is not.
     """
     plain: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if _is_replicated(p)}
-    plain |= model.named_buffers() if buffers else {}
-    if not plain:
-        return
-    sums = torch.stack([_checksum(local_tensor(param)).to(device) for param in plain.values()])
+    buffers = dict(model.named_buffers())
+    found = _differing({**plain, **buffers}, parallel, everyone.communicator.device) if first else []
+    shared = everyone.share("what is not divided", json.dumps(found))
+    differing = {name for text in shared for name in json.loads(text)}
+    for name in plain:
+        if name in differing:
+            what = f"is not divided over {parallel.mesh}, and has other values on other ranks of it"
+            raise ModelError(name, what, "seed all ranks alike before the model is built, or broadcast its values")
+    return replace(parallel, divided=parallel.divided | differing)
+
+
+def _differing(tensors: Mapping[str, torch.Tensor], parallel: ModelParallel, device: torch.device) -> list[str]:
+    """The names of those that have other values on other ranks. Collective over the tensor-parallel mesh."""
+    if not tensors:
+        return []
+    sums = torch.stack([_checksum(local_tensor(tensor)).to(device) for tensor in tensors.values()])
     most, least = Communicator(parallel.mesh, device).any_rank(torch.stack([sums, -sums])).unbind()
     # int64 wraps alike on all ranks, also where it is negated.
-    for name, high, low in zip(plain, most.tolist(), least.tolist(), strict=True):
-        if high != -low:
-            found = f"is not divided over {parallel.mesh}, and has other values on other ranks of it"
-            raise ModelError(name, found, "seed all ranks alike before the model is built, or broadcast its values")
+    zipped = zip(tensors, most.tolist(), least.tolist(), strict=True)
+    return [name for name, high, low in zipped if high != -low]
 
 
 def _is_replicated(param: torch.Tensor) -> bool:
