@@ -25,7 +25,7 @@ from zcompile import CaptureError, GroupError, ModelError, OptionError, Paramete
 from zcompile.ops import Peers
 
 Values = dict[str, torch.Tensor]
-STEPS = 3
+STEPS = 2
 
 
 class Residual(nn.Module):
@@ -139,12 +139,12 @@ def test_training_equals_that_on_one_device(ranks: Ranks, data: int, model: int,
         assert max(found) < 2e-6
 
 
-def stages_apart(rank: int, **options: Any) -> list[str]:
+def stages_apart(rank: int) -> list[str]:
     """Bits of the parameters in each stage against those of stage 0; names of what differs."""
     dp, tp = meshes(2, 2)
     want = train(dp, tp, "everything", clip=False, stage=0).full_state_dict(rank0_only=False)
     differing = []
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         got = train(dp, tp, "everything", clip=False, stage=stage).full_state_dict(rank0_only=False)
         differing += [f"stage {stage} {name}" for name in want if not torch.equal(got[name], want[name])]
     return differing
@@ -256,7 +256,8 @@ def choosing(rank: int) -> list[bool]:
     """Whether there are parts where a schedule is chosen from a program, with another size at the second call."""
     dp, tp = meshes(2, 2)
     found = []
-    for options in ({"prefetch": "auto"}, {"memory_limit": "1 GiB"}):
+    choices: tuple[dict[str, Any], ...] = ({"prefetch": "auto"}, {"memory_limit": "1 GiB"})
+    for options in choices:
         divided = parallelize_module(wide(), tp, EVERYTHING)
         compiled = zcompile.compile(divided, mesh=dp, backend="eager", partition_activations=True, **options)
         for length in (64, 68):
