@@ -16,7 +16,7 @@ import zcompile
 from tests.models import GPT, batch
 from tests.ranks import Ranks
 from zcompile.memory import model_state
-from zcompile.runtime import executor
+from zcompile.runtime import executor, loader
 from zcompile.tensor_type import human_bytes
 
 WORLD = 2
@@ -59,7 +59,7 @@ class Probe:
                 self.see(*found.tensors)
             return found
 
-        return {**executor.OPERATIONS, "all_gather": gather, "wait": wait}
+        return {**loader.OPERATIONS, "all_gather": gather, "wait": wait}
 
 
 def bytes_of(tensors: Any) -> int:
@@ -79,7 +79,7 @@ def model() -> nn.Module:
 
 def measure_full(rank: int, prefetch: int) -> dict[str, int]:
     probe = Probe()
-    ordinary, executor.OPERATIONS = executor.OPERATIONS, probe.operations()
+    ordinary, loader.OPERATIONS = loader.OPERATIONS, probe.operations()
     try:
         compiled = zcompile.compile(model(), prefetch=prefetch, backend="eager")
         optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
@@ -108,7 +108,7 @@ def measure_full(rank: int, prefetch: int) -> dict[str, int]:
             "psi": sum(p.nbytes for p in compiled.layout.params),
         }
     finally:
-        executor.OPERATIONS = ordinary
+        loader.OPERATIONS = ordinary
 
 
 def windows(sizes: list[int], width: int) -> itertools.chain[list[int]]:

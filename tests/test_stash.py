@@ -257,14 +257,18 @@ def test_a_place_that_is_none_is_refused(place: Any) -> None:
 
 
 def test_the_memory_of_the_host_is_no_other_place_for_a_model_there() -> None:
+    kept = make("mlp")
     with pytest.raises(OptionError, match=r"offload_activations(.|\n)*disk:FOLDER"):
-        zcompile.compile(make("mlp"), offload_activations="cpu")
+        zcompile.compile(kept, offload_activations="cpu")
+    assert all(type(param) is nn.Parameter for param in kept.parameters()), "the model is as it was"
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    kept = make("mlp")
     with pytest.raises(StateError, match=r"file/folder"):
-        zcompile.compile(make("mlp"), offload_activations=f"disk:{tmp_path}/file/folder")
+        zcompile.compile(kept, offload_activations=f"disk:{tmp_path}/file/folder")
+    assert all(type(param) is nn.Parameter for param in kept.parameters()), "the model is as it was"
 
 
 # -- as much as exceeds a limit ---------------------------------------------------------------------------------------
@@ -275,7 +279,7 @@ def limited(folder: Path, limit: int | None) -> tuple[int, int, list[torch.Tenso
     torch.manual_seed(0)
     place = f"disk:{folder}"
     compiled = zcompile.compile(
-        GPT(layers=6, width=64, context=64), backend="eager", prefetch=1, offload_activations=place, memory_limit=limit
+        GPT(layers=4, width=64, context=64), backend="eager", prefetch=1, offload_activations=place, memory_limit=limit
     )
     given = tokens(0, 0, 16)
     compiled(given, given).backward()
@@ -291,7 +295,7 @@ def test_no_more_goes_away_than_exceeds_the_limit(tmp_path: Path) -> None:
     assert nothing == 0
     assert whole > least
     before = 0
-    for share in (0.75, 0.5, 0.25):
+    for share in (0.6, 0.3):
         limit = int(least + share * (whole - least))
         peak, moved, grads = limited(tmp_path, limit)
         assert peak <= limit

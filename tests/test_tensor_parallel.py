@@ -451,6 +451,8 @@ def wrong(rank: int, case: str) -> str:
     match case:
         case "no mesh":
             mesh = None
+        case "on meta":
+            model = model.to("meta")
         case "its own mesh":
             mesh = tp
         case "another mesh":
@@ -486,6 +488,7 @@ def wrong(rank: int, case: str) -> str:
     ("case", "kind", "text"),
     [
         ("the other order", GroupError, "the data-parallel one before it"),
+        ("on meta", ModelError, "is on the meta device, and the model is tensor-parallel"),
         ("no mesh", GroupError, "mesh=mesh['dp']"),
         ("its own mesh", GroupError, "parameters are divided over"),
         ("another mesh", GroupError, "is no dimension beside"),

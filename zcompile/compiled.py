@@ -117,10 +117,12 @@ def _compiled(
     elif asked.partition_activations:
         found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
+    # What can fail comes before the model is touched.
+    engine = Engine(layout, {}, communicator, agreement, asked, beside, everyone)
     file = _shard_file(asked, layout, agreement)
     shards, sites, retired = shard_model(model, layout, communicator, given, beside, file)
     point_at_shards(optimizers, shards.values(), retired)
-    engine = Engine(layout, shards, communicator, agreement, asked, beside, everyone)
+    engine.extend((), shards)
     # The model's state is that of all ranks that have a part of it.
     state = ModelState(model, everyone.communicator, everyone, asked.stage)
     return CompiledModule(model, engine, sites, retired, state)

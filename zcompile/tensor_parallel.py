@@ -43,6 +43,10 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel |
         if param.device_mesh != example.device_mesh:
             found = f"lies on {param.device_mesh}, and {first} on {example.device_mesh}"
             raise ModelError(name, found, "divide all parameters over one tensor-parallel mesh")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            fix = "give the model values before zcompile.compile: model.to_empty(device=...), and its init_weights()"
+            raise ModelError(name, "is on the meta device, and the model is tensor-parallel", fix)
     for name, buffer in model.named_buffers():
         if isinstance(buffer, DTensor):
             raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
@@ -56,9 +60,6 @@ def _check_placement(name: str, param: DTensor) -> None:
     if param.device_mesh.ndim != 1 or not isinstance(param.placements[0], (Shard, Replicate)):
         found = f"is placed {param.placements} on {param.device_mesh}"
         raise ModelError(name, found, "divide it over one dimension of a mesh, by Shard or Replicate")
-    if param.is_meta:
-        fix = "give the model values before parallelize_module, or model.to_empty(device=...) and init them"
-        raise ModelError(name, "is a DTensor on the meta device", fix)
     placement, size = param.placements[0], param.device_mesh.size()
     if isinstance(placement, Shard) and param.numel():
         height = param.shape[placement.dim]
