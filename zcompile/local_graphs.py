@@ -115,7 +115,7 @@ def local_graph(module: fx.GraphModule, inputs: Sequence[Any], locals_: Locals) 
     While Dynamo compiles: the example inputs are fakes where Dynamo has not seen the tensor.
 
     Raises:
-        CaptureError: a DTensor that is no parameter has sizes that vary.
+        CaptureError: a DTensor has sizes that vary, or a placement that is none of Shard, Replicate and Partial.
     """
     taken = {i: value for i, value in enumerate(inputs) if isinstance(value, DTensor)}
     (results,) = module.graph.output_node().args

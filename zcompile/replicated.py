@@ -4,9 +4,9 @@
     s = all_reduce(h, "sum", group)        # the sum over the mesh: the same on all ranks
     y = aten.add.Tensor(x, s)              # of equal values by one operation: the same again
 
-Each such value has a digest of how it comes about, from inputs (which tensor parallelism takes to be equal), undivided
-parameters and collectives. What has a digest that another rank does not know, as where each takes its own rows of a
-whole, is not the same on all, nor is what draws random numbers.
+Each such value has a digest of how it comes about, from the call's arguments (which tensor parallelism takes to be
+equal), buffers that nothing writes to, undivided parameters and collectives. What has a digest that another rank does
+not know, as where each takes its own rows of a whole, is not the same on all, nor is what draws random numbers.
 """
 
 from __future__ import annotations
