@@ -130,6 +130,9 @@ def sweep(rank: int, data: int, model: int, plan: str, stages: list[int]) -> lis
     want = reference(data)
     compiled = [train(dp, tp, plan, stage=stage) for stage in stages]
     assert all("the model's own communication, within regions: " in one.explain() for one in compiled)
+    program = compiled[0]._engine.steps[0].program
+    assert zcompile.parse(program.text(regions=True)).text(regions=True) == program.text(regions=True)
+    assert "int[]" not in str(program)
     return [largest_difference(one.full_state_dict(rank0_only=False), want) for one in compiled]
 
 

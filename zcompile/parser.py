@@ -207,7 +207,8 @@ class _Parser:
         elif kind == "peers":
             op = ops.Peers(int(rest))
         else:
-            op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated")
+            held = "mesh" if kind == "mesh" and margin.first.type is None else ""
+            op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated", held)
         phase = scope.phase if kind == "tangent" else Phase.FORWARD
         source = margin.source if isinstance(op, Input) and op.kind is Kind.DATA and not op.mutated else ""
         found = margin.first

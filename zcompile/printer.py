@@ -222,6 +222,8 @@ def _argument(program: Program, node: fx.Node) -> Line:
             return Line(f"{node.name},", source=f"peers {size}")
         case Stack() | Away():
             return Line(f"{node.name},", source=type(held.op).__name__.lower())
+        case Input(held="mesh"):
+            return Line(f"{node.name},", source="mesh")
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
             return Line(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
         case _:
