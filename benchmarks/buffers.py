@@ -42,7 +42,7 @@ def measure() -> None:
         unit = Unit("u", (param,))
         grad = torch.ones(rows, COLUMNS, dtype=torch.bfloat16)
         # The shards of a train step would be beside it; a parameter without memory stands for them here.
-        shards = UnitShards(Unit("u", ()), communicator, torch.device("cpu"))
+        shards = UnitShards(Unit("u", ()), communicator)
         shards.parameters["p"] = torch.nn.Parameter(torch.empty(0))
         for bucket in BUCKETS:
             before, _ = counter.live(), counter.peak()

@@ -66,11 +66,14 @@ class Gather:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
         tensors: list[torch.Tensor | None] = [
-            None if param.shards else shards.local(param).to(param.full_dtype) for param in unit.params
+            None if param.shards else shards.local(param).to(shards.communicator.device, param.full_dtype)
+            for param in unit.params
         ]
         for message, arrived, flight in self.arrivals:
-            if flight is not None:
+            if flight is not None and shards.communicator.size > 1:
                 _land(flight, "all_gather", unit.name, shards.communicator, arrived.nbytes)
+            elif flight is not None:
+                flight.wait()
             full = _unpacked(arrived, [unit.params[i] for i in message], self.places)
             for index, tensor in zip(message, full, strict=True):
                 tensors[index] = tensor
@@ -104,7 +107,7 @@ class Reduction:
             for param in (unit.params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
                 part = _part(arrived, offset, param, communicator.rank if scattered else None)
-                found[param.name] = part.to(param.dtype)
+                found[param.name] = self.bound.shards.memory.home(part.to(param.dtype))
                 offset += param.shard_numel if scattered else param.numel
         self.arrivals = []
         return Gradients(self.bound.shards, found)
@@ -162,15 +165,16 @@ def _start(
 ) -> Gather:
     """Start gathering, into the memory of `kept` where there is one. `copies`: what is sent may be written to."""
     shards, unit = bound.shards, bound.unit
-    shards.coming()
-    places = Places(at, shards.communicator.device)
+    communicator, memory = shards.communicator, shards.memory
+    memory.before(unit.name)
+    places = Places(at, communicator.device)
     arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
     sent: list[tuple[list[Param], torch.Tensor]] = []
     for message in bound.messages(lambda index: bool(unit.params[index].shards)):
         params = [unit.params[index] for index in message]
         shard = shards.wire(params)
         casts = dtype is not None and params[0].compute_dtype is dtype
-        if shards.communicator.size == 1:
+        if communicator.size == 1 and not memory.is_away:
             arrivals.append((message, shard.to(dtype) if casts else shard, None))
             continue
         # A stale copy's memory is used again: fresh memory costs the kernel's zeros, page by page. Nobody reads what
@@ -178,12 +182,14 @@ def _start(
         arrived = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
         if arrived is None:
             kind = dtype if dtype is not None and casts else shard.dtype
-            arrived = places.empty(shard.numel() * shards.communicator.size, kind)
-        if casts or copies:  # sent from its place among what arrives, which takes no memory of its own
-            shard = arrived.view(shards.communicator.size, -1)[shards.communicator.rank].copy_(shard)
+            arrived = places.empty(shard.numel() * communicator.size, kind)
+        with memory.sending():
+            if casts or copies or memory.is_away:  # sent from its place among what arrives, which takes no memory
+                shard = arrived.view(communicator.size, -1)[communicator.rank].copy_(shard, non_blocking=True)
+            flight = communicator.all_gather(arrived, shard) if communicator.size > 1 else memory.copied(arrived)
         if copies:
             sent.append((params, shard))
-        arrivals.append((message, arrived, shards.communicator.all_gather(arrived, shard)))
+        arrivals.append((message, arrived, flight))
     return Gather(bound, arrivals, keep, places, sent=sent)
 
 
@@ -221,6 +227,7 @@ def accumulate(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradie
 def update(bound: BoundUnit, grads: Gradients) -> None:
     """Step the optimizer for the parameters of a unit; the memory of their gradients is free when this returns."""
     assert bound.updater is not None, "programs with updates are run by a train step"
+    bound.shards.memory.settle()
     bound.updater(grads)
     grads.tensors.clear()
 

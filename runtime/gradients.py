@@ -104,6 +104,8 @@ class Delivery:
         if self.synchronises:
             ended.gradients += self._reduce_rest()
             self.before_delivery()
+        for unit in self.units.values():
+            unit.memory.settle()
         del self._running[number]
         changed: dict[nn.Parameter, nn.Parameter | None] = {}
         for gradients in ended.gradients:
@@ -169,11 +171,12 @@ def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
     if not whole:
         return
     finite = torch.stack([torch.isfinite(local_tensor(gradient)).all() for gradient in gradients]).all()
-    overflowed = (~finite).to(torch.int32).view(1)
-    for group in whole[0].device_mesh.get_all_groups():
+    mesh = whole[0].device_mesh
+    overflowed = (~finite).to(mesh.device_type, torch.int32).view(1)
+    for group in mesh.get_all_groups():
         dist.all_reduce(overflowed, op=dist.ReduceOp.MAX, group=group)
     for gradient in whole:
-        local_tensor(gradient).masked_fill_(overflowed[0].bool(), torch.inf)
+        local_tensor(gradient).masked_fill_(overflowed[0].to(gradient.device, torch.bool), torch.inf)
 
 
 def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:

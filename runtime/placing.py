@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from zcompile._torch import StridedShard
+from zcompile._torch import StridedShard, local_tensor, with_local
 from zcompile.layout import Param
 
 Placement = Any
@@ -37,9 +37,12 @@ class Placing:
     """True if gradients are averaged over the first dimension of the mesh."""
 
     def place(self, local: torch.Tensor) -> DTensor:
-        """`local`, this rank's part, as a DTensor over the same memory."""
+        """`local`, this rank's part, as a DTensor over the same memory, be it on the device of the mesh or not."""
         stride = contiguous_stride(self.shape)
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
+        away = local.device.type != self.mesh.device_type  # what `from_local` would copy
+        like = torch.empty_like(local, device="meta") if away else local
+        made = DTensor.from_local(like, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
+        return with_local(made, local) if away else made
 
     def unreduced(self) -> Placing:
         """That of a gradient before its average, where each rank has all of it."""
@@ -100,7 +103,11 @@ def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def whole_of(tensor: DTensor) -> torch.Tensor:
-    """All of a tensor on every rank, gathered over one dimension of its mesh after the other. Collective."""
+    """All of a tensor on every rank, gathered over one dimension of its mesh after the other, on the mesh's device.
+
+    Collective.
+    """
+    tensor = with_local(tensor, local_tensor(tensor).to(tensor.device_mesh.device_type))
     for dim in range(tensor.device_mesh.ndim):
         tensor = tensor.redistribute(
             placements=[Replicate() if i <= dim else p for i, p in enumerate(tensor.placements)]

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 
 from zcompile.runtime.files import PAGE, mapped
+from zcompile.runtime.shard_memory import ShardMemory
 
 AHEAD = 2
 """Units that are read before their gather starts, beside those that are gathered ahead themselves."""
 
 
-class ShardFile:
+class ShardFile(ShardMemory):
     """The shards of a model in one nameless file on this rank.
 
     Args:
@@ -32,6 +33,7 @@ class ShardFile:
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
+        super().__init__(torch.device("cpu"))
         self._ranges: dict[str, tuple[int, int]] = {}
         end = 0
         for unit, nbytes in sizes.items():
@@ -47,7 +49,6 @@ class ShardFile:
         weakref.finalize(self, _close, self._reader, self._file)
 
     def zeros(self, unit: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor of zeros among the bytes of `unit`."""
         if not numel:
             return torch.zeros(0, dtype=dtype)
         offset = self._taken[unit]
@@ -55,7 +56,7 @@ class ShardFile:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def before(self, unit: str) -> None:
-        """This unit is about to be gathered: those that come next are read."""
+        """Read the units that come next."""
         first, second = self._last
         self._next[first, second] = unit
         pair = self._last = second, unit

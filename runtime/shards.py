@@ -22,7 +22,8 @@ from zcompile.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.parameter import sharded
 from zcompile.runtime.placing import ModelParallel, Placing, along
-from zcompile.runtime.shard_file import ShardFile, aligned_end
+from zcompile.runtime.shard_file import aligned_end
+from zcompile.runtime.shard_memory import ShardMemory
 
 
 class Full:
@@ -62,20 +63,17 @@ class Held:
 
 
 class UnitShards:
-    """What this rank keeps of one unit: parameters to train, and the memory that gathers send from."""
+    """What this rank keeps of one unit: parameters to train, and the memory that gathers send from.
 
-    def __init__(
-        self, unit: Unit, communicator: Communicator, device: torch.device, file: ShardFile | None = None
-    ) -> None:
+    `memory`: what that is; by default the device's.
+    """
+
+    def __init__(self, unit: Unit, communicator: Communicator, memory: ShardMemory | None = None) -> None:
         self.unit = unit
         self.communicator = communicator
-        self._file = file
-        """Where the memory is, if it is a file's."""
+        self.memory = memory or ShardMemory(communicator.device)
         sizes, self.offsets = _sizes(unit)
-        self.buffers = {
-            dtype: torch.zeros(size, dtype=dtype, device=device) if file is None else file.zeros(unit.name, size, dtype)
-            for dtype, size in sizes.items()
-        }
+        self.buffers = {dtype: self.memory.zeros(unit.name, size, dtype) for dtype, size in sizes.items()}
         self.parameters: dict[str, nn.Parameter] = {}
         self._placings: dict[str, Placing] = {}
         """Of parameters that are DTensors."""
@@ -113,7 +111,7 @@ class UnitShards:
             local = flat.view(stop - start, *param.shape[1:])
             local.copy_(value[start:stop])
         else:
-            local = value.clone(memory_format=torch.contiguous_format)
+            local = self._own(value)
         made = nn.Parameter(self._placings[param.name].place(local), requires_grad=param.trainable)
         sharded(made, param.name)
         return made
@@ -128,17 +126,16 @@ class UnitShards:
         param = self.unit.params[self.unit.index(name)]
         start, stop = param.shard_rows(self.communicator.rank)
         mine = full[start:stop] if param.shards else full
-        return self._placings[name].place(mine.clone(memory_format=torch.contiguous_format))
+        return self._placings[name].place(self._own(mine))
+
+    def _own(self, value: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy where shards are."""
+        return value.to(self.memory.device, copy=True, memory_format=torch.contiguous_format)
 
     def padded_shard(self, param: Param) -> torch.Tensor:
         """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
         offset = self.offsets[param.name]
         return self.buffers[param.dtype][offset : offset + param.shard_numel]
-
-    def coming(self) -> None:
-        """A gather of this unit is about to start."""
-        if self._file is not None:
-            self._file.before(self.unit.name)
 
     def wire(self, params: list[Param]) -> torch.Tensor:
         """The padded shards of `params` end to end: as they lie where they are neighbours, else a copy."""
@@ -241,9 +238,9 @@ class UnitShards:
                 if param.shards or param.compute_dtype:  # else it is the shard itself
                     start, stop = param.shard_rows(rank)
                     kept = full[index][start:stop] if param.shape else full[index]
-                    found.append(torch.ne(kept, self.local(param).to(kept.dtype)).any())
+                    found.append(torch.ne(kept, self.local(param).to(kept)).any())
         for gather in self.ahead.values():
-            found += [torch.ne(sent, self.wire(params).to(sent.dtype)).any() for params, sent in gather.sent]
+            found += [torch.ne(sent, self.wire(params).to(sent)).any() for params, sent in gather.sent]
         return torch.stack(found).any().to(torch.int32)
 
 

@@ -30,7 +30,7 @@ def bound(shape: tuple[int, ...], world: int, *, casts: bool) -> BoundUnit:
     communicator = Communicator(init_device_mesh("cpu", (world,)), device)
     low, full = (torch.bfloat16, torch.float32) if casts else (None, None)
     unit = Unit("u", (Param("p", shape, torch.float32, True, world, low, full),))
-    shards = UnitShards(unit, communicator, device)
+    shards = UnitShards(unit, communicator)
     shards.parameters["p"] = nn.Parameter(torch.zeros(1))
     return BoundUnit(shards, unit)
 
@@ -64,7 +64,7 @@ def largest(rank: int, rows: int) -> tuple[int, int]:
     """The most bytes of pieces that are alive at once while gradients are reduced, and those of one whole gradient."""
     one, grad = bound((rows, 64), 2, casts=True), torch.ones(rows, 64, dtype=torch.bfloat16)
     params = tuple(replace(one.unit.params[0], name=name) for name in "pqr")
-    unit = BoundUnit(UnitShards(Unit("u", params), one.shards.communicator, torch.device("cpu")), Unit("u", params))
+    unit = BoundUnit(UnitShards(Unit("u", params), one.shards.communicator), Unit("u", params))
     unit.shards.parameters.update({name: nn.Parameter(torch.zeros(1)) for name in "pqr"})
     make_piece, alive, most = executor._piece, [0], [0]
 

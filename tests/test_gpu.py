@@ -182,6 +182,35 @@ def test_a_state_on_the_host_gives_the_same_numbers(options: dict[str, bool]) ->
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 2}, {"stage": 3, "dtype": torch.bfloat16}], ids=str)
+def test_shards_on_the_host_give_the_same_numbers_but_for_the_optimizer(options: dict[str, object]) -> None:
+    found = []
+    for place in (None, "cpu"):
+        model = on_gpu("gpt")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        compiled = zcompile.compile(model, optimizer=optimizer, offload_parameters=place, **options)  # type: ignore[arg-type]
+        for number in range(4):
+            compiled(*gpu_batch("gpt", number)).backward()
+            nn.utils.clip_grad_norm_(compiled.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        shards = [local_tensor(param) for param in compiled.parameters() if param.dim()]
+        assert all(shard.is_cuda if place is None else shard.is_pinned() for shard in shards)
+        found.append([value.cpu() for value in compiled.full_state_dict().values()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_train_step_with_shards_on_the_host() -> None:
+    losses = []
+    for place in (None, "cpu"):
+        model = on_gpu("gpt")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = zcompile.train_step(model, None, optimizer, offload_parameters=place)
+        losses.append([step(*gpu_batch("gpt", number)).item() for number in range(6)])
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "unit"}, {"arenas": True}], ids=str)
 def test_activations_on_the_host_give_the_same_numbers(options: dict[str, object]) -> None:
     found = []

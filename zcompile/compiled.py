@@ -22,14 +22,16 @@ from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.fragments import Tree
 from zcompile.layout import STAGES, Layout
 from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimizers
-from zcompile.options import offload_of
+from zcompile.options import check_place, offload_of
 from zcompile.pipeline import Journal, Pass, Pipeline
 from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.flights import Traffic
 from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
+from zcompile.runtime.host_shards import HostShards
 from zcompile.runtime.placing import ModelParallel
 from zcompile.runtime.shard_file import ShardFile
+from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
 from zcompile.sharding import Retired, Site, shard_model
 from zcompile.state import ModelState, Save
@@ -81,7 +83,7 @@ def compile(
         arenas: Keep memory from step to step for what is gathered, copied to be sent or saved as a checkpoint.
         offload_activations: Where what is saved for the backward waits: "cpu", for a GPU, or "disk:FOLDER", for a CPU.
         partition_activations: Of what all ranks of a tensor-parallel mesh save for the backward, keep a part on each.
-        offload_parameters: "disk:FOLDER": shards are in a file there, of which memory holds what fits; for a CPU.
+        offload_parameters: Where shards are: "cpu", pinned memory, for a GPU; "disk:FOLDER", a file there, for a CPU.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
@@ -119,8 +121,8 @@ def _compiled(
         raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
     # What can fail comes before the model is touched.
     engine = Engine(layout, {}, communicator, agreement, asked, beside, everyone)
-    file = _shard_file(asked, layout, agreement)
-    shards, sites, retired = shard_model(model, layout, communicator, given, beside, file)
+    memory = _shard_memory(asked, layout, agreement)
+    shards, sites, retired = shard_model(model, layout, communicator, given, beside, memory)
     point_at_shards(optimizers, shards.values(), retired)
     engine.extend((), shards)
     # The model's state is that of all ranks that have a part of it.
@@ -133,15 +135,14 @@ def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:
     return Communicator(resolve_mesh(mesh, device), device)
 
 
-def _shard_file(asked: Options, layout: Layout, agreement: Agreement) -> ShardFile | None:
-    """Where the shards are, if they are not in memory; an error on one rank is an error on all."""
-    option, place = "offload_parameters", offload_of("offload_parameters", asked.offload_parameters)
+def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> ShardMemory:
+    """Where the shards are to be; an error on one rank is an error on all."""
+    device, place = agreement.communicator.device, offload_of("offload_parameters", asked.offload_parameters)
     if place is None:
-        return None
-    device = agreement.communicator.device
-    if not isinstance(place, Path) or device.type != "cpu":
-        found = f"is {asked.offload_parameters!r}, and the model is on {device}"
-        raise OptionError(option, found, "give 'disk:FOLDER' for a model on the CPU, or leave it out")
+        return ShardMemory(device)
+    check_place("offload_parameters", place, device)
+    if not isinstance(place, Path):
+        return HostShards(device)
     sizes = {unit.name: shard_bytes(unit) for unit in layout.units}
     return agreement.together("the file of parameters", str(place), lambda: ShardFile(place, sizes))
 

@@ -62,6 +62,9 @@ class Options:
         if self.offload_parameters is not None and self.stage == 0:
             fix = "choose stage 1, 2 or 3, or leave it out"
             raise OptionError("offload_parameters", "moves shards, and stage 0 has none", fix)
+        if self.offload_parameters == "cpu" and self.stage == 1:
+            found = "takes gradients to the host, and stage 1 keeps full ones"
+            raise OptionError("offload_parameters", found, "choose stage 2 or 3, or leave it out")
         self.pipeline()
 
     @classmethod

@@ -172,6 +172,11 @@ class Engine:
         self.recorder.begin_call(call.seen, trains=torch.is_grad_enabled())
         return call
 
+    def settle(self) -> None:
+        """Return when shards may be written to: where they are away, copies of them may be on their way."""
+        for shards in self.shards.values():
+            shards.memory.settle()
+
     def _returned(self) -> None:
         self.recorder.end_call(split=bool(self.breaks))
 

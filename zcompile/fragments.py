@@ -69,6 +69,7 @@ class Tree:
                 result = fragment(*args, **kwargs)
         finally:
             self.call = None
+            self.engine.settle()
         for tensor in tensors_in(result):
             if isinstance(tensor, _Leaf):
                 found = "the model returns this parameter, which is not full after the call"

@@ -17,7 +17,7 @@ from zcompile.local_graphs import Local
 from zcompile.materialise import Materialiser, trim
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.placing import ModelParallel, Placing
-from zcompile.runtime.shard_file import ShardFile
+from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import UnitShards
 from zcompile.weights import Weights
 
@@ -85,12 +85,12 @@ def shard_model(
     communicator: Communicator,
     weights: Weights | None = None,
     beside: ModelParallel | None = None,
-    file: ShardFile | None = None,
+    memory: ShardMemory | None = None,
 ) -> tuple[dict[str, UnitShards], list[Site], Retired]:
     """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective.
 
     What has no values yet gets them unit by unit, or all is read from `weights`: see `zcompile.materialise`. `beside`:
-    over what the model is divided already. `file`: where the shards are, if they are not in memory.
+    over what the model is divided already. `memory`: where shards are to be.
 
     Returns the shards by unit, the places in the module tree, and the parameters that were replaced.
 
@@ -109,7 +109,7 @@ def shard_model(
     with torch.no_grad():
         values = Materialiser(model, layout, communicator, weights)
         for unit in layout.units:
-            shards[unit.name] = held = UnitShards(unit, communicator, communicator.device, file)
+            shards[unit.name] = held = UnitShards(unit, communicator, memory)
             for param, full in values.full(unit):
                 old = originals[param.name]
                 plain = not layout.stage.optimizer_sharded

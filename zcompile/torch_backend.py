@@ -204,7 +204,7 @@ class Backend:
             self._make_nan(fresh.values())
         with torch.no_grad():
             for unit in units:
-                shards[unit.name] = held = UnitShards(unit, communicator, communicator.device)
+                shards[unit.name] = held = UnitShards(unit, communicator)
                 for param in unit.params:
                     old = fresh[param.name]
                     shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import has_step_pre_hooks
+from zcompile._torch import backend_name, has_step_pre_hooks
 from zcompile.capture import Names
 from zcompile.compiled import CompiledModule, compile
-from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError
+from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
 from zcompile.fragments import Fragment, Tree
 from zcompile.options import check_place, offload_of
 from zcompile.report import Break
@@ -68,7 +70,11 @@ def train_step(
     first = next(model.parameters(), None)
     if place is not None and first is not None and not first.is_meta:
         check_place("offload_optimizer", place, first.device)  # before the model is sharded
-    if (model._engine.options.dtype if isinstance(model, CompiledModule) else options.get("dtype")) is torch.float16:
+    asked = vars(model._engine.options) if isinstance(model, CompiledModule) else options
+    if asked.get("offload_parameters") == "cpu":
+        mesh = model._engine.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
+        _check_on_host(place, clip_grad_norm, mesh)
+    if asked.get("dtype") is torch.float16:
         found = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
         raise OptionError("dtype", found, "give torch.bfloat16, or use the loop")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -94,6 +100,26 @@ def _place(offload: str | None, clip_grad_norm: float | None) -> Path | Literal[
         found = "streams the state unit by unit, and clipping by the global norm steps all units at once"
         raise OptionError("offload_optimizer", found, "leave clip_grad_norm out, or clip each gradient in a hook")
     return place
+
+
+def _check_on_host(place: Path | Literal["cpu"] | None, clip_grad_norm: float | None, mesh: DeviceMesh | None) -> None:
+    """Check what the optimizer and clipping are to do where shards and gradients are in the memory of the host.
+
+    Raises:
+        OptionError: the optimizer's state is there anyway.
+        GroupError: the norm is to be taken over a group that has no backend for the host's tensors.
+    """
+    if place is not None:
+        found = "has no effect: beside offload_parameters='cpu' the state is where the parameters are"
+        raise OptionError("offload_optimizer", found, "leave it out")
+    group = dist.GroupMember.WORLD if mesh is None else mesh.get_group()
+    if clip_grad_norm is not None and group is not None:
+        try:
+            backend_name(group, torch.device("cpu"))
+        except RuntimeError as error:
+            found = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
+            fix = "initialise one beside NCCL: init_process_group('cpu:gloo,cuda:nccl')"
+            raise GroupError("process group", found, fix) from error
 
 
 def _states(place: Path | Literal["cpu"], model: CompiledModule, updater: Updater) -> States:
