@@ -1,0 +1,76 @@
+"""What a fact is, and the verifier: the loop over facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zcompile.errors import ProgramError
+from zcompile.ops import (
+    Call,
+    data,
+)
+from zcompile.printer import MARK, render
+from zcompile.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Where a fact fails (None: nowhere in particular), and how."""
+
+    node: fx.Node | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A property of programs. Two facts are one if their names are."""
+
+    name: str
+    violations: Callable[[Program], Iterator[Violation]] = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def verify(program: Program, facts: Iterable[Fact], where: str) -> None:
+    """Check all `facts`.
+
+    Raises:
+        ProgramError: naming the fact, what is wrong, and the line with a mark in the printed program.
+    """
+    for fact in facts:
+        for violation in fact.violations(program):
+            raise ProgramError(
+                f"{where}: {fact.name}",
+                violation.message,
+                f"mend the pass that ran last, or the program\n{_marked(program, violation.node)}",
+            )
+
+
+def _marked(program: Program, node: fx.Node | None) -> str:
+    """The printed lines around `node`, its own with an arrow; nothing for no node."""
+    lines = render(program, mark=node).splitlines() if node is not None else []
+    at = [index for index, line in enumerate(lines) if line.endswith(MARK)]
+    if not at:
+        return ""
+    shown = range(max(0, at[0] - 3), min(len(lines), at[-1] + 4))
+    return "\n".join(f"{'-->' if i in at else '   '} {i + 1:4} {lines[i].removesuffix(MARK)}" for i in shown)
+
+
+def label(node: fx.Node) -> str:
+    """What a message calls a node: a call by its region and units, anything else by its name."""
+    op = data(node).op
+    return f"{op.region} of {data(node).source}" if isinstance(op, Call) else node.name
+
+
+def in_training(fact: Fact) -> Fact:
+    """`fact` of programs with a backward; without one nothing is saved, so that no checkpoint could bring it about."""
+
+    def violations(program: Program) -> Iterator[Violation]:
+        if program.has_backward:
+            yield from fact.violations(program)
+
+    return Fact(f"{fact.name} in training", violations)

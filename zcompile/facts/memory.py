@@ -1,0 +1,141 @@
+"""Facts of memory: what is held at once, where it is, and what is away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import fx
+
+from zcompile.facts.fact import Fact, Violation, label
+from zcompile.memory import arena_bytes, live_bytes
+from zcompile.ops import (
+    AllGather,
+    Call,
+    Fetch,
+    Op,
+    Peers,
+    Place,
+    Reduce,
+    Release,
+    Stash,
+    WaitFetch,
+    WaitGather,
+    data,
+    op_of,
+)
+from zcompile.packing import ALIGNMENT, Interval
+from zcompile.places import lifetime, place_bytes
+from zcompile.program import Program
+from zcompile.tensor_type import human_bytes
+
+
+def _places_disjoint(program: Program) -> Iterator[Violation]:
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    alive: list[tuple[fx.Node, Place, Interval]] = []
+    size = arena_bytes(program)
+    for node in program.nodes(AllGather, Reduce):
+        op = data(node).op
+        if not isinstance(op, (AllGather, Reduce)) or op.at is None:
+            continue
+        start, stop = op.at
+        mine, wanted = lifetime(node, position), place_bytes(program, node)
+        if stop - start < wanted or start < 0 or stop > size or start % ALIGNMENT:
+            found = f"{node.name} has the bytes [{start}, {stop}) of an arena of {size}"
+            yield Violation(node, f"{found}; it needs {wanted}, at a multiple of {ALIGNMENT}")
+        alive = [before for before in alive if before[-1].end >= mine.start]
+        for other, (begin, end), _ in alive:
+            if begin < stop and start < end:
+                yield Violation(node, f"{node.name} has bytes of the arena that {other.name} still needs")
+        alive.append((node, op.at, mine))
+
+
+def _fetched_before_use(program: Program) -> Iterator[Violation]:
+    allowed: dict[type[Op], tuple[type[Op], ...]] = {Stash: (Fetch,), Fetch: (WaitFetch,)}
+    for node in program.nodes(Stash, Fetch):
+        wanted = allowed[type(data(node).op)]
+        for user in node.users:
+            if not isinstance(data(user).op, wanted):
+                yield Violation(user, f"{label(user)} reads {node.name}, which stands for an activation on its way")
+        if isinstance(data(node).op, Stash):
+            continue
+        stashed, place = node.all_input_nodes
+        if data(stashed).op != Stash():
+            yield Violation(node, f"{node.name} fetches {stashed.name}, which has not been stashed")
+        elif stashed.all_input_nodes[1] is not place:
+            found = f"{node.name} fetches {stashed.name} from {place.name}"
+            yield Violation(node, f"{found}; it is stashed in {stashed.all_input_nodes[1].name}")
+    for node in program.nodes(WaitFetch):
+        fetched = node.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
+        if data(fetched).type != data(node).type:
+            yield Violation(node, f"{node.name} is {data(node).type}, and {fetched.name} was stashed for it")
+
+
+def _parts_replicated(program: Program) -> Iterator[Violation]:
+    for node in program.nodes(Stash):
+        value, place = node.all_input_nodes
+        if isinstance(data(place).op, Peers) and not data(value).replicated:
+            yield Violation(node, f"{value.name} is not known to be the same on all peers, and each would keep a part")
+
+
+def _full_arguments(call: fx.Node) -> list[fx.Node]:
+    return [arg for arg in call.all_input_nodes if isinstance(data(arg).op, WaitGather)]
+
+
+PLACES_DISJOINT = Fact("places in the arena disjoint while they are needed", _places_disjoint)
+FETCHED_BEFORE_USE = Fact("activations fetched and waited for before use", _fetched_before_use)
+PARTS_REPLICATED = Fact("parts kept of what all peers have", _parts_replicated)
+
+
+def memory_bounded(limit: int) -> Fact:
+    """A step holds at most `limit` bytes beside shards and optimizer state, as `zcompile.memory` counts them."""
+
+    def violations(program: Program) -> Iterator[Violation]:
+        node, most = max(live_bytes(program).items(), key=lambda item: item[1])
+        if most > limit:
+            yield Violation(node, f"the step holds {human_bytes(most)} there; {human_bytes(limit)} are allowed")
+
+    return Fact(f"at most {human_bytes(limit)} held", violations)
+
+
+def buffers_bounded(bucket: int) -> Fact:
+    """What reductions copy to send it is copied at most `bucket` bytes at a time."""
+    return Fact(f"buffers of at most {human_bytes(bucket)}", _buffers_bounded(bucket))
+
+
+def _buffers_bounded(bucket: int) -> Callable[[Program], Iterator[Violation]]:
+    def violations(program: Program) -> Iterator[Violation]:
+        for node in program.nodes(Reduce) if program.layout.world > 1 else ():
+            op, sizes = op_of(node, Reduce), program.message_bytes(node)
+            if op.scatter and max(sizes) > bucket and (op.bucket is None or op.bucket > bucket):
+                found = f"{node.name} may copy {human_bytes(max(sizes))} to send it"
+                yield Violation(node, f"{found}; {human_bytes(bucket)} are allowed")
+
+    return violations
+
+
+def units_bounded(prefetch: int) -> Fact:
+    """At most `prefetch` units are full beside those that a region reads while it runs; one more if it reads none."""
+    return Fact(f"at most {prefetch} + 1 units full at once", _units_bounded(prefetch))
+
+
+def _units_bounded(prefetch: int) -> Callable[[Program], Iterator[Violation]]:
+    def violations(program: Program) -> Iterator[Violation]:
+        if not program.layout.stage.parameters_sharded:
+            return
+        live: dict[str, fx.Node] = {}
+        for node in program.graph.nodes:
+            op = data(node).op
+            if isinstance(op, AllGather):
+                live[node.name] = node
+            elif isinstance(op, Release):
+                live.pop(node.all_input_nodes[0].all_input_nodes[0].name, None)
+            elif isinstance(op, Call):
+                read = {arg.all_input_nodes[0].name for arg in _full_arguments(node)}
+                ahead = [name for name in live if name not in read]
+                if len(ahead) > prefetch + (not read):
+                    found = (
+                        f"while {node.name} computes, {len(ahead)} units beside its own are full: {', '.join(ahead)}"
+                    )
+                    yield Violation(node, f"{found}; prefetch={prefetch} allows {prefetch}")
+
+    return violations
