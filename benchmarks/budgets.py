@@ -71,7 +71,7 @@ def measure(series: str, given: float | None, sizes: Sizes) -> Point:
     else:
         compiled = zcompile.compile(model, checkpoint=None if given is None else int(given))
         peak = weigh(compiled, compiled, sizes)
-        flops = [flops_of(node, p.regions)[0] for p in compiled.programs[:1] for node in p.graph.nodes]
+        flops = [flops_of(node, p.regions) for p in compiled.programs[:1] for node in p.graph.nodes]
     return Point(given or 0.0, peak, sum(flops))
 
 

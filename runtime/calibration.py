@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zcompile._torch import real_tensors
-from zcompile.cost import Hardware
+from zcompile.hardware import Hardware
 from zcompile.runtime.groups import Communicator
 
 
@@ -47,11 +47,12 @@ def _measure(communicator: Communicator, dtype: torch.dtype) -> Hardware:
     flops = 2 * sizes.side**3 / _best(lambda: factor @ factor, device)
     memory_bandwidth = 2 * wide.nbytes / _best(lambda: wide.add_(1), device)
     if communicator.size == 1:
-        return Hardware(flops, memory_bandwidth, latency=0.0, bandwidth=float("inf"))
+        return Hardware.of(flops=flops, memory_bandwidth=memory_bandwidth)
     latency = _best(lambda: _gather(communicator, 1), device)
     share = sizes.sent // communicator.size
     seconds = _best(lambda: _gather(communicator, share), device)
-    return Hardware(flops, memory_bandwidth, latency, share * (communicator.size - 1) / max(seconds - latency, 1e-9))
+    bandwidth = share * (communicator.size - 1) / max(seconds - latency, 1e-9)
+    return Hardware.of(flops=flops, memory_bandwidth=memory_bandwidth, latency=latency, bandwidth=bandwidth)
 
 
 def _gather(communicator: Communicator, nbytes: int) -> None:

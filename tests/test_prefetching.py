@@ -9,8 +9,8 @@ from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, parsed
 from tests.ranks import Ranks
 from zcompile import OptionError
 from zcompile._torch import FakeTensorMode
-from zcompile.cost import Hardware
 from zcompile.facts import REGIONS_OUTLINED
+from zcompile.hardware import Hardware
 from zcompile.memory import peak_bytes
 from zcompile.ops import AllGather, Phase
 from zcompile.options import bytes_of
@@ -20,7 +20,7 @@ from zcompile.prefetching import LEAST_PACKED, Schedule, choose, fit
 from zcompile.runtime.calibration import measure
 from zcompile.simulator import step_seconds
 
-LINE = Hardware(flops=1e9, memory_bandwidth=1e12, latency=0.0, bandwidth=1e6)
+LINE = Hardware.of(flops=1e9, memory_bandwidth=1e18, bandwidth=1e6)
 
 
 def outlined_at(schedule: Schedule) -> Pipeline:
@@ -39,19 +39,19 @@ def test_gathers_ahead_hide_behind_compute() -> None:
 
 def test_a_step_takes_its_compute_and_what_no_compute_hides() -> None:
     program = parsed(CHAIN, GATHERED)
-    sent = 4 * 32 / LINE.bandwidth  # three units in the forward and one more in the backward, half of 64 bytes each
-    flops = 8 * 2 * 8 * 4 * 4 / LINE.flops  # 3 products forward, 5 backward
+    sent = 4 * 32 / 1e6  # three units in the forward and one more in the backward, half of 64 bytes each
+    flops = 8 * 2 * 8 * 4 * 4 / 1e9  # 3 products forward, 5 backward
     assert step_seconds(program, LINE) == pytest.approx(sent + flops)
 
 
 @pytest.mark.parametrize(("bandwidth", "prefetch"), [(float("inf"), 0), (64 / 0.5e-6 / 2, 1)])
 def test_the_least_depth_that_hides_what_can_be_hidden_is_chosen(bandwidth: float, prefetch: int) -> None:
-    hardware = Hardware(flops=2 * 8 * 4 * 4 / 1e-6, memory_bandwidth=1e12, latency=0.0, bandwidth=bandwidth)
+    hardware = Hardware.of(flops=2 * 8 * 4 * 4 / 1e-6, memory_bandwidth=1e18, bandwidth=bandwidth)
     assert choose(parsed(CHAIN, OUTLINED), outlined_at, hardware) == Schedule(prefetch, LEAST_PACKED, 64 * 2**20)
 
 
 def test_a_slow_group_packs_larger_parameters_and_sends_larger_pieces() -> None:
-    slow = Hardware(flops=1e9, memory_bandwidth=1e10, latency=1e-3, bandwidth=1e8)
+    slow = Hardware.of(flops=1e9, memory_bandwidth=1e10, latency=1e-3, bandwidth=1e8)
     chosen = choose(parsed(CHAIN, OUTLINED), outlined_at, slow)
     assert (chosen.small, chosen.bucket) == (5_000_000, 2_000_000)
 
@@ -61,12 +61,12 @@ def test_what_is_measured_while_a_graph_is_traced_is_the_machine() -> None:
     with FakeTensorMode():
         traced = measure(communicator)
     real = measure(communicator)
-    assert real.flops / 10 < traced.flops < real.flops * 10
+    assert real.flops["float32"] / 10 < traced.flops["float32"] < real.flops["float32"] * 10
     assert real.memory_bandwidth / 10 < traced.memory_bandwidth < real.memory_bandwidth * 10
 
 
 def test_a_depth_beyond_the_memory_limit_is_no_choice() -> None:
-    hardware = Hardware(flops=2 * 8 * 4 * 4 / 1e-6, memory_bandwidth=1e12, latency=0.0, bandwidth=64 / 0.5e-6 / 2)
+    hardware = Hardware.of(flops=2 * 8 * 4 * 4 / 1e-6, memory_bandwidth=1e18, bandwidth=64 / 0.5e-6 / 2)
     program = parsed(CHAIN, OUTLINED)
     deeper, _ = fit(program, outlined_at, Schedule(1), 10_000)
     for limit, prefetch in [(1, 0), (deeper - 1, 0), (deeper, 1)]:
@@ -182,4 +182,4 @@ def test_what_is_no_size_is_refused(size: object) -> None:
 
 def test_a_program_of_another_stage_has_no_gathers_to_hide() -> None:
     program = parsed(at_stage(CHAIN, 1), OUTLINED)
-    assert step_seconds(program, LINE) == pytest.approx(8 * 2 * 8 * 4 * 4 / LINE.flops)
+    assert step_seconds(program, LINE) == pytest.approx(8 * 2 * 8 * 4 * 4 / 1e9)

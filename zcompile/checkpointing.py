@@ -24,8 +24,9 @@ from typing import Any
 import numpy
 from torch import fx
 
-from zcompile.cost import DEFAULT_HARDWARE, aten_cost, seconds_of
+from zcompile.cost import aten_cost, operation_seconds
 from zcompile.fusion import fuses, is_stored
+from zcompile.hardware import CPU
 from zcompile.memory import live_bytes
 from zcompile.ops import Call, Item, Phase, data, op_of
 from zcompile.program import Program
@@ -140,10 +141,10 @@ class Problem:
 
     def again_seconds(self, operation: fx.Node) -> float:
         """Time of an operation that runs again; what fuses reads and writes little of its own."""
-        flops, touched = aten_cost(operation)
+        _, touched = aten_cost(operation)
         if self.fused and fuses(operation):
             touched = self.again_bytes(operation) + touched // 16
-        return seconds_of(flops, touched, 0, DEFAULT_HARDWARE)
+        return operation_seconds(operation, CPU, touched)
 
     @cached_property
     def _seconds(self) -> Any:

@@ -1,76 +1,177 @@
-"""What work costs: FLOPs and bytes of a region, seconds by a roofline, seconds of a collective by alpha and beta."""
+"""What work costs: FLOPs and bytes of operations from their shapes, and seconds by a roofline.
+
+The roofline (Williams et al. 2009): an operation takes as long as its products at the rate of the device, or as what it
+reads and writes at the rate of its memory, whichever is longer. In a region that a compiler fuses, operations that fuse
+read and write only what is stored: see `zcompile.fusion`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from zcompile.fusion import fuses, is_stored
+from zcompile.hardware import Hardware
 from zcompile.ops import Call, Compute, Item, data, op_of
 
 if TYPE_CHECKING:
     from zcompile.program import Region
 
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Rates of one device and its link."""
-
-    flops: float
-    """Floating-point operations per second."""
-    memory_bandwidth: float
-    """Bytes per second to the device's memory."""
-    latency: float
-    """Seconds before the first byte of a collective (alpha)."""
-    bandwidth: float
-    """Bytes per second that one rank sends (1 / beta)."""
-
-
-DEFAULT_HARDWARE = Hardware(flops=50e9, memory_bandwidth=10e9, latency=200e-6, bandwidth=125e6)
-"""One CPU core and a 1 Gbit/s link; relative sizes are what the report uses."""
-
-
-NCCL_HARDWARE = Hardware(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9)
-"""A GPU with a 200 Gbit/s link."""
 _LATENCY_SHARE = 1 / 20
 _BUCKETS = (2**20, 64 * 2**20)
+
+aten = torch.ops.aten
+_FUNCTIONS = frozenset(
+    {
+        aten._log_softmax,
+        aten._softmax,
+        aten._softmax_backward_data,
+        aten._log_softmax_backward_data,
+        aten.bernoulli,
+        aten.cos,
+        aten.erf,
+        aten.exp,
+        aten.gelu,
+        aten.gelu_backward,
+        aten.log,
+        aten.log1p,
+        aten.native_dropout,
+        aten.pow,
+        aten.rand_like,
+        aten.sigmoid,
+        aten.sigmoid_backward,
+        aten.silu,
+        aten.silu_backward,
+        aten.sin,
+        aten.softplus,
+        aten.tanh,
+    }
+)
+"""Operations on elements that take longer to compute than to read, on a processor without units for them."""
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""Torch's formulas, and those that it has for the same on other devices."""
 
 
 def bucket_for(hardware: Hardware) -> int:
     """Bytes of a message that spends a twentieth of its time on latency; from 1 to 64 MiB."""
     least, most = _BUCKETS
-    wanted = hardware.latency * hardware.bandwidth / _LATENCY_SHARE if hardware.latency else most
+    link = hardware.slowest
+    wanted = link.latency * link.bandwidth / _LATENCY_SHARE if link.latency else most
     return int(min(max(wanted, least), most))
 
 
-def seconds_of(flops: float, touched: float, wire: float, hardware: Hardware) -> float:
-    """Roofline time of `flops` over `touched` bytes, or the alpha-beta time of `wire` bytes sent."""
-    if wire:
-        return hardware.latency + wire / hardware.bandwidth
-    return max(flops / hardware.flops, touched / hardware.memory_bandwidth)
+def region_seconds(region: Region, hardware: Hardware) -> float:
+    """Seconds of a region on `hardware`: those of its operations, one after the other."""
+    nodes = (node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute))
+    return sum(_seconds_within(node, region, hardware) for node in nodes)
 
 
-def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> tuple[int, int]:
-    """FLOPs of a node, and the bytes that it reads and writes; (0, 0) for what does not compute."""
+def operation_seconds(node: fx.Node, hardware: Hardware, touched: int | None = None) -> float:
+    """Seconds of an ATen operation alone; `touched`: the bytes that it reads and writes, if not all."""
+    flops, everything = aten_cost(node)
+    if not everything:
+        return 0.0
+    rate = hardware.flops_in(_dtype(node)) * (hardware.attention if _is_attention(node) else 1.0)
+    functions = _elements(node) / hardware.functions if _packet(node) in _FUNCTIONS else 0.0
+    moved = (everything if touched is None else touched) / hardware.memory_bandwidth
+    return max(flops / rate, moved) + functions
+
+
+def _seconds_within(node: fx.Node, region: Region, hardware: Hardware) -> float:
+    if not region.fuses or not fuses(node):
+        return operation_seconds(node, hardware) + (0.0 if data(node).view else hardware.launch)
+    written = [value for value in _values(node) if is_stored(value)]
+    touched = sum(data(value).nbytes for value in written)
+    if written:
+        touched += sum(data(source).nbytes for source in _read_by(node))
+    return operation_seconds(node, hardware, touched) + (hardware.launch if written else 0.0)
+
+
+def _read_by(node: fx.Node) -> set[fx.Node]:
+    """What is in memory of what the kernel of a fused operation computes from."""
+    found: set[fx.Node] = set()
+    waiting, seen = list(node.all_input_nodes), {node}
+    while waiting:
+        source = waiting.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        through = data(source).view or isinstance(data(source).op, Item) or (fuses(source) and not is_stored(source))
+        if source.op == "call_function" and through:
+            waiting += source.all_input_nodes
+        else:
+            found.add(source)
+    return found
+
+
+def _values(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an operation gives."""
+    return [user for user in node.users if isinstance(data(user).op, Item)] or [node]
+
+
+def seconds_of(node: fx.Node, regions: Mapping[str, Region], hardware: Hardware) -> float:
+    """Seconds of a node of a program that computes; 0 for any other."""
     op = data(node).op
     if isinstance(op, Call):
-        inner = [aten_cost(n) for n in regions[op.region].graph.nodes if n.op == "call_function"]
-        return sum(flops for flops, _ in inner), sum(touched for _, touched in inner)
-    return aten_cost(node) if isinstance(op, Compute) else (0, 0)
+        return region_seconds(regions[op.region], hardware)
+    return operation_seconds(node, hardware) if isinstance(op, Compute) else 0.0
+
+
+def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> int:
+    """FLOPs of a node; 0 for what does not compute."""
+    op = data(node).op
+    if isinstance(op, Call):
+        return sum(aten_cost(n)[0] for n in regions[op.region].graph.nodes if n.op == "call_function")
+    return aten_cost(node)[0] if isinstance(op, Compute) else 0
 
 
 def aten_cost(node: fx.Node) -> tuple[int, int]:
     """FLOPs of an ATen operation, and the bytes that it reads and writes; none of either for a view."""
     held = data(node)
     touched = 0 if held.view else held.nbytes + sum(_bytes(source) for source in node.all_input_nodes)
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = _FORMULAS.get(_packet(node))
     if formula is None:
         return 0, touched
     shapes, keywords = fx.map_arg((node.args, node.kwargs), _shape)  # torch's formulas take shapes for tensors
     return int(formula(*shapes, **keywords, out_val=_shapes_given(node))), touched
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return "scaled_dot_product" in str(node.target)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of the first tensor that an operation reads, else of what it gives."""
+    types = (data(one).type for one in (*node.all_input_nodes, *_values(node)))
+    return next((found.dtype for found in types if found), torch.float32)
+
+
+def _elements(node: fx.Node) -> int:
+    """Elements of the largest tensor that an operation reads or gives."""
+    types = (data(one).type for one in (*node.all_input_nodes, *_values(node)))
+    return max((found.nbytes // found.dtype.itemsize for found in types if found), default=0)
 
 
 def _shapes_given(node: fx.Node) -> tuple[Any, ...]:

@@ -22,8 +22,9 @@ from zcompile._torch import prepare_inductor
 from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
-from zcompile.cost import DEFAULT_HARDWARE, NCCL_HARDWARE, bucket_for
+from zcompile.cost import bucket_for
 from zcompile.errors import AgreementError, OptionError, PipelineError, TimelineError
+from zcompile.hardware import CPU, GPU
 from zcompile.layout import Layout, Unit
 from zcompile.local_graphs import Locals, local_graph
 from zcompile.lower import Session, Step
@@ -67,7 +68,7 @@ class Engine:
         everyone: Agreement | None = None,
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
-        hardware = NCCL_HARDWARE if communicator.device.type == "cuda" else DEFAULT_HARDWARE
+        hardware = GPU if communicator.device.type == "cuda" else CPU
         self.schedule = replace(options.schedule, bucket=bucket_for(hardware))
         self._chosen = not options.chooses
         self.communicator, self.agreement = communicator, agreement

@@ -64,6 +64,10 @@ class TimelineError(ZcompileError):
     """A timeline was read before a step had ended."""
 
 
+class ProfileError(ZcompileError, ValueError):
+    """A hardware profile that cannot be read, or whose figures cannot be meant."""
+
+
 class PipelineError(ZcompileError):
     """A pass is missing, misnamed, or stands where its requirements cannot hold."""
 

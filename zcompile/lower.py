@@ -12,24 +12,21 @@ from torch import fx
 
 from zcompile._torch import is_symbolic
 from zcompile.facts import verify
+from zcompile.lines import lines_of
 from zcompile.memory import arena_bytes
 from zcompile.ops import (
     AllGather,
     Arena,
     Away,
     Call,
-    GatherAhead,
     Input,
-    Item,
     Kind,
     Parameter,
     Peers,
     Phase,
-    Release,
     Shards,
     Stack,
     Store,
-    Update,
     WaitGather,
     data,
     op_of,
@@ -37,14 +34,14 @@ from zcompile.ops import (
 from zcompile.packing import aligned
 from zcompile.pipeline import ALWAYS
 from zcompile.pipelines import ACCUMULATE
-from zcompile.printer import function_text, inputs_of
+from zcompile.printer import inputs_of
 from zcompile.program import Program
 from zcompile.regions import RegionCache
 from zcompile.runtime.arena import Arenas, Lender
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.loader import load
-from zcompile.runtime.recorder import Line, Recorder, Track
+from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.runtime.stash import Stash
 
@@ -118,7 +115,7 @@ class Step:
                 bound.append(program.constants[node.name])
         part = program.phase(phase)
         digest, recorder = program.digest()[:12], self.session.recorder
-        track = Track(recorder, str(phase), digest, _lines(program, phase)) if recorder.enabled else None
+        track = Track(recorder, str(phase), digest, lines_of(program, phase)) if recorder.enabled else None
         run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
         lent = [
             op for node in inputs_of(program, phase) if isinstance(op := data(node).op, (Arena, Stack, Away, Peers))
@@ -208,21 +205,6 @@ class Step:
         by_name = dict(zip(self._read, carried, strict=True))
         units = [self.program.layout.unit(name) for name in self._kept]
         return [Full(unit, [by_name.get(param.name) for param in unit.params]) for unit in units]
-
-
-def _lines(program: Program, phase: Phase) -> list[Line]:
-    """The lines of the text of `phase` that call something, in order."""
-    calls = [node for node in program.body(phase) if not isinstance(data(node).op, Item)]
-    return [Line("unbox", "box", ""), *(_line(program, node) for node in calls)]
-
-
-def _line(program: Program, node: fx.Node) -> Line:
-    held = data(node)
-    if isinstance(held.op, Call):
-        around = (u.name for u in program.layout.units if f"{held.source}.".startswith(f"{u.name}."))
-        return Line(held.op.region, held.op.region, max(around, key=len, default=held.source), is_region=True)
-    name = node.all_input_nodes[0].name if isinstance(held.op, (Release, Update, GatherAhead)) else node.name
-    return Line(function_text(node.target), name, held.source)
 
 
 def _drained(values: list[Any]) -> list[Any]:

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Literal
 
 from zcompile import facts
-from zcompile.cost import DEFAULT_HARDWARE, bucket_for
+from zcompile.cost import bucket_for
 from zcompile.errors import OptionError
+from zcompile.hardware import CPU
 from zcompile.layout import SMALL_BYTES, STAGES
 from zcompile.options import bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
 from zcompile.passes.accumulate_gradients import accumulate_gradients
@@ -89,7 +90,7 @@ def pipeline(
     check_prefetch(prefetch)
     limit = bytes_of("memory_limit", memory_limit)
     split, outline = _regions(partition)
-    pack, pieces = _messages(small, bytes_of("bucket", bucket) or bucket_for(DEFAULT_HARDWARE))
+    pack, pieces = _messages(small, bytes_of("bucket", bucket) or bucket_for(CPU))
     keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED)
     ensures = () if limit else (facts.units_bounded(prefetch),)
     ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from zcompile.cost import DEFAULT_HARDWARE, Hardware, bucket_for
+from zcompile.cost import bucket_for
+from zcompile.hardware import CPU, Hardware
 from zcompile.layout import SMALL_BYTES
 from zcompile.memory import peak_bytes
 from zcompile.passes.keep_within import that_fit
@@ -32,7 +33,7 @@ class Schedule:
     """Units gathered ahead."""
     small: int = SMALL_BYTES
     """Bytes up to which a parameter travels packed with its neighbours."""
-    bucket: int = bucket_for(DEFAULT_HARDWARE)
+    bucket: int = bucket_for(CPU)
     """Bytes of a packed message, and of what is copied at a time to be sent."""
     kept: tuple[str, ...] = ()
     """Units kept full from the forward to the backward because the memory limit allows it."""
@@ -46,7 +47,7 @@ def choose(
     A parameter is packed while copying it out of a message costs less than a message's latency. A depth beyond
     `memory_limit` is no choice, but for 0.
     """
-    small = max(LEAST_PACKED, int(hardware.latency * hardware.memory_bandwidth / 2))
+    small = max(LEAST_PACKED, int(hardware.slowest.latency * hardware.memory_bandwidth / 2))
     bucket = bucket_for(hardware)
     for step in _split(pipeline(Schedule(DEPTHS[0], small, bucket)))[0]:
         traced = step(traced)

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from zcompile._torch import tree_map_only
-from zcompile.cost import DEFAULT_HARDWARE, Hardware, flops_of, seconds_of
+from zcompile.cost import flops_of, seconds_of
+from zcompile.hardware import CPU, Hardware
 from zcompile.layout import Layout, Param
 from zcompile.ops import (
     AllGather,
@@ -271,7 +272,7 @@ class Program:
 
     # -- graph ----------------------------------------------------------------------------------------------------
 
-    def dag(self, hardware: Hardware = DEFAULT_HARDWARE) -> nx.DiGraph[str]:
+    def dag(self, hardware: Hardware = CPU) -> nx.DiGraph[str]:
         """The outer program as a networkx graph.
 
         Nodes are the names of the program's values with `op`, `phase`, `source`, `bytes` (new memory), `flops` and
@@ -284,22 +285,26 @@ class Program:
             held = data(node)
             if held.phase not in self.phases and not isinstance(held.op, PLACEHOLDERS):
                 continue
-            wire = self.wire_bytes(node) if isinstance(held.op, COMMUNICATIONS) else 0
-            flops, touched = flops_of(node, self.regions)
             dag.add_node(
                 node.name,
                 op=type(held.op).__name__,
                 phase=str(held.phase),
                 source=held.source,
                 bytes=self.memory(node),
-                flops=flops,
-                seconds=seconds_of(flops, touched, wire, hardware),
+                flops=flops_of(node, self.regions),
+                seconds=self.seconds(node, hardware),
             )
             dag.add_edges_from((source.name, node.name) for source in node.all_input_nodes if source.name in dag)
             if isinstance(held.op, COMMUNICATIONS):
                 order.append(node.name)
         dag.add_edges_from(itertools.pairwise(order), order=True)
         return dag
+
+    def seconds(self, node: fx.Node, hardware: Hardware) -> float:
+        """Seconds of a line on `hardware`: of a communication, its flight."""
+        if isinstance(data(node).op, COMMUNICATIONS):
+            return hardware.collective_seconds(self.payload(node), self.layout.world, self.message_count(node))
+        return seconds_of(node, self.regions, hardware)
 
     def memory(self, node: fx.Node) -> int:
         """Bytes gained when `node` runs (negative for a release)."""

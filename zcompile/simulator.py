@@ -1,37 +1,120 @@
-"""The simulator: how long a step takes if regions and messages take what the cost model says.
+"""The simulator: the timeline of a step as the cost model foretells it.
 
-Two lanes: lines run one after the other, messages one after the other in the order of their launch. A line that waits
-for a message ends when that has arrived.
+Two lanes: lines run one after the other, collectives one after the other in the order of their launch. A line that
+waits for a collective ends when that has arrived; where the processor itself moves what is sent (`Hardware.sending`),
+launching it takes time of the first lane. Every rank is taken to do the same at the same time, so collectives start
+together. Not simulated are what moves to the host or to a disk, and the host's own overhead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
 from torch import fx
 
-from zcompile.cost import Hardware, flops_of, seconds_of
-from zcompile.ops import AllGather, Call, Reduce, WaitGather, WaitReduce, data
+from zcompile.hardware import Hardware
+from zcompile.layout import Param
+from zcompile.lines import line_of
+from zcompile.ops import AllGather, Call, GatherAhead, Reduce, Update, WaitGather, WaitReduce, data
+from zcompile.printer import function_text
 from zcompile.program import Program
+from zcompile.timeline import Event, Sent, Spent, Timeline
+
+UPDATE_BYTES = 7
+"""Numbers that a fused AdamW reads and writes for each element: value, gradient and two moments, and three of them."""
+
+
+def simulate(program: Program, hardware: Hardware, *, steps: bool = False) -> Timeline:
+    """The timeline of one run of the program, forward and backward one after the other.
+
+    With `steps`, an optimizer's step follows a program that trains and does not take it itself.
+    """
+    lanes = _Lanes(program, hardware)
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            lanes.run(node)
+    if steps and program.has_backward and not program.nodes(Update):
+        lanes.step()
+    return Timeline(
+        number=0,
+        rank=0,
+        world=program.layout.world,
+        trains=program.has_backward,
+        captures=False,
+        device=False,
+        began=0.0,
+        seconds=lanes.now,
+        events=lanes.events,
+        messages=lanes.messages,
+        predicted=True,
+    )
 
 
 def step_seconds(program: Program, hardware: Hardware) -> float:
-    """Seconds from the first line of the forward to the last of the backward, both runs one after the other."""
-    now = wire = 0.0
-    arrival: dict[fx.Node, float] = {}
-    cost: dict[str, float] = {}
-    for node in program.graph.nodes:
+    """Seconds from the first line of the forward to the last of the backward."""
+    return simulate(program, hardware).seconds
+
+
+@dataclass
+class _Lanes:
+    """What has been simulated so far."""
+
+    program: Program
+    hardware: Hardware
+    now: float = 0.0
+    """When the next line begins."""
+    wire: float = 0.0
+    """When the last collective has arrived."""
+    events: list[Event] = field(default_factory=list)
+    messages: list[Sent] = field(default_factory=list)
+    _arrival: dict[fx.Node, float] = field(default_factory=dict)
+    _regions: dict[str, float] = field(default_factory=dict)
+
+    def run(self, node: fx.Node) -> None:
         match data(node).op:
-            case AllGather() | Reduce():
-                wire = max(now, wire) + _flight(program, node, hardware)
-                arrival[node] = wire
-            case WaitGather() | WaitReduce():
-                now = max(now, arrival[node.all_input_nodes[0]])
-            case Call(region):
-                if region not in cost:
-                    cost[region] = seconds_of(*flops_of(node, program.regions), 0, hardware)
-                now += cost[region]
-    return now
+            case AllGather(unit=unit) | Reduce(unit=unit) | GatherAhead(unit=unit):
+                self._launch(node, unit)
+            case WaitGather(unit=unit) | WaitReduce(unit=unit):
+                self._wait(node, unit)
+            case Call(region=region):
+                if region not in self._regions:
+                    self._regions[region] = self.program.seconds(node, self.hardware)
+                self._add(node, Spent.COMPUTE, self._regions[region])
+            case Update(params=names):
+                self._add(node, Spent.OPTIMIZER, self._update_seconds(self.program.layout.param(n) for n in names))
 
+    def step(self) -> None:
+        """An optimizer's step for all parameters."""
+        seconds = self._update_seconds(self.program.layout.trainable.values())
+        self._event("optimizer", "", "", "", Spent.OPTIMIZER, seconds)
 
-def _flight(program: Program, node: fx.Node, hardware: Hardware) -> float:
-    """Seconds of a communication: the latency of each of its messages, and its bytes."""
-    return program.message_count(node) * hardware.latency + program.wire_bytes(node) / hardware.bandwidth
+    def _update_seconds(self, params: Iterable[Param]) -> float:
+        """Of an optimizer's step for this rank's shards of `params`: all of them, where they are not sharded."""
+        nbytes = sum((param.shard_numel if param.shards else param.numel) * param.dtype.itemsize for param in params)
+        return UPDATE_BYTES * nbytes / self.hardware.memory_bandwidth
+
+    def _launch(self, node: fx.Node, unit: str) -> None:
+        operation, nbytes = function_text(node.target), self.program.wire_bytes(node)
+        self._event("send", node.name, unit, str(data(node).phase), Spent.EXPOSED, nbytes * self.hardware.sending)
+        start = max(self.now, self.wire)
+        self.wire = self._arrival[node] = start + self.program.seconds(node, self.hardware)
+        if nbytes:
+            self.messages.append(Sent(operation, unit, nbytes, start, self.wire))
+
+    def _wait(self, node: fx.Node, unit: str) -> None:
+        left = self._arrival[node.all_input_nodes[0]] - self.now
+        self._event("wait", node.name, unit, str(data(node).phase), Spent.EXPOSED, max(left, 0.0))
+
+    def _add(self, node: fx.Node, spent: Spent, seconds: float) -> None:
+        line = line_of(self.program, node)
+        self._event(line.operation, line.name, line.unit, str(data(node).phase), spent, seconds, is_line=True)
+
+    def _event(
+        self, operation: str, name: str, unit: str, phase: str, spent: Spent, seconds: float, *, is_line: bool = False
+    ) -> None:
+        """What takes this long from now on; nothing for what takes no time."""
+        if seconds:
+            end = self.now + seconds
+            self.events.append(Event(operation, name, unit, phase, spent, self.now, end, seconds, is_line))
+            self.now = end

@@ -98,6 +98,8 @@ class Timeline:
     """In order; each lies within an earlier one or follows it."""
     messages: Sequence[Sent] | None
     """None where it is not known when they ended: on CUDA."""
+    predicted: bool = False
+    """True for what the simulator foretells."""
 
     @classmethod
     def of(cls, step: StepRecord, rank: int, world: int) -> Timeline:
@@ -197,7 +199,7 @@ class Timeline:
         out = io.StringIO()
         console = Console(file=out, width=110)
         kind = "training step" if self.trains else "call without gradients"
-        clock = "times of the CUDA stream" if self.device else "times of the host"
+        clock = "predicted" if self.predicted else f"times of the {'CUDA stream' if self.device else 'host'}"
         console.print(f"{kind} {self.number}, rank {self.rank} of {self.world}: {_ms(self.seconds)} ms ({clock})")
         if self.captures:
             console.print("Programs were traced and compiled in it, within the call of the model.")

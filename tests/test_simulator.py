@@ -1,0 +1,175 @@
+"""The simulator on programs small enough to work out by hand, and the cost model of regions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx, nn
+
+import zcompile
+from tests.models import batch, make
+from tests.passes.programs import CHAIN, GATHERED, parsed
+from zcompile.cost import region_seconds
+from zcompile.hardware import Hardware
+from zcompile.layout import STAGES
+from zcompile.ops import Compute, Data, Input, Kind, Results, set_data
+from zcompile.passes.gather_ahead import gather_ahead
+from zcompile.passes.insert_updates import insert_updates
+from zcompile.passes.schedule_prefetch import schedule_prefetch
+from zcompile.program import Region
+from zcompile.simulator import UPDATE_BYTES, simulate
+from zcompile.tensor_type import TensorType
+from zcompile.timeline import Spent
+from zcompile.units import make_layout
+
+PRODUCT = 2 * 8 * 4 * 4
+"""FLOPs of a product of the chain, of which a rank has eight in a step."""
+HALF = 4 * 4 * 4 / 2
+"""Bytes that a rank of two sends of one weight."""
+RATES = Hardware.of(flops=1e9, memory_bandwidth=1e18, bandwidth=1e8)
+
+
+def test_a_step_without_prefetch_waits_for_every_gather() -> None:
+    timeline = simulate(parsed(CHAIN, GATHERED), RATES)
+    assert timeline.compute == pytest.approx(8 * PRODUCT / 1e9)
+    assert timeline.exposed == pytest.approx(4 * HALF / 1e8)
+    assert timeline.hidden == pytest.approx(0)
+    assert timeline.seconds == pytest.approx(timeline.compute + timeline.exposed)
+    assert [message.unit for message in timeline.messages or ()] == ["a", "b", "c", "b"]
+
+
+def test_prefetch_hides_what_compute_covers() -> None:
+    timeline = simulate(schedule_prefetch(parsed(CHAIN, GATHERED), prefetch=1), RATES)
+    flight, product = HALF / 1e8, PRODUCT / 1e9
+    # Nothing hides the first; while the forward computes a and b, what follows them is on its way, and in the backward.
+    assert timeline.exposed == pytest.approx(flight + 2 * (flight - product))
+    assert timeline.hidden == pytest.approx(4 * flight - timeline.exposed)
+
+
+def test_what_the_processor_sends_it_does_not_compute() -> None:
+    slow = replace(RATES, sending=1e-6)
+    plain, sending = (simulate(parsed(CHAIN, GATHERED), one) for one in (RATES, slow))
+    assert sending.exposed - plain.exposed <= 4 * HALF * 1e-6
+    sends = [event for event in sending.events if event.operation == "send"]
+    assert [event.seconds for event in sends] == pytest.approx([HALF * 1e-6] * 4)
+
+
+def test_events_follow_each_other_and_add_up() -> None:
+    timeline = simulate(schedule_prefetch(parsed(CHAIN, GATHERED), prefetch=1), RATES, steps=True)
+    ends = [0.0, *(event.end for event in timeline.events)]
+    assert [event.start for event in timeline.events] == pytest.approx(ends[:-1])
+    assert sum(event.own for event in timeline.events) == pytest.approx(timeline.seconds)
+    assert "predicted" in str(timeline)
+    assert timeline.trace_events()
+
+
+def test_an_optimizer_reads_and_writes_its_state() -> None:
+    program, hardware = parsed(CHAIN, GATHERED), replace(RATES, memory_bandwidth=1e6)
+    nbytes = sum(param.shard_numel * 4 for param in program.layout.params)
+    assert simulate(program, hardware).optimizer == 0
+    assert simulate(program, hardware, steps=True).optimizer == pytest.approx(UPDATE_BYTES * nbytes / 1e6)
+
+
+def test_a_train_step_takes_the_same_by_units() -> None:
+    compiled = zcompile.compile(make("gpt"), backend="eager")
+    compiled(*batch("gpt", 0, 0)).backward()
+    program, hardware = compiled.programs[0], replace(RATES, memory_bandwidth=1e6)
+    updating = gather_ahead(insert_updates(program))
+    whole, by_units = (simulate(one, hardware, steps=True).optimizer for one in (program, updating))
+    assert by_units == pytest.approx(whole)
+    assert simulate(updating, hardware).spent(Spent.OPTIMIZER, unit="blocks.0") > 0
+
+
+def test_stage_0_steps_for_whole_parameters() -> None:
+    hardware = replace(RATES, memory_bandwidth=1e6)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = zcompile.compile(model, backend="eager", stage=0)
+    compiled(torch.ones(3, 4)).sum().backward()
+    nbytes = sum(param.nbytes for param in model.parameters())
+    program = replace(compiled.programs[0], layout=make_layout(model, STAGES[0], 2))
+    assert simulate(program, hardware, steps=True).optimizer == pytest.approx(UPDATE_BYTES * nbytes / 1e6)
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+LARGE = TensorType.make(torch.float32, (1000, 100))
+NBYTES = LARGE.nbytes
+
+
+def region(build: Callable[[fx.Graph, fx.Node], fx.Node], *, fuses: bool) -> Region:
+    """A region of one input of the type LARGE, all of whose values have it."""
+    graph = fx.Graph()
+    x = set_data(graph.placeholder("x"), Data(Input(Kind.DATA, 0), type=LARGE))
+    end = build(graph, x)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            set_data(node, Data(Compute(), type=LARGE))
+    set_data(graph.output((end,)), Data(Results()))
+    return Region("r", graph, ((0, None),), fuses=fuses)
+
+
+def chain_of(*targets: object) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        for target in targets:
+            x = graph.call_function(target, (x,))  # type: ignore[arg-type]
+        return x
+
+    return build
+
+
+SLOW_MEMORY = replace(Hardware.of(flops=1e18, memory_bandwidth=1e9), launch=1e-3)
+
+
+def test_operations_that_run_one_by_one_each_read_and_write() -> None:
+    made = region(chain_of(aten.neg.default, aten.abs.default, aten.neg.default), fuses=False)
+    assert region_seconds(made, SLOW_MEMORY) == pytest.approx(3 * (2 * NBYTES / 1e9 + 1e-3))
+
+
+def test_a_fused_chain_reads_once_and_writes_once() -> None:
+    made = region(chain_of(aten.neg.default, aten.abs.default, aten.neg.default), fuses=True)
+    assert region_seconds(made, SLOW_MEMORY) == pytest.approx(2 * NBYTES / 1e9 + 1e-3)
+
+
+def test_a_fused_operation_reads_what_others_have_stored() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        sorted_ = graph.call_function(aten.cumsum.default, (x, 0))
+        return graph.call_function(aten.add.Tensor, (graph.call_function(aten.neg.default, (sorted_,)), x))
+
+    # cumsum reads and writes by itself; the sum reads its result and x, and writes.
+    assert region_seconds(region(build, fuses=True), SLOW_MEMORY) == pytest.approx(5 * NBYTES / 1e9 + 2e-3)
+
+
+def test_functions_take_their_own_time() -> None:
+    hardware = replace(Hardware.of(flops=1e18, memory_bandwidth=math.inf), functions=1e6)
+    made = region(chain_of(aten.tanh.default, aten.neg.default, aten.exp.default), fuses=True)
+    assert region_seconds(made, hardware) == pytest.approx(2 * 1000 * 100 / 1e6)
+
+
+def test_products_and_attention_have_rates_by_dtype() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(32, 96, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.project(x).view(2, 16, 3, 32).unbind(2)
+            return nn.functional.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None])
+
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        compiled = zcompile.compile(Attends(), backend="eager", dtype=dtype)
+        with torch.no_grad():
+            compiled(torch.ones(2, 16, 32))
+        for share in (1.0, 0.5):
+            flops = {"float32": 1e9, "bfloat16": 4e9}
+            hardware = replace(Hardware.of(flops=1e9, memory_bandwidth=1e18), flops=flops, attention=share)
+            seconds[dtype, share] = simulate(compiled.programs[0], hardware).compute
+    product, attention = 2 * 2 * 16 * 32 * 96, 2 * 2 * 2 * 16 * 16 * 32
+    assert seconds[torch.float32, 1.0] == pytest.approx((product + attention) / 1e9)
+    assert seconds[torch.float32, 0.5] == pytest.approx((product + 2 * attention) / 1e9)
+    assert seconds[torch.bfloat16, 1.0] == pytest.approx((product + attention) / 4e9)
