@@ -19,9 +19,11 @@ from zcompile.errors import (
     ZcompileError,
 )
 from zcompile.facts import Fact, Violation, verify
+from zcompile.hardware import Hardware, load_profile
 from zcompile.parser import parse
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.pipelines import pipeline
+from zcompile.planner import Forecast, Plan, plan
 from zcompile.program import Program, Region
 from zcompile.timeline import Timeline
 from zcompile.torch_backend import Backend, backend
@@ -36,7 +38,9 @@ __all__ = [
     "CaptureError",
     "CompiledModule",
     "Fact",
+    "Forecast",
     "GroupError",
+    "Hardware",
     "ModelError",
     "OptimizerError",
     "OptionError",
@@ -45,6 +49,7 @@ __all__ = [
     "Pass",
     "Pipeline",
     "PipelineError",
+    "Plan",
     "ProfileError",
     "Program",
     "ProgramError",
@@ -57,8 +62,10 @@ __all__ = [
     "ZcompileError",
     "backend",
     "compile",
+    "load_profile",
     "parse",
     "pipeline",
+    "plan",
     "train_step",
     "verify",
 ]

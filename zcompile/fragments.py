@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,28 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile._torch import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
-    InternalTorchDynamoError,
-    Unsupported,
-    UserError,
-    backward_number,
-    has_gradient_hooks,
-)
+from zcompile._torch import backward_number, has_gradient_hooks
 from zcompile.calls import ModelCall, tensors_in
 from zcompile.capture import Names
 from zcompile.engine import Engine
-from zcompile.errors import CaptureError, ParameterError, ZcompileError
+from zcompile.errors import CaptureError, ParameterError
+from zcompile.front_end import BREAKS, traceable, typed_errors
 from zcompile.local_graphs import Locals
 from zcompile.report import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.updates import Updater
 from zcompile.sharding import Retired, Site
-
-BREAKS = (Unsupported, UserError, InternalTorchDynamoError)
-"""What torch.compile raises, before anything has run, where code cannot be traced into one graph."""
 
 
 @dataclass(repr=False)
@@ -117,7 +105,9 @@ class Fragment:
         self.is_split = False
         # DTensors of sizes that vary are beyond Dynamo: a program for each.
         dynamic = False if any(site.local is not None for site in tree.sites) else None
-        call = self._fresh(_traced_call(module, forward))
+        lines = [f"{path} {type(module).__qualname__}"]
+        lines += [f"{site.name} {list(site.husk.shape)}" for site in self.sites]
+        call = traceable(module, forward, lines)
         self._traced = torch.compile(call, backend=_backend(self), fullgraph=True, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +119,7 @@ class Fragment:
         """
         if not self.is_split:
             try:
-                with self._husks_in_place(), _typed_errors():
+                with self._husks_in_place(), typed_errors():
                     result = self._traced(*args, **kwargs)
             except BREAKS as error:
                 self._split(error)
@@ -140,19 +130,6 @@ class Fragment:
                 return result
         with self._own_parameters_full():
             return self.forward(*args, **kwargs)
-
-    def _fresh(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` with a code object and a name of its own.
-
-        torch.compile counts recompilations by code object, and remembers by name which sizes have varied: under a name
-        in common, a second model would be traced with sizes that vary, though it never saw but one.
-        """
-        assert isinstance(function, types.FunctionType), "a plain function"
-        lines = [f"{self.path} {type(self.module).__qualname__}"]
-        lines += [f"{site.name} {list(site.husk.shape)}" for site in self.sites]
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-        code = function.__code__.replace(co_name=f"zcompile_{function.__name__}_{digest}")
-        return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
     def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls, once for every graph."""
@@ -317,17 +294,6 @@ def _backend(fragment: Fragment) -> Callable[..., Any]:
     return backend
 
 
-def _traced_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Parameters are husks here: run as plain Python, the model's code would read memory that is not there.
-        if not torch.compiler.is_compiling():
-            fix = "leave torch.compile enabled (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"
-            raise CaptureError(type(module).__name__, "its forward was not compiled but called", fix)
-        return forward(*args, **kwargs)
-
-    return call
-
-
 def _function(fragment: Fragment) -> Callable[..., Any]:
     """`fragment` as a function with the signature of the forward that it stands for."""
     tree = fragment.tree
@@ -338,18 +304,3 @@ def _function(fragment: Fragment) -> Callable[..., Any]:
         return tree.run(fragment, args, kwargs) if alone else fragment(*args, **kwargs)
 
     return forward
-
-
-@contextlib.contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Our own errors out of torch.compile's wrapping, and too many recompilations as a CaptureError."""
-    try:
-        yield
-    except BackendCompilerFailed as error:
-        if isinstance(inner := error.inner_exception, ZcompileError):
-            raise inner from None
-        raise
-    except FailOnRecompileLimitHit as error:
-        found = "\n".join(line for line in str(error).splitlines() if line.strip())
-        fix = "call it with fewer kinds of arguments, or raise torch._dynamo.config.recompile_limit"
-        raise CaptureError("the model's forward", f"was traced too often: {found}", fix) from error

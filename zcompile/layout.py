@@ -203,6 +203,14 @@ class Layout:
         kept = ((unit, tuple(p for p in unit.params if p.name in names)) for unit in self.units)
         return self.with_units(tuple(Unit(unit.name, params, unit.modules) for unit, params in kept if params))
 
+    def over(self, world: int) -> Layout:
+        """This layout with what is sharded in as many shards as `world`."""
+        units = tuple(
+            replace(unit, params=tuple(replace(p, shards=world) if p.shards else p for p in unit.params))
+            for unit in self.units
+        )
+        return replace(self, units=units, world=world)
+
     def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:
         """This layout with the `requires_grad` flags of the moment of capture."""
         return self.with_units(

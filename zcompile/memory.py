@@ -11,38 +11,85 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from torch import fx
 
 from zcompile.fusion import is_stored
 from zcompile.layout import Layout
-from zcompile.ops import Arena, Call, Item, Reduce, Results, Store, WaitReduce, data, op_of
-from zcompile.program import Program, Region
+from zcompile.ops import (
+    Accumulate,
+    AllGather,
+    Arena,
+    Call,
+    GatherAhead,
+    Item,
+    Reduce,
+    Release,
+    Results,
+    Store,
+    Update,
+    WaitReduce,
+    data,
+    op_of,
+)
+from zcompile.program import Program, Region, items_of
 
 Freed = tuple[tuple[fx.Node, ...], int]
 """Placeholders of a region that show one memory, and its bytes."""
 
 
+class Held(StrEnum):
+    """What a step holds beside the shards and the optimizer's state."""
+
+    FULL = "full parameters"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    BUFFERS = "buffers"
+    """Arenas and stacks, which are there all the time."""
+
+
 def live_bytes(program: Program) -> dict[fx.Node, int]:
     """The most bytes alive while each line of the step runs, in order; where values are views, an upper bound."""
+    return {node: sum(held.values()) for node, held in live_by_kind(program).items()}
+
+
+def live_by_kind(program: Program) -> dict[fx.Node, dict[Held, int]]:
+    """`live_bytes` by what the bytes are. What a region holds while it runs counts as activations."""
     ends = _last_needs(program)
-    dead: dict[fx.Node, int] = {}
+    dead: dict[fx.Node, list[fx.Node]] = {}
     for node, end in ends.items():
-        dead[end] = dead.get(end, 0) + data(node).nbytes
-    live, found = arena_bytes(program) + stack_bytes(program), {}
+        dead.setdefault(end, []).append(node)
+    live, found = dict.fromkeys(Held, 0), {}
+    live[Held.BUFFERS] = arena_bytes(program) + stack_bytes(program)
     for node in program.graph.nodes:
         op = data(node).op
-        if node.op == "call_function" and not isinstance(op, Item):
-            gained = program.memory(node)
-            most = gained
-            if isinstance(op, Call):
-                freed = _freed_within(program, node, ends)
-                left = gained - sum(nbytes for _, nbytes in freed)
-                most = max(left, region_bytes(program.regions[op.region], freed))
-            found[node] = live + most
-            live += gained
-        live -= dead.get(node, 0)
+        if isinstance(op, Call):
+            freed = _freed_within(program, node, ends)
+            gained = dict.fromkeys(Held, 0)
+            for value in items_of(node) or [node]:
+                gained[_kind_of(value)] += data(value).nbytes
+            left = sum(gained.values()) - sum(nbytes for _, nbytes in freed)
+            most = max(left, region_bytes(program.regions[op.region], freed))
+            found[node] = {**live, Held.ACTIVATIONS: live[Held.ACTIVATIONS] + most}
+            live = {kind: nbytes + gained[kind] for kind, nbytes in live.items()}
+        elif node.op == "call_function" and not isinstance(op, Item):
+            live[_kind_of(node)] += program.memory(node)
+            found[node] = dict(live)
+        for value in dead.get(node, ()):
+            live[_kind_of(value)] -= data(value).nbytes
     return found
+
+
+def _kind_of(node: fx.Node) -> Held:
+    """What the memory is that a line takes or gives back."""
+    match data(node).op:
+        case AllGather() | GatherAhead() | Release():
+            return Held.FULL
+        case Reduce() | Update():
+            return Held.GRADIENTS
+    reduced = any(isinstance(data(user).op, (Reduce, Accumulate)) for user in node.users)
+    return Held.GRADIENTS if reduced else Held.ACTIVATIONS
 
 
 @dataclass(frozen=True)

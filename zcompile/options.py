@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +69,13 @@ def check_place(option: str, place: Path | Literal["cpu"], device: torch.device)
     if (place == "cpu") is (device.type == "cpu"):
         found = f"is {'cpu' if place == 'cpu' else f'disk:{place}'!r}, and the model is on {device}"
         raise OptionError(option, found, "give 'cpu' for a model on a GPU, 'disk:FOLDER' for one on the CPU")
+
+
+def check_worlds(worlds: object) -> None:
+    """Raise OptionError for what are no numbers of ranks."""
+    given = list(worlds) if isinstance(worlds, Sequence) else []
+    if not given or any(isinstance(world, bool) or not isinstance(world, int) or world < 1 for world in given):
+        raise OptionError("worlds", f"{worlds!r} are no numbers of ranks", "give one or more, such as (8, 64)")
 
 
 def checkpoint_of(checkpoint: object) -> Literal["unit", "auto"] | int | float | None:

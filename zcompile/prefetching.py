@@ -49,12 +49,12 @@ def choose(
     """
     small = max(LEAST_PACKED, int(hardware.slowest.latency * hardware.memory_bandwidth / 2))
     bucket = bucket_for(hardware)
-    for step in _split(pipeline(Schedule(DEPTHS[0], small, bucket)))[0]:
+    for step in at_schedule(pipeline(Schedule(DEPTHS[0], small, bucket)))[0]:
         traced = step(traced)
     seconds = {}
     for depth in DEPTHS:
         program = traced
-        for step in _split(pipeline(Schedule(depth, small, bucket)))[1]:
+        for step in at_schedule(pipeline(Schedule(depth, small, bucket)))[1]:
             program = step(program)
         if depth == 0 or memory_limit is None or peak_bytes(program) <= memory_limit:
             seconds[depth] = step_seconds(program, hardware)
@@ -71,7 +71,7 @@ def fit(
     return peak_bytes(traced), that_fit(traced, memory_limit)
 
 
-def _split(pipeline: Pipeline) -> tuple[list[Pass], list[Pass]]:
-    """The passes before the first that schedules, and the rest."""
+def at_schedule(pipeline: Pipeline) -> tuple[list[Pass], list[Pass]]:
+    """The passes before the first that schedules, and the rest: only these differ between schedules."""
     first = next((i for i, name in enumerate(pipeline.names) if name in _SCHEDULING), len(pipeline.passes))
     return list(pipeline.passes[:first]), list(pipeline.passes[first:])

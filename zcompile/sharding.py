@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -136,9 +136,14 @@ def shard_model(
 
 def husk_of(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """A parameter shaped like this rank's part, contiguous as gathered ones are, whose memory is freed at once."""
-    empty = torch.empty(local_tensor(param).shape, dtype=dtype, device=param.device)
+    return husk(local_tensor(param).shape, dtype, param.device, requires_grad=param.requires_grad)
+
+
+def husk(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool) -> nn.Parameter:
+    """A contiguous parameter without memory."""
+    empty = torch.empty(shape, dtype=dtype, device=device)
     empty.untyped_storage().resize_(0)
-    return nn.Parameter(empty, requires_grad=param.requires_grad)
+    return nn.Parameter(empty, requires_grad=requires_grad)
 
 
 def _whole_husk(param: DTensor, leaf: nn.Parameter) -> tuple[nn.Parameter, Local]:

@@ -1,0 +1,60 @@
+"""The front end: functions for torch.compile, and what it raises as errors of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile._torch import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    Unsupported,
+    UserError,
+)
+from zcompile.errors import CaptureError, ZcompileError
+
+BREAKS = (Unsupported, UserError, InternalTorchDynamoError)
+"""What torch.compile raises, before anything has run, where code cannot be traced into one graph."""
+
+
+def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[str]) -> Callable[..., Any]:
+    """A function that calls `forward` of `module`, to be given to torch.compile; it refuses to run untraced.
+
+    It has a code object of its own, and a name that follows from `about`. torch.compile counts recompilations by code
+    object, and remembers by name which sizes have varied: under a name in common, a second model would be traced with
+    sizes that vary, though it never saw but one.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Parameters are husks here: run as plain Python, the model's code would read memory that is not there.
+        if not torch.compiler.is_compiling():
+            fix = "leave torch.compile enabled (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"
+            raise CaptureError(type(module).__name__, "its forward was not compiled but called", fix)
+        return forward(*args, **kwargs)
+
+    assert isinstance(call, types.FunctionType), "a plain function"
+    digest = hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
+    code = call.__code__.replace(co_name=f"zcompile_call_{digest}")
+    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+@contextlib.contextmanager
+def typed_errors() -> Iterator[None]:
+    """Our own errors out of torch.compile's wrapping, and too many recompilations as a CaptureError."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(inner := error.inner_exception, ZcompileError):
+            raise inner from None
+        raise
+    except FailOnRecompileLimitHit as error:
+        found = "\n".join(line for line in str(error).splitlines() if line.strip())
+        fix = "call it with fewer kinds of arguments, or raise torch._dynamo.config.recompile_limit"
+        raise CaptureError("the model's forward", f"was traced too often: {found}", fix) from error

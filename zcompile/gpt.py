@@ -1,0 +1,80 @@
+"""GPT-shaped models of the sizes that people speak of, for plans: made on meta, of torch's own layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.errors import OptionError, nearest
+
+VOCABULARY = 50304
+"""GPT-2's, rounded up to a multiple of 128."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers, channels and attention heads."""
+
+    layers: int
+    width: int
+    heads: int
+
+
+SHAPES = {
+    "124m": Shape(12, 768, 12),
+    "350m": Shape(24, 1024, 16),
+    "774m": Shape(36, 1280, 20),
+    "1.5b": Shape(48, 1600, 25),
+    "2.7b": Shape(32, 2560, 32),
+    "6.7b": Shape(32, 4096, 32),
+    "7.5b": Shape(36, 4096, 32),
+    "13b": Shape(40, 5120, 40),
+    "60b": Shape(75, 8192, 64),
+    "128b": Shape(101, 10240, 80),
+    "175b": Shape(96, 12288, 96),
+    "1t": Shape(127, 25600, 160),
+}
+
+
+class GPT(nn.Module):
+    """A decoder without dropout; its forward gives the loss of the next tokens."""
+
+    def __init__(self, shape: Shape, context: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, shape.width)
+        self.positions = nn.Embedding(context, shape.width)
+        self.blocks = nn.ModuleList(_block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Both [batch, length], int64; gives the mean cross entropy, float32 []."""
+        length = tokens.shape[1]
+        x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        logits = nn.functional.linear(self.norm(x), self.tokens.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _block(shape: Shape) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        shape.width, shape.heads, 4 * shape.width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+
+
+def shape_of(name: str) -> Shape:
+    """The shape called `name`: a size such as "7.5b", or layers x width such as "48x1600".
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if shape := SHAPES.get(name.lower()):
+        return shape
+    if (found := re.fullmatch(r"(\d+)x(\d+)", name)) and int(found[1]) and int(found[2]) % 64 == 0 and int(found[2]):
+        return Shape(int(found[1]), int(found[2]), int(found[2]) // 64)
+    fix = f"{nearest(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 64, such as gpt:48x1600"
+    raise OptionError("model", f"gpt:{name} is no size", fix)

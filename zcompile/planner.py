@@ -1,0 +1,379 @@
+"""The planner: memory and time of a model under every choice, before any machine is rented.
+
+A model is traced once for each precision; each choice is a pipeline over that program, which the simulator runs on a
+profile of hardware. What choices have in common is rewritten once.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from zcompile.configuration import Options
+from zcompile.cost import aten_cost
+from zcompile.errors import OptionError
+from zcompile.hardware import Hardware, load_profile
+from zcompile.layout import STAGES
+from zcompile.memory import Held, live_by_kind, model_state
+from zcompile.options import bytes_of, check_worlds
+from zcompile.pipeline import Pass
+from zcompile.prefetching import at_schedule
+from zcompile.program import Program
+from zcompile.simulator import simulate
+from zcompile.tensor_type import human_bytes
+from zcompile.tracing import trace
+from zcompile.units import Precision, make_layout
+
+STAGE_NUMBERS = tuple(stage.number for stage in STAGES)
+PREFETCHES = (0, 1, 2, 4)
+CHECKPOINTS = (None, "unit")
+RESERVED = 0.1
+"""Share of a device's memory that a plan leaves to what it does not count: workspaces, fragments, libraries."""
+
+Checkpoint = str | int | float | None
+Progress = Callable[[str, int, int], None]
+"""Called with what is done next, how much is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options of `zcompile.compile`."""
+
+    stage: int
+    prefetch: int
+    checkpoint: Checkpoint
+    dtype: torch.dtype | None
+
+    def __str__(self) -> str:
+        """The line to write."""
+        given = [f"stage={self.stage}"] + ([f"prefetch={self.prefetch}"] if self.stage else [])
+        given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint is not None else []
+        given += [f"dtype={self.dtype}"] if self.dtype is not None else []
+        return f"zcompile.compile(model, {', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a rank takes under one choice, in bytes and seconds."""
+
+    choice: Choice
+    world: int
+    parameters: int
+    """Of this rank's shards, in all of the step."""
+    optimizer: int
+    """Of two moments (Adam), in all of the step."""
+    held: Mapping[Held, int]
+    """What is held beside them at the peak of the step."""
+    seconds: float
+    """Of a step, the optimizer's included."""
+    exposed: float
+    """Of them, those that stand for communication."""
+    hidden: float
+    """Seconds of communication behind compute."""
+    flops: int
+    """Of a rank's forward and backward, what is computed again left out."""
+
+    @property
+    def nbytes(self) -> int:
+        """The peak, everything included."""
+        return self.parameters + self.optimizer + sum(self.held.values())
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of communication that is hidden, 0 to 1; None where there is none."""
+        total = self.hidden + self.exposed
+        return self.hidden / total if total else None
+
+    @property
+    def rate(self) -> float:
+        """FLOP per second on each device."""
+        return self.flops / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `zcompile plan --json` prints of it."""
+        choice = self.choice
+        return {
+            "world": self.world,
+            "stage": choice.stage,
+            "prefetch": choice.prefetch,
+            "checkpoint": choice.checkpoint,
+            "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
+            "bytes": self.nbytes,
+            "bytes_by_kind": {
+                "shards": self.parameters,
+                "optimizer state": self.optimizer,
+                **{str(kind): nbytes for kind, nbytes in self.held.items()},
+            },
+            "seconds": self.seconds,
+            "flops_per_second": self.rate,
+            "hidden_share": self.hidden_share,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Forecasts of a model on some hardware; printed as a table for each world."""
+
+    model: str
+    parameters: int
+    hardware: Hardware
+    memory_limit: float
+    """Bytes of a rank."""
+    forecasts: Sequence[Forecast]
+
+    @property
+    def worlds(self) -> list[int]:
+        return sorted({forecast.world for forecast in self.forecasts})
+
+    def of(self, world: int) -> list[Forecast]:
+        """The forecasts for one world."""
+        return [forecast for forecast in self.forecasts if forecast.world == world]
+
+    def fits(self, forecast: Forecast) -> bool:
+        return forecast.nbytes <= self.memory_limit
+
+    def best(self, world: int) -> Forecast:
+        """The fastest choice that fits.
+
+        Raises:
+            OptionError: none does; the message says which comes nearest, and by how much it does not.
+        """
+        if fitting := [forecast for forecast in self.of(world) if self.fits(forecast)]:
+            return min(fitting, key=_first)
+        nearest = min(self.of(world), key=lambda forecast: forecast.nbytes)
+        least, over = human_bytes(nearest.nbytes), human_bytes(nearest.nbytes - self.memory_limit)
+        found = f"{human_bytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
+        fix = f"take more ranks or a smaller batch; nearest is {nearest.choice}"
+        raise OptionError("memory_limit", found, fix)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `zcompile plan --json` prints."""
+        best: dict[str, str | None] = {}
+        for world in self.worlds:
+            try:
+                best[str(world)] = str(self.best(world).choice)
+            except OptionError:
+                best[str(world)] = None
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "hardware": self.hardware.name,
+            "memory_limit": self.memory_limit,
+            "recommended": best,
+            "forecasts": [{**forecast.as_dict(), "fits": self.fits(forecast)} for forecast in self.forecasts],
+        }
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=140)
+        self.print(console)
+        return out.getvalue()
+
+    def print(self, console: Console) -> None:
+        """The tables, and what is recommended."""
+        limit = human_bytes(self.memory_limit)
+        console.print(f"{self.model}: {self.parameters:,} parameters on {self.hardware.name}, at most {limit} a rank")
+        for world in self.worlds:
+            console.print(self._table(world))
+            console.print(self._recommended(world), markup=False, highlight=False, soft_wrap=True)
+
+    def _recommended(self, world: int) -> str:
+        try:
+            best = self.best(world)
+        except OptionError as error:
+            return f"{error.found}.\n{error.fix}."
+        return f"fastest that fits: {best.choice}"
+
+    def _table(self, world: int) -> Table:
+        forecasts = self.of(world)
+        fitting = [forecast for forecast in forecasts if self.fits(forecast)]
+        best = min(fitting, key=_first, default=None)
+        kinds = [kind for kind in Held if any(forecast.held[kind] for forecast in forecasts)]
+        caption = "GB (10^9 bytes) at the peak of a step, of shards and optimizer state all the time"
+        table = Table(title=f"{world} rank{'s' * (world > 1)}", title_justify="left", caption=caption)
+        for heading in ("stage", "prefetch", "checkpoint", "dtype"):
+            table.add_column(heading, no_wrap=True)
+        for heading in ("shards", "optimizer", *(str(kind).split()[0] for kind in kinds), "GB", "step s", "TFLOP/s"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("hidden", justify="right")
+        table.add_column("", no_wrap=True)
+        for before, forecast in zip([None, *forecasts], forecasts, strict=False):
+            choice = forecast.choice
+            if before and (before.choice.dtype, before.choice.stage) != (choice.dtype, choice.stage):
+                table.add_section()
+            verdict = "best" if forecast is best else "" if self.fits(forecast) else "too big"
+            style = "bold" if forecast is best else None if self.fits(forecast) else "dim"
+            table.add_row(*_row(forecast, kinds), verdict, style=style)
+        return table
+
+
+def _first(forecast: Forecast) -> tuple[float, int]:
+    """Which of those that fit is better: the faster, and of equals the smaller."""
+    return forecast.seconds, forecast.nbytes
+
+
+def _row(forecast: Forecast, kinds: Sequence[Held]) -> Iterator[str]:
+    choice, hidden = forecast.choice, forecast.hidden_share
+    yield from (str(choice.stage), str(choice.prefetch) if choice.stage else "", str(choice.checkpoint or ""))
+    yield str(choice.dtype or "").removeprefix("torch.")
+    for nbytes in (forecast.parameters, forecast.optimizer, *(forecast.held[kind] for kind in kinds), forecast.nbytes):
+        yield f"{nbytes / 1e9:.2f}"
+    yield from (f"{forecast.seconds:.3g}", f"{forecast.rate / 1e12:.3g}", "" if hidden is None else f"{hidden:.0%}")
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    worlds: Sequence[int] = (1,),
+    hardware: str | Hardware = "h100",
+    memory_limit: int | str | None = None,
+    stages: Sequence[int] = STAGE_NUMBERS,
+    prefetches: Sequence[int] = PREFETCHES,
+    checkpoints: Sequence[Checkpoint] = CHECKPOINTS,
+    dtypes: Sequence[torch.dtype | None] | None = None,
+    units: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Forecast memory and time of a training step of `model(*args, **kwargs)` on each rank, for every choice.
+
+    Nothing is run: no process group, no GPU, and no memory for a model on meta.
+
+    Args:
+        model: A plain module, on any device or on meta; its forward returns a loss, or what depends on parameters.
+        args: Of one rank's call: one micro-batch. Tensors may be on meta.
+        kwargs: Likewise.
+        worlds: Numbers of data-parallel ranks.
+        hardware: A `Hardware`, the name of a profile that comes along ("h100"), or the path of one.
+        memory_limit: Bytes, or "70 GB", of a rank; by default nine tenths of what the hardware's devices have.
+        stages: ZeRO stages to compare.
+        prefetches: Numbers of units gathered ahead to compare.
+        checkpoints: Settings of `checkpoint=` to compare; one without effect on this model is left out.
+        dtypes: Dtypes to compute in to compare, None among them for the model's own; by default that and bfloat16, or
+            float16 on hardware without bfloat16.
+        units: As for `zcompile.compile`.
+        progress: Called with what is done next, how much is done, and how much there is.
+
+    Raises:
+        OptionError: an option that cannot be meant.
+        ProfileError: no such profile, or one that cannot be meant.
+        ModelError, CaptureError: see `zcompile.tracing.trace`.
+    """
+    device = load_profile(hardware) if isinstance(hardware, str) else hardware
+    limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
+    check_worlds(worlds)
+    choices = _choices(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches)
+    tell = progress or (lambda *_: None)
+    rewriters: dict[torch.dtype | None, _Rewriter] = {}
+    forecasts: list[Forecast] = []
+    for done, choice in enumerate(choices):
+        if choice.dtype not in rewriters:
+            tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
+            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units)
+            rewriters[choice.dtype] = _Rewriter(model, traced, units)
+        tell(str(choice), done, len(choices))
+        forecasts += rewriters[choice.dtype].forecasts(choice, worlds, device)
+    tell("done", len(choices), len(choices))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Plan(type(model).__name__, count, device, limit, forecasts)
+
+
+def _low_precision(hardware: Hardware) -> torch.dtype:
+    return torch.bfloat16 if "bfloat16" in hardware.flops else torch.float16
+
+
+def _choices(
+    dtypes: Sequence[torch.dtype | None],
+    stages: Sequence[int],
+    checkpoints: Sequence[Checkpoint],
+    prefetches: Sequence[int],
+) -> list[Choice]:
+    """All of them that can be meant; under stage 0 nothing is gathered, ahead or not.
+
+    Raises:
+        OptionError: one of them is no setting.
+    """
+    found = [
+        Choice(stage, prefetch, checkpoint, dtype)
+        for dtype in dtypes
+        for stage in stages
+        for checkpoint in checkpoints
+        for prefetch in (prefetches if stage else prefetches[:1])
+    ]
+    for choice in found:
+        Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
+    if not found:
+        raise OptionError("plan", "has nothing to compare", "give at least one stage, prefetch, checkpoint and dtype")
+    return found
+
+
+class _Rewriter:
+    """The programs of one traced model; what they have in common is rewritten once."""
+
+    def __init__(self, model: nn.Module, traced: Program, units: Sequence[str] | None) -> None:
+        self.model, self.units = model, units
+        self.flops = sum(aten_cost(node)[0] for node in traced.graph.nodes if node.op == "call_function")
+        self._traced = traced
+        self._done: dict[tuple[Any, ...], Program] = {}
+
+    def forecasts(self, choice: Choice, worlds: Sequence[int], hardware: Hardware) -> Iterator[Forecast]:
+        """What each world takes; nothing where the checkpoint setting has no effect."""
+        for world in worlds:
+            # From two ranks on, programs differ in the sizes of shards alone.
+            try:
+                program = self._program(choice, min(world, 2))
+            except OptionError as error:
+                if error.subject != "checkpoint":
+                    raise
+                return
+            yield self._forecast(replace(program, layout=program.layout.over(world)), choice, hardware)
+
+    def _program(self, choice: Choice, world: int) -> Program:
+        options = Options(
+            stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype
+        )
+        before, behind = at_schedule(options.pipeline())
+        first = [step for step in before if step.name in _ALIKE]
+        shared = self._run((), self._traced, first)
+        layout = make_layout(self.model, STAGES[choice.stage], world, self.units, Precision(choice.dtype))
+        at_stage = replace(shared, layout=layout.with_trainable({p.name: p.trainable for p in layout.params}))
+        # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
+        budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
+        head = (choice.stage, choice.checkpoint, world, budget)
+        placed = self._run(head, at_stage, [step for step in before if step not in first])
+        return self._run((*head, choice.prefetch), placed, behind)
+
+    def _run(self, key: tuple[Any, ...], program: Program, passes: Sequence[Pass]) -> Program:
+        """What `passes` make of `program`, made once for each `key`."""
+        if key not in self._done:
+            for step in passes:
+                program = step(program)
+            self._done[key] = program
+        return self._done[key]
+
+    def _forecast(self, program: Program, choice: Choice, hardware: Hardware) -> Forecast:
+        state = model_state(program.layout)
+        timeline = simulate(program, hardware, steps=True)
+        return Forecast(
+            choice=choice,
+            world=program.layout.world,
+            parameters=state.parameters,
+            optimizer=state.moments,
+            held=max(live_by_kind(program).values(), key=lambda held: sum(held.values())),
+            seconds=timeline.seconds,
+            exposed=timeline.exposed,
+            hidden=timeline.hidden or 0.0,
+            flops=self.flops,
+        )
+
+
+_ALIKE = ("split_phases", "assign_units")
+"""Passes, the first of all, to which stage and world are nothing."""

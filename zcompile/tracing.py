@@ -1,0 +1,123 @@
+"""Tracing without training: a model's program before any pass, without ranks, a group, or memory for the model.
+
+Parameters are replaced by husks, which have shapes and no memory, while torch.compile traces the model; what it would
+compile is thrown away. So a model of any size on meta is traced in the memory of its graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zcompile._torch import BackendCompilerFailed, tree_map_only
+from zcompile.capture import Capture, Names, Runner
+from zcompile.errors import CaptureError, ModelError
+from zcompile.front_end import BREAKS, traceable, typed_errors
+from zcompile.layout import STAGES, Layout
+from zcompile.program import Program
+from zcompile.report import Break
+from zcompile.sharding import husk
+from zcompile.units import Precision, make_layout
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    units: Sequence[str] | None = None,
+) -> Program:
+    """The program of `model(*args, **kwargs)` and its backward, laid out for stage 3 in a world of one.
+
+    The model, and tensors among the arguments, may be on meta: they are traced as if on the CPU, without values. The
+    model is left as it was.
+
+    Raises:
+        ModelError: the model has no parameters, or is divided or sharded already.
+        CaptureError: it cannot be traced into one graph, or takes no gradient.
+        OptionError: `units` match no modules.
+    """
+    if next(model.parameters(), None) is None:
+        raise ModelError(type(model).__name__, "has no parameters", "give a model that has something to train")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ModelError(name, "is a DTensor", "give the model as it is before it is divided or sharded")
+    layout = make_layout(model, STAGES[3], 1, units, Precision(dtype, reduce_dtype))
+    found: list[Program] = []
+
+    def lower(traced: Program) -> Runner:
+        found.append(traced)
+        raise _Traced
+
+    signature = inspect.signature(type(model).forward)
+    given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
+    call = traceable(model, lambda *a, **k: model(*a, **k), [type(model).__qualname__, str(layout)])
+    with _without_memory(model, layout) as husks, torch.enable_grad(), _autocast(dtype):
+        names = Names(
+            {id(made): name for name, made in husks.items()},
+            {id(buffer): name for name, buffer in model.named_buffers()},
+            frozenset(name for name, _ in model.named_modules()),
+            tuple(signature.parameters)[1:],
+        )
+        compiled = torch.compile(call, backend=Capture(names, layout, lower), fullgraph=True, dynamic=False)
+        try:
+            with typed_errors():
+                compiled(*given[0], **given[1])
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, _Traced):
+                raise
+        except BREAKS as error:
+            broken = Break.of("", type(model).__name__, error)
+            raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "mend it to plan it") from error
+    if not found or not found[0].has_backward:
+        fix = "let its forward return a loss, or outputs that depend on parameters with requires_grad"
+        raise CaptureError(type(model).__name__, "has no backward: what it returns has no gradient", fix)
+    return found[0]
+
+
+class _Traced(Exception):
+    """There is a program: nothing is to be compiled."""
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """`value`; one on meta as zeros on the CPU."""
+    if not value.is_meta:
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+
+
+def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if dtype in (None, torch.float32) else torch.autocast("cpu", dtype=dtype)
+
+
+@contextlib.contextmanager
+def _without_memory(model: nn.Module, layout: Layout) -> Iterator[dict[str, nn.Parameter]]:
+    """Husks in place of the model's parameters, and memory for buffers on meta, until the block ends."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    device = torch.device("cpu")
+    husks = {
+        name: husk(parameter.shape, layout.param(name).full_dtype, device, requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        for module, parameters, buffers in before:
+            for key, parameter in parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = husks[own[id(parameter)]]
+            module._buffers.update(
+                {key: buffer if buffer is None else _on_cpu(buffer) for key, buffer in buffers.items()}
+            )
+        yield husks
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
