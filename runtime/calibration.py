@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from zcompile._torch import real_tensors
-from zcompile.hardware import Hardware
+from zcompile.hardware import Hardware, Link
 from zcompile.runtime.groups import Communicator
 
 
@@ -46,13 +46,17 @@ def _measure(communicator: Communicator, dtype: torch.dtype) -> Hardware:
     wide = torch.zeros(sizes.touched // 4, device=device)
     flops = 2 * sizes.side**3 / _best(lambda: factor @ factor, device)
     memory_bandwidth = 2 * wide.nbytes / _best(lambda: wide.add_(1), device)
+    hardware = Hardware.of(flops=flops, memory_bandwidth=memory_bandwidth)
+    if device.type == "cuda":
+        host = torch.zeros(sizes.sent, dtype=torch.uint8, pin_memory=True)
+        hardware = replace(hardware, host_bandwidth=sizes.sent / _best(lambda: host.to(device), device))
     if communicator.size == 1:
-        return Hardware.of(flops=flops, memory_bandwidth=memory_bandwidth)
+        return hardware
     latency = _best(lambda: _gather(communicator, 1), device)
     share = sizes.sent // communicator.size
     seconds = _best(lambda: _gather(communicator, share), device)
     bandwidth = share * (communicator.size - 1) / max(seconds - latency, 1e-9)
-    return Hardware.of(flops=flops, memory_bandwidth=memory_bandwidth, latency=latency, bandwidth=bandwidth)
+    return replace(hardware, links=(Link("between ranks", latency, bandwidth),))
 
 
 def _gather(communicator: Communicator, nbytes: int) -> None:

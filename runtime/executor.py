@@ -6,7 +6,7 @@ What a program sees of a unit is a `BoundUnit`: it knows in which messages the u
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +66,13 @@ class Gather:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
         tensors: list[torch.Tensor | None] = [
-            None if param.shards else shards.local(param).to(shards.communicator.device, param.full_dtype)
+            None if param.shards or shards.memory.is_away else shards.local(param).to(param.full_dtype)
             for param in unit.params
         ]
         for message, arrived, flight in self.arrivals:
-            if flight is not None and shards.communicator.size > 1:
+            if flight is not None and unit.params[message[0]].shards and shards.communicator.size > 1:
                 _land(flight, "all_gather", unit.name, shards.communicator, arrived.nbytes)
-            elif flight is not None:
+            elif flight is not None:  # it was only copied
                 flight.wait()
             full = _unpacked(arrived, [unit.params[i] for i in message], self.places)
             for index, tensor in zip(message, full, strict=True):
@@ -184,13 +184,24 @@ def _start(
             kind = dtype if dtype is not None and casts else shard.dtype
             arrived = places.empty(shard.numel() * communicator.size, kind)
         with memory.sending():
-            if casts or copies or memory.is_away:  # sent from its place among what arrives, which takes no memory
+            if casts or copies or memory.is_away:  # sent from its place among what arrives
                 shard = arrived.view(communicator.size, -1)[communicator.rank].copy_(shard, non_blocking=True)
             flight = communicator.all_gather(arrived, shard) if communicator.size > 1 else memory.copied(arrived)
         if copies:
             sent.append((params, shard))
         arrivals.append((message, arrived, flight))
-    return Gather(bound, arrivals, keep, places, sent=sent)
+    return Gather(bound, [*arrivals, *_whole(bound)], keep, places, sent=sent)
+
+
+def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, Flight | None]]:
+    """Start copying what every rank has whole to the device, if it is away."""
+    shards, memory = bound.shards, bound.shards.memory
+    for index, param in enumerate(bound.unit.params):
+        if memory.is_away and not param.shards:
+            arrived = torch.empty(param.numel, dtype=param.full_dtype, device=shards.communicator.device)
+            with memory.sending():
+                arrived.copy_(shards.local(param).view(-1), non_blocking=True)
+                yield [index], arrived, memory.copied(arrived)
 
 
 def reduce_scatter(
@@ -227,7 +238,7 @@ def accumulate(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradie
 def update(bound: BoundUnit, grads: Gradients) -> None:
     """Step the optimizer for the parameters of a unit; the memory of their gradients is free when this returns."""
     assert bound.updater is not None, "programs with updates are run by a train step"
-    bound.shards.memory.settle()
+    bound.shards.memory.landed()
     bound.updater(grads)
     grads.tensors.clear()
 

@@ -104,8 +104,8 @@ class Delivery:
         if self.synchronises:
             ended.gradients += self._reduce_rest()
             self.before_delivery()
-        for unit in self.units.values():
-            unit.memory.settle()
+        for memory in {unit.memory for unit in self.units.values()}:
+            memory.landed()
         del self._running[number]
         changed: dict[nn.Parameter, nn.Parameter | None] = {}
         for gradients in ended.gradients:
@@ -117,7 +117,7 @@ class Delivery:
                     _accumulate(gradients, name, tensor)
                     changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
         if ended.may_overflow:
-            _spread_overflow(changed)
+            _spread_overflow(changed, ended.gradients[0].shards.communicator.device)
         for parameter, twin in changed.items():
             for holder in (parameter, twin) if twin is not None else (parameter,):
                 run_hooks(holder)
@@ -160,8 +160,10 @@ def run_hooks(holder: nn.Parameter) -> None:
             hook(holder)
 
 
-def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
+def _spread_overflow(changed: Iterable[nn.Parameter], device: torch.device) -> None:
     """Make gradients that are whole on every rank infinite on all of them where a shard on any rank is not finite.
+
+    `device`: where the ranks' collectives run.
 
     GradScaler asks the other ranks only if the first gradient that it looks at is sharded; if that is a whole one, its
     own finding must be that of all ranks already.
@@ -171,9 +173,8 @@ def _spread_overflow(changed: Iterable[nn.Parameter]) -> None:
     if not whole:
         return
     finite = torch.stack([torch.isfinite(local_tensor(gradient)).all() for gradient in gradients]).all()
-    mesh = whole[0].device_mesh
-    overflowed = (~finite).to(mesh.device_type, torch.int32).view(1)
-    for group in mesh.get_all_groups():
+    overflowed = (~finite).to(device, torch.int32).view(1)
+    for group in whole[0].device_mesh.get_all_groups():
         dist.all_reduce(overflowed, op=dist.ReduceOp.MAX, group=group)
     for gradient in whole:
         local_tensor(gradient).masked_fill_(overflowed[0].to(gradient.device, torch.bool), torch.inf)

@@ -293,7 +293,6 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh:
         if ranks > 1:
             fix = "call torch.distributed.init_process_group() before zcompile.compile"
             raise GroupError("process group", f"not initialised, though WORLD_SIZE is {ranks}", fix)
-        # gloo for what is in the memory of the host: gradients, where the shards are.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))

@@ -102,12 +102,12 @@ def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     return whole
 
 
-def whole_of(tensor: DTensor) -> torch.Tensor:
-    """All of a tensor on every rank, gathered over one dimension of its mesh after the other, on the mesh's device.
+def whole_of(tensor: DTensor, device: torch.device) -> torch.Tensor:
+    """All of a tensor on every rank, gathered over one dimension of its mesh after the other, on `device`. Collective.
 
-    Collective.
+    `device`: where the mesh's collectives run.
     """
-    tensor = with_local(tensor, local_tensor(tensor).to(tensor.device_mesh.device_type))
+    tensor = with_local(tensor, local_tensor(tensor).to(device))
     for dim in range(tensor.device_mesh.ndim):
         tensor = tensor.redistribute(
             placements=[Replicate() if i <= dim else p for i, p in enumerate(tensor.placements)]

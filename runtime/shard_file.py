@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from zcompile.runtime.files import PAGE, mapped
-from zcompile.runtime.shard_memory import ShardMemory
+from zcompile.runtime.shard_memory import Reserved
 
 AHEAD = 2
 """Units that are read before their gather starts, beside those that are gathered ahead themselves."""
 
 
-class ShardFile(ShardMemory):
+class ShardFile(Reserved):
     """The shards of a model in one nameless file on this rank.
 
     Args:
@@ -33,27 +33,21 @@ class ShardFile(ShardMemory):
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
-        super().__init__(torch.device("cpu"))
         self._ranges: dict[str, tuple[int, int]] = {}
         end = 0
         for unit, nbytes in sizes.items():
             self._ranges[unit] = end, nbytes
             end += -(-nbytes // PAGE) * PAGE
-        self._taken = {unit: start for unit, (start, _) in self._ranges.items()}
         self.nbytes = end
-        self._file, self._map = mapped(folder, max(end, PAGE), "parameters")
+        self._file, mapping = mapped(folder, max(end, PAGE), "parameters")
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        room = {unit: whole[start : start + nbytes] for unit, (start, nbytes) in self._ranges.items()}
+        super().__init__(torch.device("cpu"), room)
         self._next: dict[tuple[str, str], str] = {}
         """The unit that was gathered behind two others, of which a unit has one order forward and one backward."""
         self._last = "", ""
         self._reader = ThreadPoolExecutor(1, "zcompile read")
         weakref.finalize(self, _close, self._reader, self._file)
-
-    def zeros(self, unit: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if not numel:
-            return torch.zeros(0, dtype=dtype)
-        offset = self._taken[unit]
-        self._taken[unit] = aligned_end(offset, numel * dtype.itemsize)
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def before(self, unit: str) -> None:
         """Read the units that come next."""
@@ -66,11 +60,6 @@ class ShardFile(ShardMemory):
             # Making room for what the kernel reads can take as long as reading it, so a thread asks.
             self._reader.submit(os.posix_fadvise, self._file, *self._ranges[coming], os.POSIX_FADV_WILLNEED)
             pair = pair[1], coming
-
-
-def aligned_end(offset: int, nbytes: int) -> int:
-    """Where the next tensor begins behind one of `nbytes` at `offset`."""
-    return offset + -(-nbytes // 64) * 64
 
 
 def _close(reader: ThreadPoolExecutor, file: int) -> None:

@@ -22,8 +22,7 @@ from zcompile.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.parameter import sharded
 from zcompile.runtime.placing import ModelParallel, Placing, along
-from zcompile.runtime.shard_file import aligned_end
-from zcompile.runtime.shard_memory import ShardMemory
+from zcompile.runtime.shard_memory import ShardMemory, aligned_end
 
 
 class Full:
@@ -111,7 +110,7 @@ class UnitShards:
             local = flat.view(stop - start, *param.shape[1:])
             local.copy_(value[start:stop])
         else:
-            local = self._own(value)
+            local = self.memory.own(value)
         made = nn.Parameter(self._placings[param.name].place(local), requires_grad=param.trainable)
         sharded(made, param.name)
         return made
@@ -126,11 +125,7 @@ class UnitShards:
         param = self.unit.params[self.unit.index(name)]
         start, stop = param.shard_rows(self.communicator.rank)
         mine = full[start:stop] if param.shards else full
-        return self._placings[name].place(self._own(mine))
-
-    def _own(self, value: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy where shards are."""
-        return value.to(self.memory.device, copy=True, memory_format=torch.contiguous_format)
+        return self._placings[name].place(self.memory.own(mine))
 
     def padded_shard(self, param: Param) -> torch.Tensor:
         """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
@@ -235,12 +230,14 @@ class UnitShards:
         found = [torch.zeros((), dtype=torch.bool, device=self.communicator.device)]
         for full in (full for full in self.kept.values() if not full.is_stale):
             for index, param in enumerate(full.unit.params):
-                if param.shards or param.compute_dtype:  # else it is the shard itself
+                if param.shards or param.compute_dtype or self.memory.is_away:  # else it is the shard itself
                     start, stop = param.shard_rows(rank)
                     kept = full[index][start:stop] if param.shape else full[index]
-                    found.append(torch.ne(kept, self.local(param).to(kept)).any())
+                    found.append(torch.ne(kept, self.local(param).to(kept, non_blocking=True)).any())
         for gather in self.ahead.values():
-            found += [torch.ne(sent, self.wire(params).to(sent)).any() for params, sent in gather.sent]
+            found += [
+                torch.ne(sent, self.wire(params).to(sent, non_blocking=True)).any() for params, sent in gather.sent
+            ]
         return torch.stack(found).any().to(torch.int32)
 
 

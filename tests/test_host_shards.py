@@ -1,8 +1,10 @@
-"""Shards on the host: the same numbers, where every copy is made and no host reads what is not there yet."""
+"""Shards on the host: the same numbers; nobody reads what is not there yet, or writes what is still read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -18,35 +20,77 @@ from tests.ranks import Ranks
 from zcompile import GroupError, OptionError
 from zcompile import compiled as compiling
 from zcompile._torch import local_tensor
-from zcompile.layout import Param
+from zcompile.layout import Layout, Param
+from zcompile.memory import peak_bytes
+from zcompile.optimizers import _beside
+from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.host_shards import HostShards
 from zcompile.runtime.placing import along
+from zcompile.runtime.shards import shard_bytes
 
 
-class LateHost(HostShards):
-    """The host, for a model on the CPU, whose gradients are there when `settle` has returned, and NaN until then."""
+class WatchedHost(HostShards):
+    """The host, for a model on the CPU, with copies as late as a GPU's may be, which watches the host meanwhile.
 
-    def __init__(self, model: torch.device) -> None:
-        super().__init__(model)
+    Gradients are NaN until `landed` has returned. What a gather copies may be read until `settle` has returned: a write
+    to it before that is noted.
+    """
+
+    def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
+        super().__init__(device, sizes)
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.returned = 0
+        self._sent: dict[str, torch.Tensor] | None = None
+        self.returned, self.early = 0, list[str]()
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        self._look("a gather")
+        with super().sending():
+            yield
+        if self._sent is None:
+            self._sent = {unit: room.clone() for unit, room in self._room.items()}
 
     def home(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._look("a gradient")
         self._late.append((torch.full_like(gradient, torch.nan), super().home(gradient)))
         self.returned += 1
         return self._late[-1][0]
 
-    def settle(self) -> None:
+    def landed(self) -> None:
         for late, gradient in self._late:
             late.copy_(gradient)
         self._late.clear()
+
+    def settle(self) -> None:
+        self.landed()
+        self._look("a call")
+        self._sent = None
+
+    def _look(self, where: str) -> None:
+        written = [unit for unit, sent in (self._sent or {}).items() if not torch.equal(sent, self._room[unit])]
+        self.early += [f"{unit} before {where} ended" for unit in written]
+        self._sent = {unit: room.clone() for unit, room in self._room.items()} if written else self._sent
+
+
+def watched(asked: object, layout: Layout, agreement: Agreement) -> WatchedHost:
+    return WatchedHost(torch.device("cpu"), {unit.name: shard_bytes(unit) for unit in layout.units})
+
+
+def on_host(*, away: bool = True) -> AbstractContextManager[object]:
+    """Within this, compiled models have their shards on a watched host."""
+    return mock.patch.object(compiling, "_shard_memory", watched) if away else contextlib.nullcontext()
+
+
+def memory_of(compiled: zcompile.CompiledModule) -> WatchedHost:
+    (memory,) = {shards.memory for shards in compiled._engine.shards.values()}
+    assert isinstance(memory, WatchedHost)
+    return memory
 
 
 def trained(rank: int, kind: str, away: bool, whole_step: bool, options: dict[str, Any]) -> list[torch.Tensor]:
     model = make(kind, seed=rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    memory = LateHost if away else compiling.ShardMemory
-    with mock.patch.object(compiling, "ShardMemory", memory):
+    with on_host(away=away):
         if whole_step:
             step = zcompile.train_step(model, None, optimizer, backend="eager", **options)
             compiled = step.model
@@ -62,11 +106,13 @@ def trained(rank: int, kind: str, away: bool, whole_step: bool, options: dict[st
             optimizer.zero_grad()
         with torch.no_grad():
             compiled(*batch(kind, rank, number))
-            next(compiled.parameters()).mul_(0.99)  # between steps anybody may write
+            for param in compiled.parameters():
+                param.mul_(0.99)  # between steps anybody may write
     if away:
-        (used,) = {shards.memory for shards in compiled._engine.shards.values()}
-        assert isinstance(used, LateHost)
-        assert used.returned, "gradients have gone there"
+        memory = memory_of(compiled)
+        assert memory.returned, "gradients have gone there"
+        # A train step updates units within the backward, behind the gathers of those units alone.
+        assert whole_step or not memory.early, memory.early
     return list(compiled.full_state_dict(rank0_only=False).values())
 
 
@@ -88,18 +134,76 @@ def test_training_is_that_without(
     assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
 
 
-def test_the_host_waits_for_copies_whenever_a_call_ends() -> None:
-    with mock.patch.object(compiling, "ShardMemory", HostShards):
+def test_the_host_waits_for_copies_whenever_a_call_or_a_backward_ends() -> None:
+    with on_host():
         compiled = zcompile.compile(make("mlp"), backend="eager")
-    (memory,) = {shards.memory for shards in compiled._engine.shards.values()}
-    with mock.patch.object(memory, "settle") as settle:
+    memory, (x, y) = memory_of(compiled), batch("mlp", 0, 0)
+
+    def write() -> None:
         with torch.no_grad():
-            compiled(*batch("mlp", 0, 0))
-        assert settle.called, "a forward alone"
-        settle.reset_mock()
-        with pytest.raises(TypeError):
-            compiled(*batch("mlp", 0, 0), "one too many")
-        assert settle.called, "a call that fails"
+            for parameter in compiled.parameters():
+                parameter.mul_(0.9)
+
+    with torch.no_grad():
+        compiled(x, y)
+    write()
+    with pytest.raises(TypeError):
+        compiled(x, y, "one too many")
+    write()
+    torch.autograd.grad(compiled(x.requires_grad_(), y), x)  # delivers no gradient
+    write()
+    loss = compiled(x, y)
+    with mock.patch.object(memory, "home", side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError):
+        loss.backward()
+    write()
+    compiled(x, y).backward()
+    assert not memory.early
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_writes_between_forwards_are_seen(stage: int) -> None:
+    found = []
+    for away in (False, True):
+        with on_host(away=away):
+            compiled = zcompile.compile(make("mlp"), backend="eager", stage=stage)
+        losses = []
+        for parameter in (None, *compiled.parameters()):
+            with torch.no_grad():
+                if parameter is not None:
+                    parameter.mul_(1.5)
+                losses.append(compiled(*batch("mlp", 0, 0)).item())
+        found.append(losses)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == len(found[0])
+
+
+def test_alone_a_gather_takes_the_memory_of_its_unit() -> None:
+    peaks = []
+    for away in (False, True):
+        with on_host(away=away):
+            compiled = zcompile.compile(make("gpt"), backend="eager", prefetch=0)
+        compiled(*batch("gpt", 0, 0)).backward()
+        (journal,) = compiled._engine.journals
+        program = journal.entries[-1].after
+        peaks.append(peak_bytes(program))
+        text = program.text(regions=True)
+        assert zcompile.parse(text).text(regions=True) == text
+        assert ('shards = "cpu"' in text) is away
+    assert peaks[1] > peaks[0]
+
+
+def test_float16_is_refused_where_its_scaler_would_be_wrong() -> None:
+    with on_host():
+        compiled = zcompile.compile(make("mlp"), backend="eager", dtype=torch.float16)
+    with pytest.raises(OptionError, match="offload_parameters: is 'cpu', and gradients are float16"):
+        compiled(*batch("mlp", 0, 0))
+
+
+def test_state_beside_a_parameter_goes_with_it() -> None:
+    old, new = torch.empty(3, device="meta"), torch.empty(3)
+    assert _beside(torch.empty((), device="meta"), new, new).is_meta, "it was elsewhere before"
+    assert _beside(7, old, new) == 7
+    assert _beside(torch.tensor(2.0), torch.empty(3), old).is_meta
 
 
 @pytest.fixture
@@ -139,7 +243,7 @@ def test_a_state_that_is_on_the_host_anyway_is_not_moved_there() -> None:
 
 @pytest.mark.usefixtures("without_group")
 def test_a_norm_wants_a_group_for_the_host() -> None:
-    dist.init_process_group("cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cuda:fake", store=dist.HashStore(), rank=0, world_size=2)
     model = make("mlp")
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(GroupError, match="has no backend for gradients in the memory of the host"):

@@ -77,7 +77,9 @@ def test_a_gather_brings_the_padded_sharded_parameters(found: list[tuple[tuple[i
     params = [Param(f"p{i}", shape, torch.float32, shards=world * sharded) for i, (shape, sharded) in enumerate(found)]
     unit = Unit("u", tuple(params))
     moved = sum(4 * p.shard_numel * world for p in params if p.shards)
-    assert unit.gathered_bytes == (moved if world > 1 else 0), "alone, the shard is the parameter already"
+    layout = Layout((unit,), STAGES[3], world)
+    assert layout.gathered_bytes("u") == (moved if world > 1 else 0), "alone, the shard is the parameter already"
+    assert replace(layout, away=True).gathered_bytes("u") == moved + sum(p.nbytes for p in params if not p.shards)
     assert unit.messages == tuple((index,) for index in range(len(params))), "unpacked, each travels alone"
 
 

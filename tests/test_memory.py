@@ -94,7 +94,7 @@ def measure_full(rank: int, prefetch: int) -> dict[str, int]:
         with torch.no_grad():
             compiled(*batch("gpt", rank, 0))
         states = (s for state in optimizer.state.values() for k, s in state.items() if k != "step")
-        sizes = [unit.gathered_bytes for unit in compiled.layout.units]
+        sizes = [compiled.layout.gathered_bytes(unit.name) for unit in compiled.layout.units]
         return {
             "peak": probe.peak,
             "expected peak": max(sum(window) for window in windows(sizes, prefetch + 1)),

@@ -215,8 +215,10 @@ def test_plain_python_computes_in_low_precision_too() -> None:
 def test_predicted_peak_counts_two_bytes_a_parameter() -> None:
     low, own = (zcompile.compile(GPT(), dtype=dtype, backend="eager") for dtype in (torch.bfloat16, None))
     unit = low.layout.units[1]
-    assert unit.gathered_bytes == 2 * sum(param.numel for param in unit.params)
-    assert own.layout.units[1].gathered_bytes == 0, "alone and in their own dtype, the shards are the parameters"
+    assert low.layout.gathered_bytes(unit.name) == 2 * sum(param.numel for param in unit.params)
+    assert own.layout.gathered_bytes(own.layout.units[1].name) == 0, (
+        "alone and in their own dtype, the shards are the parameters"
+    )
 
 
 @pytest.mark.parametrize("option", ["dtype", "reduce_dtype"])

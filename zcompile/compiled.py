@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -120,8 +121,9 @@ def _compiled(
         found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
     # What can fail comes before the model is touched.
-    engine = Engine(layout, {}, communicator, agreement, asked, beside, everyone)
     memory = _shard_memory(asked, layout, agreement)
+    layout = replace(layout, away=memory.is_away)
+    engine = Engine(layout, {}, communicator, agreement, asked, beside, everyone)
     shards, sites, retired = shard_model(model, layout, communicator, given, beside, memory)
     point_at_shards(optimizers, shards.values(), retired)
     engine.extend((), shards)
@@ -141,9 +143,9 @@ def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> Shard
     if place is None:
         return ShardMemory(device)
     check_place("offload_parameters", place, device)
-    if not isinstance(place, Path):
-        return HostShards(device)
     sizes = {unit.name: shard_bytes(unit) for unit in layout.units}
+    if not isinstance(place, Path):
+        return agreement.attempt("the memory of parameters", lambda: HostShards(device, sizes))[0]
     return agreement.together("the file of parameters", str(place), lambda: ShardFile(place, sizes))
 
 

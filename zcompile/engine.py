@@ -168,6 +168,11 @@ class Engine:
         kind = self.communicator.device.type
         # By `dtype` or by the user's autocast. Whole gradients (stage 0) carry an overflow to every rank by themselves.
         float16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+        if float16 and self.layout.away:
+            found = (
+                "is 'cpu', and gradients are float16: GradScaler's flags for the host are read before they are there"
+            )
+            raise OptionError("offload_parameters", found, "compute in bfloat16, or leave it out")
         spread = float16 and self.layout.stage.optimizer_sharded and self.layout.world > 1
         call = ModelCall(self.version, self.delivery, self._returned, may_overflow=spread)
         self.recorder.begin_call(call.seen, trains=torch.is_grad_enabled())
@@ -175,8 +180,8 @@ class Engine:
 
     def settle(self) -> None:
         """Return when shards may be written to: where they are away, copies of them may be on their way."""
-        for shards in self.shards.values():
-            shards.memory.settle()
+        for memory in {shards.memory for shards in self.shards.values()}:
+            memory.settle()
 
     def _returned(self) -> None:
         self.recorder.end_call(split=bool(self.breaks))
@@ -238,7 +243,8 @@ class Engine:
         """
         if self.options.checkpoint != "auto":
             return None
-        moments = 2 * sum(param.shard_numel * param.dtype.itemsize for param in self.layout.params)
+        away = self.layout.away  # the optimizer's state is where the shards are
+        moments = 0 if away else 2 * sum(param.shard_numel * param.dtype.itemsize for param in self.layout.params)
         return max(int(MARGIN * (free_bytes(self.communicator.device) - moments)), 1)
 
     def _chosen_schedule(self, traced: Program) -> Schedule:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class Hardware:
     """Seconds that an operation takes beside its work."""
     sending: float = 0.0
     """Seconds of compute that sending a byte costs, where the processor that computes moves the bytes."""
+    host_bandwidth: float = math.inf
+    """Bytes per second from the memory of the host to the device."""
     source: str = ""
     """Where the figures are from."""
 
@@ -103,7 +105,7 @@ class Hardware:
 
 CPU = Hardware.of(flops=50e9, memory_bandwidth=10e9, latency=200e-6, bandwidth=125e6)
 """One core and a 1 Gbit/s link, for choices on a CPU that was not measured: relative sizes are what counts."""
-GPU = Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9)
+GPU = replace(Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9), host_bandwidth=25e9)
 """A GPU with a 200 Gbit/s link, likewise."""
 
 

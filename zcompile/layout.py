@@ -132,11 +132,6 @@ class Unit:
         return sum(param.nbytes for param in self.params)
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes that a gather of this unit takes: full, padded parameters, but for a shard that is full already."""
-        return sum(param.padded_bytes for param in self.params if param.shards > 1 or param.compute_dtype)
-
-    @property
     def compute_dtype(self) -> torch.dtype | None:
         """What parameters of this unit are cast to when it is gathered; None if none of them is."""
         return next((param.compute_dtype for param in self.params if param.compute_dtype), None)
@@ -161,6 +156,8 @@ class Layout:
     units: tuple[Unit, ...]
     stage: Stage = STAGES[3]
     world: int = 1
+    away: bool = False
+    """True if shards are in the memory of the host, from which a gather copies them to the device first."""
     _by_name: dict[str, Unit] = field(init=False, repr=False, compare=False)
     _by_param: dict[str, Unit] = field(init=False, repr=False, compare=False)
 
@@ -175,6 +172,11 @@ class Layout:
 
     def has_unit(self, name: str) -> bool:
         return name in self._by_name
+
+    def gathered_bytes(self, unit: str) -> int:
+        """Bytes that a gather of `unit` takes: full, padded parameters, but for a shard there that is full already."""
+        params = (p for p in self._by_name[unit].params if p.shards > 1 or p.compute_dtype or self.away)
+        return sum(param.padded_bytes for param in params)
 
     def must_gather(self, unit: str) -> bool:
         """True if regions cannot read what a rank keeps of `unit`: it is sharded, or of another dtype."""

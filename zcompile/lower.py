@@ -188,7 +188,11 @@ class Step:
         values = [*self._kept_full(carried), *saved, *tangents]
         del saved, carried, tangents, tensors, sizes
         run = self._backward if self.session.delivery.synchronises else self._accumulating()
-        input_gradients, gradients = run(values)
+        try:
+            input_gradients, gradients = run(values)
+        finally:
+            for memory in {bound.shards.memory for bound in self._units.values()}:
+                memory.settle()
         self.session.delivery.add(gradients)
         others = iter(input_gradients)
         return [None if is_parameter else next(others) for is_parameter in self._is_parameter]

@@ -116,7 +116,7 @@ def model_state(layout: Layout) -> ModelState:
     shards = sum(param.shard_numel * param.dtype.itemsize for param in layout.params)
     trained = sum(param.shard_numel * param.dtype.itemsize for param in layout.trainable.values())
     kept = () if layout.stage.parameters_sharded else layout.units
-    return ModelState(shards, sum(unit.gathered_bytes for unit in kept), trained, 2 * trained)
+    return ModelState(shards, sum(layout.gathered_bytes(unit.name) for unit in kept), trained, 2 * trained)
 
 
 def arena_bytes(program: Program) -> int:

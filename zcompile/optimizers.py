@@ -111,7 +111,7 @@ def _pointed(
         state: dict[str, Any] = optimizer.state[old]
         name = next(name for name, param in unit.parameters.items() if param is new)
         optimizer.state[new] = {
-            key: unit.shard_of(name, local_tensor(value)) if _is_like(key, value, new) else value
+            key: unit.shard_of(name, local_tensor(value)) if _is_like(key, value, new) else _beside(value, old, new)
             for key, value in state.items()
         }
         del optimizer.state[old]
@@ -121,6 +121,12 @@ def _pointed(
 def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     """True for state that follows its parameter; a count of steps does not, though it may have a scalar's shape."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+
+
+def _beside(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """State that does not follow its parameter: on its device all the same, where it was on the old one's."""
+    moves = isinstance(value, torch.Tensor) and value.device == old.device != new.device
+    return value.to(new.device) if moves else value
 
 
 def _called_by_scaler() -> bool:

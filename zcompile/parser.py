@@ -158,7 +158,7 @@ class _Parser:
                 alone = [(i,) for i in range(len(params)) if not any(i in message for message in together)]
                 unit = replace(unit, messages=tuple(sorted((*alone, *together))))
             units.append(unit)
-        return Layout(tuple(units), stage, world)
+        return Layout(tuple(units), stage, world, away=self.constants.get("shards") == "cpu")
 
     # -- functions ------------------------------------------------------------------------------------------------
 

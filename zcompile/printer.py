@@ -57,6 +57,9 @@ _TEMPLATE = """\
 {%- if units %}
 world = {{ units.world }}
 stage = {{ units.stage.number }}
+{%- if units.away %}
+shards = "cpu"
+{%- endif %}
 units = {
 {%- for unit in units.units %}
     {{ unit.name | tojson }}: [

@@ -303,7 +303,9 @@ class Program:
     def seconds(self, node: fx.Node, hardware: Hardware) -> float:
         """Seconds of a line on `hardware`: of a communication, its flight."""
         if isinstance(data(node).op, COMMUNICATIONS):
-            return hardware.collective_seconds(self.payload(node), self.layout.world, self.message_count(node))
+            world, messages = self.layout.world, self.message_count(node)
+            copied = self.payload(node) / world if self.layout.away and not isinstance(data(node).op, Reduce) else 0
+            return copied / hardware.host_bandwidth + hardware.collective_seconds(self.payload(node), world, messages)
         return seconds_of(node, self.regions, hardware)
 
     def memory(self, node: fx.Node) -> int:
@@ -315,7 +317,7 @@ class Program:
             case AllGather(at=place) if place is not None:
                 return 0  # in the arena, which is there anyway
             case AllGather() | GatherAhead():
-                return self.layout.unit(op.unit).gathered_bytes
+                return self.layout.gathered_bytes(op.unit)
             case Call() | Compute():
                 return data(node).nbytes + sum(data(item).nbytes for item in items_of(node))
             case Reduce(scatter=True) if (world := self.layout.world) > 1:  # alone, a gradient is its own average
@@ -326,7 +328,7 @@ class Program:
             case Update():
                 return -self.memory(node.all_input_nodes[1].all_input_nodes[0])
             case Release():
-                return 0 if _placed(node) else -self.layout.unit(op.unit).gathered_bytes
+                return 0 if _placed(node) else -self.layout.gathered_bytes(op.unit)
             case _:
                 return data(node).nbytes
 

@@ -125,7 +125,7 @@ def peak_full_bytes(program: Program) -> int:
     for node in program.nodes(AllGather, GatherAhead, Release):
         op = data(node).op
         assert isinstance(op, (AllGather, GatherAhead, Release)), "asked for by kind"
-        nbytes = program.layout.unit(op.unit).gathered_bytes
+        nbytes = program.layout.gathered_bytes(op.unit)
         alive += -nbytes if isinstance(op, Release) else nbytes
         peak = max(peak, alive)
     return peak

@@ -96,7 +96,7 @@ class ModelState:
         keeps = self.communicator.rank == 0 or not rank0_only
         for name, value in self.model.state_dict().items():
             if isinstance(value, DTensor):
-                value = whole_of(value)
+                value = whole_of(value, self.communicator.device)
             elif isinstance(value, torch.Tensor) and not rank0_only:
                 value = value.clone()
                 self.communicator.broadcast(value)  # buffers may differ between ranks

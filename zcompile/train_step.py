@@ -67,13 +67,13 @@ def train_step(
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
         raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
     place = _place(offload_optimizer, clip_grad_norm)
-    first = next(model.parameters(), None)
-    if place is not None and first is not None and not first.is_meta:
-        check_place("offload_optimizer", place, first.device)  # before the model is sharded
     asked = vars(model._engine.options) if isinstance(model, CompiledModule) else options
-    if asked.get("offload_parameters") == "cpu":
+    on_host = asked.get("offload_parameters") == "cpu"
+    if place is not None:
+        _check_place(place, model, on_host=on_host)  # before the model is sharded
+    if on_host and clip_grad_norm is not None:
         mesh = model._engine.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
-        _check_on_host(place, clip_grad_norm, mesh)
+        _check_reaches_host(mesh)
     if asked.get("dtype") is torch.float16:
         found = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
         raise OptionError("dtype", found, "give torch.bfloat16, or use the loop")
@@ -102,24 +102,30 @@ def _place(offload: str | None, clip_grad_norm: float | None) -> Path | Literal[
     return place
 
 
-def _check_on_host(place: Path | Literal["cpu"] | None, clip_grad_norm: float | None, mesh: DeviceMesh | None) -> None:
-    """Check what the optimizer and clipping are to do where shards and gradients are in the memory of the host.
-
-    Raises:
-        OptionError: the optimizer's state is there anyway.
-        GroupError: the norm is to be taken over a group that has no backend for the host's tensors.
-    """
-    if place is not None:
+def _check_place(place: Path | Literal["cpu"], model: nn.Module, *, on_host: bool) -> None:
+    """Raise OptionError where the optimizer's state cannot go, or is anyway."""
+    if on_host and place == "cpu":
         found = "has no effect: beside offload_parameters='cpu' the state is where the parameters are"
         raise OptionError("offload_optimizer", found, "leave it out")
+    if isinstance(model, CompiledModule):
+        check_place("offload_optimizer", place, model._engine.communicator.device)
+    elif (first := next(model.parameters(), None)) is not None and not first.is_meta:
+        check_place("offload_optimizer", place, first.device)
+
+
+def _check_reaches_host(mesh: DeviceMesh | None) -> None:
+    """Raise GroupError if the norm of gradients in the memory of the host is to be taken over ranks that cannot."""
+    if mesh is not None and mesh.ndim > 1:
+        return  # which `compile` refuses
     group = dist.GroupMember.WORLD if mesh is None else mesh.get_group()
-    if clip_grad_norm is not None and group is not None:
-        try:
-            backend_name(group, torch.device("cpu"))
-        except RuntimeError as error:
-            found = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
-            fix = "initialise one beside NCCL: init_process_group('cpu:gloo,cuda:nccl')"
-            raise GroupError("process group", found, fix) from error
+    if group is None or group.size() == 1:
+        return
+    try:
+        backend_name(group, torch.device("cpu"))
+    except RuntimeError as error:
+        found = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
+        fix = "initialise one beside NCCL: init_process_group('cpu:gloo,cuda:nccl')"
+        raise GroupError("process group", found, fix) from error
 
 
 def _states(place: Path | Literal["cpu"], model: CompiledModule, updater: Updater) -> States:
