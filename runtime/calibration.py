@@ -44,17 +44,17 @@ def _measure(communicator: Communicator, dtype: torch.dtype) -> Hardware:
     # Ones, not random numbers: the user's generators stay as they are.
     factor = torch.ones(sizes.side, sizes.side, dtype=dtype, device=device)
     wide = torch.zeros(sizes.touched // 4, device=device)
-    flops = 2 * sizes.side**3 / _best(lambda: factor @ factor, device)
-    memory_bandwidth = 2 * wide.nbytes / _best(lambda: wide.add_(1), device)
+    flops = 2 * sizes.side**3 / best_seconds(lambda: factor @ factor, device)
+    memory_bandwidth = 2 * wide.nbytes / best_seconds(lambda: wide.add_(1), device)
     hardware = Hardware.of(flops=flops, memory_bandwidth=memory_bandwidth)
     if device.type == "cuda":
         host = torch.zeros(sizes.sent, dtype=torch.uint8, pin_memory=True)
-        hardware = replace(hardware, host_bandwidth=sizes.sent / _best(lambda: host.to(device), device))
+        hardware = replace(hardware, host_bandwidth=sizes.sent / best_seconds(lambda: host.to(device), device))
     if communicator.size == 1:
         return hardware
-    latency = _best(lambda: _gather(communicator, 1), device)
+    latency = best_seconds(lambda: _gather(communicator, 1), device)
     share = sizes.sent // communicator.size
-    seconds = _best(lambda: _gather(communicator, share), device)
+    seconds = best_seconds(lambda: _gather(communicator, share), device)
     bandwidth = share * (communicator.size - 1) / max(seconds - latency, 1e-9)
     return replace(hardware, links=(Link("between ranks", latency, bandwidth),))
 
@@ -64,7 +64,7 @@ def _gather(communicator: Communicator, nbytes: int) -> None:
     communicator.all_gather(shard.new_empty(nbytes * communicator.size), shard).wait()
 
 
-def _best(run: Callable[[], object], device: torch.device, times: int = 3) -> float:
+def best_seconds(run: Callable[[], object], device: torch.device, times: int = 3) -> float:
     """The least seconds of `run`, after one run that is not counted; the device is waited for."""
     least = float("inf")
     for count in range(times + 1):

@@ -15,6 +15,7 @@ from zcompile.errors import (
     ProfileError,
     ProgramError,
     StateError,
+    SubjectError,
     TimelineError,
     ZcompileError,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "ProgramError",
     "Region",
     "StateError",
+    "SubjectError",
     "Timeline",
     "TimelineError",
     "TrainStep",

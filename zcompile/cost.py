@@ -91,7 +91,7 @@ def operation_seconds(node: fx.Node, hardware: Hardware, touched: int | None = N
         return 0.0
     rate = hardware.flops_in(_dtype(node)) * (hardware.attention if _is_attention(node) else 1.0)
     functions = _elements(node) / hardware.functions if _packet(node) in _FUNCTIONS else 0.0
-    moved = (everything if touched is None else touched) / hardware.memory_bandwidth
+    moved = (everything if touched is None else touched) / (hardware.memory_bandwidth * hardware.elementwise)
     return max(flops / rate, moved) + functions
 
 

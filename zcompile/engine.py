@@ -49,6 +49,7 @@ from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.updates import Updater
 from zcompile.stashes import make_stashes
 from zcompile.timeline import Timeline
+from zcompile.tracing import offer
 
 MARGIN = 0.9
 """Share of the free memory that checkpoint="auto" fills: operations take some while they run, allocators waste some."""
@@ -187,6 +188,7 @@ class Engine:
         self.recorder.end_call(split=bool(self.breaks))
 
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
+        offer(traced, self.options)
         if self.peers is None:
             return self._lowered(traced, updater)
         return self.peers.together(lambda: self._lowered(traced, updater))

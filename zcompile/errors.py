@@ -68,6 +68,10 @@ class ProfileError(ZcompileError, ValueError):
     """A hardware profile that cannot be read, or whose figures cannot be meant."""
 
 
+class SubjectError(ZcompileError, ValueError):
+    """What a command is given names no model, or one that cannot be made."""
+
+
 class PipelineError(ZcompileError):
     """A pass is missing, misnamed, or stands where its requirements cannot hold."""
 

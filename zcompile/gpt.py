@@ -42,12 +42,14 @@ SHAPES = {
 class GPT(nn.Module):
     """A decoder without dropout; its forward gives the loss of the next tokens."""
 
-    def __init__(self, shape: Shape, context: int) -> None:
+    def __init__(self, shape: Shape, context: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, shape.width)
+        self.tokens = nn.Embedding(vocabulary, shape.width)
         self.positions = nn.Embedding(context, shape.width)
         self.blocks = nn.ModuleList(_block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Both [batch, length], int64; gives the mean cross entropy, float32 []."""

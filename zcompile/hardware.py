@@ -51,6 +51,8 @@ class Hardware:
     """Bytes of one device."""
     attention: float = 1.0
     """Share of `flops` that fused attention reaches."""
+    elementwise: float = 1.0
+    """Share of `memory_bandwidth` that kernels reach which compute on elements."""
     functions: float = math.inf
     """Elements per second of exp, tanh and their like, where computing them takes longer than reading them."""
     launch: float = 0.0

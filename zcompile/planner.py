@@ -27,7 +27,6 @@ from zcompile.pipeline import Pass
 from zcompile.prefetching import at_schedule
 from zcompile.program import Program
 from zcompile.simulator import simulate
-from zcompile.tensor_type import human_bytes
 from zcompile.tracing import trace
 from zcompile.units import Precision, make_layout
 
@@ -148,8 +147,8 @@ class Plan:
         if fitting := [forecast for forecast in self.of(world) if self.fits(forecast)]:
             return min(fitting, key=_first)
         nearest = min(self.of(world), key=lambda forecast: forecast.nbytes)
-        least, over = human_bytes(nearest.nbytes), human_bytes(nearest.nbytes - self.memory_limit)
-        found = f"{human_bytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
+        least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
+        found = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
         fix = f"take more ranks or a smaller batch; nearest is {nearest.choice}"
         raise OptionError("memory_limit", found, fix)
 
@@ -178,7 +177,7 @@ class Plan:
 
     def print(self, console: Console) -> None:
         """The tables, and what is recommended."""
-        limit = human_bytes(self.memory_limit)
+        limit = _gigabytes(self.memory_limit)
         console.print(f"{self.model}: {self.parameters:,} parameters on {self.hardware.name}, at most {limit} a rank")
         for world in self.worlds:
             console.print(self._table(world))
@@ -202,7 +201,7 @@ class Plan:
             table.add_column(heading, no_wrap=True)
         for heading in ("shards", "optimizer", *(str(kind).split()[0] for kind in kinds), "GB", "step s", "TFLOP/s"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("hidden", justify="right")
+        table.add_column("hidden", justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
         for before, forecast in zip([None, *forecasts], forecasts, strict=False):
             choice = forecast.choice
@@ -212,6 +211,10 @@ class Plan:
             style = "bold" if forecast is best else None if self.fits(forecast) else "dim"
             table.add_row(*_row(forecast, kinds), verdict, style=style)
         return table
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.4g} GB"
 
 
 def _first(forecast: Forecast) -> tuple[float, int]:

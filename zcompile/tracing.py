@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import BackendCompilerFailed, tree_map_only
+from zcompile._torch import tree_map_only
 from zcompile.capture import Capture, Names, Runner
+from zcompile.configuration import Options
 from zcompile.errors import CaptureError, ModelError
 from zcompile.front_end import BREAKS, traceable, typed_errors
 from zcompile.layout import STAGES, Layout
@@ -51,11 +53,9 @@ def trace(
         if isinstance(parameter, DTensor):
             raise ModelError(name, "is a DTensor", "give the model as it is before it is divided or sharded")
     layout = make_layout(model, STAGES[3], 1, units, Precision(dtype, reduce_dtype))
-    found: list[Program] = []
 
     def lower(traced: Program) -> Runner:
-        found.append(traced)
-        raise _Traced
+        raise Traced(traced, Options(dtype=dtype, reduce_dtype=reduce_dtype))
 
     signature = inspect.signature(type(model).forward)
     given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
@@ -71,20 +71,51 @@ def trace(
         try:
             with typed_errors():
                 compiled(*given[0], **given[1])
-        except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, _Traced):
-                raise
+        except Traced as found:
+            program = found.program
         except BREAKS as error:
             broken = Break.of("", type(model).__name__, error)
             raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "mend it to plan it") from error
-    if not found or not found[0].has_backward:
+        else:
+            raise AssertionError("a backend is called for every graph")
+    if not program.has_backward:
         fix = "let its forward return a loss, or outputs that depend on parameters with requires_grad"
         raise CaptureError(type(model).__name__, "has no backward: what it returns has no gradient", fix)
-    return found[0]
+    return program
 
 
-class _Traced(Exception):
-    """There is a program: nothing is to be compiled."""
+class Traced(BaseException):
+    """There is a program: nothing is to be compiled.
+
+    No Exception: neither torch.compile, which traces, nor a script that trains is to catch it.
+    """
+
+    def __init__(self, program: Program, options: Options) -> None:
+        super().__init__("a model was traced")
+        self.program, self.options = program, options
+
+
+_INTERCEPTING: ContextVar[bool] = ContextVar("zcompile_intercepting", default=False)
+
+
+@contextlib.contextmanager
+def intercepting() -> Iterator[None]:
+    """Within this, the first compiled model that is called raises `Traced` in place of being compiled and run."""
+    wanted = _INTERCEPTING.set(True)
+    try:
+        yield
+    finally:
+        _INTERCEPTING.reset(wanted)
+
+
+def offer(program: Program, options: Options) -> None:
+    """A model is about to be compiled with these options.
+
+    Raises:
+        Traced: somebody only wants to see it.
+    """
+    if _INTERCEPTING.get():
+        raise Traced(program, options)
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,222 @@
+"""The command: what it prints and writes, what it says of mistakes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import zcompile
+from zcompile import SubjectError, command_line, doctor
+from zcompile.hardware import load_profile
+from zcompile.subjects import subject_of
+
+Run = Callable[..., tuple[int, str, str]]
+
+FACTORY = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), (torch.empty(3, 8),)
+
+def with_names():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+        def forward(self, x, scale):
+            return self.inner(x) * scale
+    return Named(), (torch.empty(3, 8),), {"scale": 2.0}
+
+def fails():
+    raise ValueError("no [bold]luck[/]")
+
+def gives_none():
+    return None
+
+number = 3
+"""
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import zcompile
+
+assert sys.argv[1:] == ["--width", "8"], sys.argv
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+compiled = zcompile.compile(model, stage=2, backend="eager")
+try:
+    compiled(torch.ones(3, 8)).sum().backward()
+except Exception:
+    pass
+raise SystemExit("this is not reached")
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run the command in a folder of its own; gives its exit status and what it has printed."""
+    (tmp_path / "fac.py").write_text(FACTORY)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zcompile", *arguments])
+        code = 0
+        try:
+            command_line.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+LITTLE = ("--stage", "3", "--prefetch", "1", "--dtype", "own")
+
+
+def test_a_plan_ends_in_a_line_to_write(run: Run) -> None:
+    code, out, _ = run("plan", "fac.py:make", "-w", "2", "-w", "4", *LITTLE)
+    assert code == 0
+    assert out.count("fastest that fits: zcompile.compile(model, stage=3, prefetch=1") == 2
+    assert "2 ranks" in out
+    assert "4 ranks" in out
+
+
+def test_json_is_all_that_is_printed(run: Run) -> None:
+    code, out, err = run("plan", "fac.py:with_names", "-w", "2", "--json", *LITTLE)
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert found["recommended"]["2"].startswith("zcompile.compile(model")
+    (forecast,) = [one for one in found["forecasts"] if one["checkpoint"] is None]
+    assert forecast["bytes"] == sum(forecast["bytes_by_kind"].values())
+    assert found["parameters"] == 72
+
+
+def test_a_limit_that_nothing_meets_ends_with_1(run: Run) -> None:
+    code, out, err = run("plan", "fac.py:make", "-w", "2", "-m", "1 KB", *LITTLE)
+    assert code == 1
+    assert "too big" in out
+    assert "error: memory_limit: 1e-06 GB holds nothing on 2 ranks" in err
+
+
+def test_inspect_writes_the_program_after_every_pass(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("inspect", "fac.py:make", "-o", "dump", "-w", "3")
+    assert code == 0
+    assert "stage 3, world 3: 144 parameters" in out
+    text = (tmp_path / "dump" / "program_0" / "06_insert_gathers.py").read_text()
+    assert "world = 3" in text
+    assert zcompile.parse(text).text(regions=True) == text
+
+
+def test_inspect_runs_a_script_until_its_model_is_traced(run: Run, tmp_path: Path) -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    before = dict(os.environ)
+    code, out, err = run("inspect", "script.py", "-w", "4", "--", "--width", "8")
+    torch.distributed.destroy_process_group()
+    assert (code, err) == (0, "")
+    assert "stage 2, world 4: 144 parameters" in out
+    assert (tmp_path / "zcompile_dump" / "program_0" / "backward.py").exists()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "gpt:9b"], "model: gpt:9b is no size"),
+        (["plan", "nothing"], "nothing: names no model"),
+        (["plan", "fac.py:fails"], "fac.py:fails: raised ValueError: no [bold]luck[/]"),
+        (["plan", "fac.py:gives_none"], "fac.py:gives_none: gives NoneType"),
+        (["plan", "fac.py:mak"], "fac.py: has no function 'mak'"),
+        (["plan", "fac.py:number"], "fac.py: has 'number', which is no function"),
+        (["plan", "absent.py:make"], "absent.py: is no file"),
+        (["plan", "no.such.module:make"], "no.such.module:make: cannot be imported"),
+        (["plan", "fac.py:make", "--hardware", "h1000"], "h1000: is no profile"),
+        (["plan", "fac.py:make", "--dtype", "float61"], "dtype: 'float61' is unknown"),
+        (["plan", "fac.py:make", "--checkpoint", "often"], "checkpoint: 'often' is no setting"),
+        (["plan", "fac.py:make", "-m", "much"], "memory_limit: 'much' is no size"),
+        (["inspect", "fac.py:make", "--", "--steps"], "--steps: means nothing here"),
+        (["inspect", "fac.py:make", "-o", "fac.py"], "fac.py: cannot be written: File exists"),
+        (["inspect", "absent.py"], "absent.py: raised FileNotFoundError"),
+        (["inspect", "fac.py"], "fac.py: has ended without calling a compiled model"),
+        (["doctor", "--write", "/proc/no/where.toml"], "write: '/proc/no/where.toml' cannot be written"),
+        (["doctor", "--write", "profile.json"], "write: 'profile.json' cannot be written"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_paragraph(run: Run, arguments: list[str], message: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 1
+    assert err.strip().startswith(f"error: {message}")
+    assert "Traceback" not in err
+    assert "Fix: " in err
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    with pytest.raises(SubjectError):
+        run("--debug", "plan", "nothing")
+
+
+def test_versions(run: Run) -> None:
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out == f"zcompile {zcompile.__version__}, torch {torch.__version__}\n"
+
+
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).with_name("zcompile")
+    found = subprocess.run(
+        [command, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "TERM": ""}
+    )
+    assert all(name in found.stdout for name in ("plan", "inspect", "doctor", "--version", "--install-completion"))
+
+
+# -- subjects ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_of_hugging_face_is_a_model_on_meta(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    subject = subject_of(str(tmp_path), batch=2, sequence=16)
+    assert all(parameter.is_meta for parameter in subject.model.parameters())
+    plan = zcompile.plan(subject.model, subject.args, subject.kwargs, stages=[3], prefetches=[1], dtypes=[None])
+    assert plan.forecasts
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SubjectError, match="is no config of a causal language model"):
+        subject_of(str(tmp_path), batch=2, sequence=16)
+
+
+# -- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_finds_what_is_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert torch.__version__ in out
+    monkeypatch.setattr(doctor, "TORCH", ((9, 0), (9, 1)))
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "missing" in out
+
+
+@pytest.mark.slow
+def test_the_doctor_writes_a_profile_that_plans_take(run: Run, tmp_path: Path) -> None:
+    code, _, _ = run("doctor", "--write", "here.toml", "--ranks", "2")
+    assert code == 0
+    hardware = load_profile(str(tmp_path / "here.toml"))
+    assert 1e8 < hardware.flops["float32"] < 1e13
+    assert hardware.links[0].bandwidth > 1e6
+    assert run("plan", "fac.py:make", "--hardware", "here.toml", *LITTLE)[0] == 0

@@ -1,0 +1,245 @@
+"""The command `zcompile`: plan, inspect, doctor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import zcompile
+from zcompile import doctor, inspection
+from zcompile.configuration import Options
+from zcompile.errors import OptionError, ZcompileError, nearest
+from zcompile.hardware import DTYPES, profile_text, profiles
+from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, plan
+from zcompile.subjects import Subject, subject_of
+
+app = typer.Typer(
+    name="zcompile",
+    help="A compiler for distributed training: plan it, look into it, check the machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # errors are told in `main`
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+OWN = "own"
+"""What a dtype is called that is the model's own."""
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="gpt:7.5b, gpt:LAYERSxWIDTH, module:factory, file.py:factory, or the folder of a Hugging Face config. "
+        "A factory gives (model, args) or (model, args, kwargs).",
+        show_default=False,
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences in one rank's batch, of language models.")]
+Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens in a sequence.")]
+Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered together; repeat for several.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"zcompile {zcompile.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show versions.")
+    ] = False,
+) -> None:
+    """A compiler for distributed training: plan it, look into it, check the machine."""
+
+
+@app.command("plan")
+def plan_command(
+    model: Model,
+    world: Annotated[list[int], typer.Option("--world", "-w", min=1, help="Ranks; repeat for several.")] = [8],  # noqa: B006
+    hardware: Annotated[
+        str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of one.")
+    ] = "h100",
+    memory_limit: Annotated[
+        str | None,
+        typer.Option("--memory-limit", "-m", help="Of a rank, such as '70 GB'; by default 0.9 of a device's."),
+    ] = None,
+    batch: Batch = 1,
+    sequence: Sequence_ = 1024,
+    stage: Annotated[list[int], typer.Option("--stage", help="Stages to compare; repeat.")] = list(STAGE_NUMBERS),  # noqa: B006
+    prefetch: Annotated[list[int], typer.Option("--prefetch", help="Depths to compare; repeat.")] = list(PREFETCHES),  # noqa: B006
+    checkpoint: Annotated[
+        list[str], typer.Option("--checkpoint", help="'none', 'unit', a size or a share of the peak; repeat.")
+    ] = [str(one or "none") for one in CHECKPOINTS],  # noqa: B006
+    dtype: Annotated[
+        list[str],
+        typer.Option(
+            "--dtype", help=f"'{OWN}' or one of {', '.join(DTYPES)}; repeat. By default own and the hardware's."
+        ),
+    ] = [],  # noqa: B006
+    units: Units = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Forecast memory per rank and time of a step for every choice of options, and recommend one.
+
+    Nothing is run: no process group, no GPU, no memory for the model.
+    """
+    with _progress(quiet=as_json) as progress:
+        subject = _subject(model, batch, sequence)
+        made = plan(
+            subject.model,
+            subject.args,
+            subject.kwargs,
+            worlds=world,
+            hardware=hardware,
+            memory_limit=memory_limit,
+            stages=stage,
+            prefetches=prefetch,
+            checkpoints=[_checkpoint(one) for one in checkpoint],
+            dtypes=[_dtype(one) for one in dtype] or None,
+            units=units or None,
+            progress=progress,
+        )
+    made = replace(made, model=subject.name)
+    if as_json:
+        print(json.dumps({**made.as_dict(), "batch": batch, "sequence": sequence}, indent=1))
+    else:
+        made.print(Console(width=None if sys.stdout.isatty() else 140))
+    for ranks in made.worlds:
+        made.best(ranks)  # an error, where nothing fits
+
+
+@app.command("inspect", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def inspect_command(
+    context: typer.Context,
+    subject: Annotated[str, typer.Argument(help="A script that trains, or what `plan` takes.", show_default=False)],
+    folder: Annotated[Path, typer.Option("--dump", "-o", help="Where to write.")] = Path("zcompile_dump"),
+    world: Annotated[int, typer.Option("--world", "-w", min=1, help="Ranks to lay the program out for.")] = 2,
+    stage: Annotated[int, typer.Option("--stage", help="Of a model; a script says its own.")] = 3,
+    prefetch: Annotated[int, typer.Option("--prefetch", help="Likewise.")] = 2,
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="Likewise; 'none', 'unit', a size or a share.")
+    ] = "none",
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Likewise; '{OWN}' or one of {', '.join(DTYPES)}.")] = OWN,
+    batch: Batch = 1,
+    sequence: Sequence_ = 128,
+    units: Units = [],  # noqa: B006
+) -> None:
+    """Write the program of a model after every pass, without training; print what `explain()` says.
+
+    A script runs, with the arguments behind `--`, until it calls a compiled model for the first time.
+    """
+    if subject.endswith(".py"):
+        journal = inspection.of_script(Path(subject), context.args, world)
+    else:
+        if context.args:
+            fix = "leave it out; only a script takes arguments of its own"
+            raise OptionError(context.args[0], "means nothing here", fix)
+        options = Options(stage=stage, prefetch=prefetch, checkpoint=_checkpoint(checkpoint), dtype=_dtype(dtype))
+        journal = inspection.of_subject(_subject(subject, batch, sequence), options, world, units or None)
+    print(inspection.write(journal, folder))
+    print(f"Written to {folder}: the program after every pass, forward.py, backward.py, explain.txt.")
+
+
+@app.command("doctor")
+def doctor_command(
+    target: Annotated[
+        Path | None, typer.Option("--write", help="Measure, and write the profile to this .toml.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Processes that measure at once.")] = None,
+    name: Annotated[str, typer.Option("--name", help="What the profile is called.")] = "this machine",
+) -> None:
+    """Say what this machine has of what zcompile can use, and measure it (under torchrun, with its ranks).
+
+    Exits with 1 where something is missing that is needed.
+    """
+    findings = list(doctor.examine())
+    if os.environ.get("RANK", "0") == "0":
+        Console().print(_findings(findings))
+    if target is not None:
+        _check_target(target)
+        with _progress(quiet=False) as progress:
+            progress("measuring this machine: a minute", 0, None)
+            found = doctor.measured(name, ranks)
+        if found is not None:
+            target.write_text(profile_text(found))
+            print(f"Written to {target}: give it to `zcompile plan --hardware {target}`.")
+    if any(not finding.is_well and finding.is_needed for finding in findings):
+        raise typer.Exit(1)
+
+
+def _findings(findings: Sequence[doctor.Finding]) -> Table:
+    table = Table("", "state", "found", "what to do")
+    for finding in findings:
+        state = "ok" if finding.is_well else "missing" if finding.is_needed else "absent"
+        color = {"ok": "green", "missing": "red", "absent": "yellow"}[state]
+        fix = "" if finding.is_well else escape(finding.fix)
+        table.add_row(finding.subject, f"[{color}]{state}[/]", escape(finding.found), fix)
+    return table
+
+
+def _check_target(target: Path) -> None:
+    """Raise OptionError where the profile cannot be written, before anything is measured."""
+    if target.suffix != ".toml" or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise OptionError("write", f"{str(target)!r} cannot be written", "give a .toml file in a folder of yours")
+
+
+def main() -> None:
+    """The entry point: errors of ours in one paragraph, with a traceback if `--debug` is given."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for factories
+    try:
+        app()
+    except ZcompileError as error:
+        if "--debug" in sys.argv:
+            raise
+        Console(stderr=True).print(f"[bold red]error[/]: {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise SystemExit(1) from None
+
+
+def _subject(name: str, batch: int, sequence: int) -> Subject:
+    return subject_of(name, batch=batch, sequence=sequence)
+
+
+def _checkpoint(text: str) -> Checkpoint:
+    """A setting of `checkpoint=`, from its text."""
+    if text == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _dtype(text: str) -> torch.dtype | None:
+    if text == OWN:
+        return None
+    if text not in DTYPES:
+        raise OptionError("dtype", f"{text!r} is unknown", nearest(text, (OWN, *DTYPES)))
+    found: torch.dtype = getattr(torch, text)
+    return found
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Any]:
+    """A bar on stderr, which is gone at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("making the model", total=None)
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            bar.update(task, description=escape(what), completed=done, total=total)
+
+        yield progress
