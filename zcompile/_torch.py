@@ -253,6 +253,21 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     return _boxed_inside(compiled) if not own else lambda box: compiled(*box)
 
 
+def inductor_code(graph_module: fx.GraphModule, example_inputs: list[Any]) -> str:
+    """The code that Inductor writes for an ATen graph of fake inputs: Python, with kernels in C++ or Triton in it.
+
+    `torch._inductor.utils.get_code` is what torch's own tests look at generated code with.
+    """
+    from torch._inductor import config, standalone_compile
+    from torch._inductor.utils import get_code
+
+    for node in graph_module.graph.output_node().all_input_nodes:
+        node.meta["example_value"] = node.meta["val"]
+    with _quiet("torch._inductor.standalone_compile"), config.patch(force_disable_caches=True):
+        found = get_code(standalone_compile, graph_module, example_inputs, dynamic_shapes="from_graph")
+    return "\n".join(found)
+
+
 def _boxed_inside(compiled: Any) -> Callable[[list[Any]], Any]:
     """What standalone_compile's result calls with a list, which is emptied: arguments are freed behind their last use.
 

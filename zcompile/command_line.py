@@ -22,7 +22,7 @@ import zcompile
 from zcompile import doctor, inspection
 from zcompile.configuration import Options
 from zcompile.errors import OptionError, ZcompileError, nearest
-from zcompile.hardware import DTYPES, profile_text, profiles
+from zcompile.hardware import DTYPES, load_profile, profile_text, profiles
 from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, plan
 from zcompile.subjects import Subject, subject_of
 
@@ -46,6 +46,9 @@ Model = Annotated[
 ]
 Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences in one rank's batch, of language models.")]
 Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens in a sequence.")]
+Hardware_ = Annotated[
+    str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of one.")
+]
 Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered together; repeat for several.")]
 
 
@@ -69,9 +72,7 @@ def command(
 def plan_command(
     model: Model,
     world: Annotated[list[int], typer.Option("--world", "-w", min=1, help="Ranks; repeat for several.")] = [8],  # noqa: B006
-    hardware: Annotated[
-        str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of one.")
-    ] = "h100",
+    hardware: Hardware_ = "h100",
     memory_limit: Annotated[
         str | None,
         typer.Option("--memory-limit", "-m", help="Of a rank, such as '70 GB'; by default 0.9 of a device's."),
@@ -136,6 +137,10 @@ def inspect_command(
     batch: Batch = 1,
     sequence: Sequence_ = 128,
     units: Units = [],  # noqa: B006
+    hardware: Hardware_ = "h100",
+    code: Annotated[
+        bool, typer.Option("--code", help="Also what Inductor makes of each region, compiled here.")
+    ] = False,
 ) -> None:
     """Write the program of a model after every pass, without training; print what `explain()` says.
 
@@ -149,8 +154,13 @@ def inspect_command(
             raise OptionError(context.args[0], "means nothing here", fix)
         options = Options(stage=stage, prefetch=prefetch, checkpoint=_checkpoint(checkpoint), dtype=_dtype(dtype))
         journal = inspection.of_subject(_subject(subject, batch, sequence), options, world, units or None)
-    print(inspection.write(journal, folder))
-    print(f"Written to {folder}: the program after every pass, forward.py, backward.py, explain.txt.")
+    text, notes = inspection.write(journal, folder, load_profile(hardware), code=code)
+    print(text)
+    print(
+        f"Written to {folder}: the program after every pass with what has changed, its drawing, its regions, a trace."
+    )
+    for note in notes:
+        print(note)
 
 
 @app.command("doctor")

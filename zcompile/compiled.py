@@ -21,6 +21,7 @@ from zcompile.configuration import Options
 from zcompile.engine import Engine
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.fragments import Tree
+from zcompile.hardware import Hardware
 from zcompile.layout import STAGES, Layout
 from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.options import check_place, offload_of
@@ -430,6 +431,29 @@ class CompiledModule(nn.Module):
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
         return self._engine.explain()
 
-    def dump(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the text of every program after every pass under `folder`; on the mesh's first rank only."""
-        return self._engine.dump(folder)
+    def profile(self) -> contextlib.AbstractContextManager[None]:
+        """Within this, steps are measured for the traces of `dump()`: `with compiled.profile(): train_one_step()`.
+
+        Of at most the last four steps that begin within it. On CUDA times are those of the stream, as with
+        `record_timeline(device=True)`.
+
+        Raises:
+            TimelineError: at its end: no step has begun and ended within it.
+        """
+        return self._engine.profile()
+
+    def dump(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        hardware: str | Hardware | None = None,
+        code: bool = False,
+    ) -> Path:
+        """Write every program under `folder`, on the mesh's first rank only; see `zcompile.dumps` for what lies there.
+
+        Args:
+            folder: It is made if it is not there; files in it of the same names are written over.
+            hardware: What predicted times are for: a profile, its name or its path; by default a guess for the device.
+            code: Also write what Inductor makes of each region, which compiles them again.
+        """
+        return self._engine.dump(folder, hardware, code=code)

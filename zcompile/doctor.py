@@ -110,7 +110,8 @@ def measured(name: str, ranks: int | None = None) -> Hardware | None:
     if "WORLD_SIZE" in os.environ:
         _join(None, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         try:
-            return _measure(name)
+            found = profile_of_ranks(name)
+            return found if dist.get_rank() == 0 else None
         finally:
             dist.destroy_process_group()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -131,8 +132,8 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(max((os.cpu_count() or 1) // world, 1))
     _join(f"file://{folder}/store", rank, world)
-    found = _measure(name)
-    if found is not None:
+    found = profile_of_ranks(name)
+    if rank == 0:
         (Path(folder) / "profile.toml").write_text(profile_text(found))
     dist.destroy_process_group()
 
@@ -144,8 +145,8 @@ def _join(store: str | None, rank: int, world: int) -> None:
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
 
 
-def _measure(name: str) -> Hardware | None:
-    """What all ranks measure; on rank 0, the profile. On a CPU its rates are fitted to regions that ran."""
+def profile_of_ranks(name: str) -> Hardware:
+    """What the ranks of the default group measure together; on a CPU fitted to regions that ran. Collective."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     world = dist.get_world_size()
@@ -153,7 +154,7 @@ def _measure(name: str) -> Hardware | None:
     if kind == "cpu":
         alone = init_device_mesh(kind, (world, 1), mesh_dim_names=("ranks", "alone"))["alone"]
         found = fit(found, _observed(alone))
-    return found if dist.get_rank() == 0 else None
+    return found
 
 
 def _observed(alone: DeviceMesh) -> list[Observation]:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +24,9 @@ from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.cost import bucket_for
+from zcompile.dumps import write_dump
 from zcompile.errors import AgreementError, OptionError, PipelineError, TimelineError
-from zcompile.hardware import CPU, GPU
+from zcompile.hardware import CPU, GPU, Hardware, load_profile
 from zcompile.layout import Layout, Unit
 from zcompile.local_graphs import Locals, local_graph
 from zcompile.lower import Session, Step
@@ -34,8 +36,8 @@ from zcompile.peers import ModelPeers
 from zcompile.pipeline import Journal, Pipeline
 from zcompile.prefetching import Schedule, choose, fit
 from zcompile.program import Program
-from zcompile.regions import RegionCache
-from zcompile.report import Break, dump_programs, explain
+from zcompile.regions import RegionCache, generated_code
+from zcompile.report import Break, explain
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.arena import Arenas
 from zcompile.runtime.calibration import measure
@@ -69,8 +71,11 @@ class Engine:
         everyone: Agreement | None = None,
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
-        hardware = GPU if communicator.device.type == "cuda" else CPU
-        self.schedule = replace(options.schedule, bucket=bucket_for(hardware))
+        self.hardware = GPU if communicator.device.type == "cuda" else CPU
+        """What the cost model takes the machine for; measured, where the schedule is chosen."""
+        self.profiled: list[Timeline] = []
+        """The steps within the last `profile()`."""
+        self.schedule = replace(options.schedule, bucket=bucket_for(self.hardware))
         self._chosen = not options.chooses
         self.communicator, self.agreement = communicator, agreement
         self.journals: list[Journal] = []
@@ -261,8 +266,8 @@ class Engine:
         options, schedule = self.options, self.schedule
         limit = options.limit
         if options.prefetch == "auto":
-            hardware = measure(self.communicator, options.dtype or torch.float32)
-            schedule = choose(traced, self._pipeline, hardware, limit)
+            self.hardware = measure(self.communicator, options.dtype or torch.float32)
+            schedule = choose(traced, self._pipeline, self.hardware, limit)
             chosen = [schedule.prefetch, schedule.small, schedule.bucket]
             told = self.everyone.share("the schedule of gathers", json.dumps(chosen))
             choices = [json.loads(text) for text in told]
@@ -380,11 +385,30 @@ class Engine:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
         return explain(self.layout, [step.program for step in self.steps], len(self.regions.compiled), self.breaks)
 
-    def dump(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the text of every program after every pass under `folder`; on the mesh's first rank only."""
+    def dump(
+        self, folder: str | os.PathLike[str], hardware: str | Hardware | None = None, *, code: bool = False
+    ) -> Path:
+        """See `CompiledModule.dump`."""
         if self.communicator.rank == 0:
-            dump_programs(Path(folder), self.journals, self.explain())
+            chosen = load_profile(hardware) if isinstance(hardware, str) else hardware or self.hardware
+            written = generated_code if code else None
+            write_dump(Path(folder), self.journals, self.explain(), chosen, measured=self.profiled, code=written)
         return Path(folder)
+
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[None]:
+        """See `CompiledModule.profile`."""
+        before, started = self.recorder.device, time.perf_counter()
+        on_gpu = self.communicator.device.type == "cuda"
+        self.recorder.device = self.communicator.device if on_gpu else before
+        try:
+            yield
+        finally:
+            self.recorder.device = before
+        self.profiled = [timeline for timeline in self.timelines if timeline.began >= started]
+        if not self.profiled:
+            fix = "take a whole step within it: a call, the backward and optimizer.step()"
+            raise TimelineError("profile", "no step has begun and ended within it", fix)
 
 
 def _restricted(traced: Program) -> Program:

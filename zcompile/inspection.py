@@ -16,11 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from zcompile.configuration import Options
+from zcompile.dumps import write_dump
 from zcompile.errors import SubjectError
+from zcompile.hardware import Hardware
 from zcompile.layout import STAGES, Layout
 from zcompile.pipeline import Journal
 from zcompile.program import Program
-from zcompile.report import dump_programs, explain
+from zcompile.regions import generated_code
+from zcompile.report import explain
 from zcompile.subjects import Subject
 from zcompile.tracing import Traced, intercepting, trace
 from zcompile.units import make_layout
@@ -54,8 +57,8 @@ def of_script(script: Path, arguments: Sequence[str], world: int) -> Journal:
     raise SubjectError(str(script), "has ended without calling a compiled model", fix)
 
 
-def write(journal: Journal, folder: Path) -> str:
-    """Write what `compiled.dump` writes to `folder`; gives the text of `explain()`.
+def write(journal: Journal, folder: Path, hardware: Hardware, *, code: bool) -> tuple[str, list[str]]:
+    """Write what `compiled.dump` writes to `folder`; gives the text of `explain()`, and what could not be done.
 
     Raises:
         SubjectError: the folder cannot be written.
@@ -63,10 +66,10 @@ def write(journal: Journal, folder: Path) -> str:
     program = journal.entries[-1].after
     text = explain(program.layout, [program], len(program.regions))
     try:
-        dump_programs(folder, [journal], text)
+        notes = write_dump(folder, [journal], text, hardware, code=generated_code if code else None)
     except OSError as error:
         raise SubjectError(str(folder), f"cannot be written: {error.strerror}", "give another folder") from error
-    return text
+    return text, notes
 
 
 def _rewritten(traced: Program, layout: Layout, options: Options) -> Journal:

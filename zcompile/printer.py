@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from zcompile._torch import HigherOrderOperator, OpOverload
-from zcompile.layout import Param
+from zcompile.layout import Layout, Param
 from zcompile.ops import (
     Arena,
     Away,
@@ -95,8 +95,8 @@ def {{ function.name }}(box):
 
 WIDTH = 84
 """Columns of code; what is longer is broken at its commas."""
-MARK = "\0"
-"""Ends the lines of the node that `render` is asked to mark."""
+_MARK = "\0"
+"""Stands between a line and the name of its node, where they are printed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,13 @@ class Line:
     type: str = ""
     delta: str = ""
     source: str = ""
-    marked: bool = False
+    node: str = ""
+    """The name of the node that it is a line of; empty for what is none's."""
 
     def padded(self, widths: tuple[int, int, int]) -> str:
-        end = MARK if self.marked else ""
+        end = f"{_MARK}{self.node}"
         if not (self.type or self.delta or self.source):
-            return self.code + end
+            return f"{self.code}{end}"
         code, type_, delta = (text.ljust(width) for text, width in zip(self.columns, widths, strict=True))
         return f"{code}  # {type_}  {delta}  {self.source}".rstrip() + end
 
@@ -130,18 +131,38 @@ class Function:
     body: list[str]
 
 
-def render(program: Program, *, regions: bool = False, units: bool = False, mark: fx.Node | None = None) -> str:
-    """The text of `program`: its phases, and before them its units and regions when asked.
+def render(program: Program, *, regions: bool = False, units: bool = False) -> str:
+    """The text of `program`: its phases, and before them its units and regions when asked."""
+    lines = _rendered_program(program, regions=regions, units=units).split("\n")
+    return "\n".join(line.partition(_MARK)[0] for line in lines)
 
-    The lines of the node `mark` end in MARK.
-    """
+
+def lines_with_nodes(program: Program) -> list[tuple[str, str]]:
+    """The lines of `render(program)`, each with the name of its node; empty for what is none's."""
+    split = (line.partition(_MARK) for line in _rendered_program(program).splitlines())
+    return [(text, node) for text, _, node in split]
+
+
+def _rendered_program(program: Program, *, regions: bool = False, units: bool = False) -> str:
     functions = [_function(found.name, *_region_lines(found)) for found in program.regions.values() if regions]
     for phase in program.phases:
         if phase is Phase.FORWARD or program.has_backward:
-            functions.append(_function(str(phase), *_phase_lines(program, phase, mark)))
+            functions.append(_function(str(phase), *_phase_lines(program, phase)))
     text = functools.partial(_param_text, unused=program.unused)
+    return _rendered(functions, program.layout if units else None, text)
+
+
+def region_text(region: Region) -> str:
+    """The ATen operations of a region, as a function that `parse` reads."""
+    text = _rendered([_function(region.name, *_region_lines(region))])
+    return "\n".join(line.partition(_MARK)[0] for line in text.split("\n"))
+
+
+def _rendered(
+    functions: Sequence[Function], units: Layout | None = None, text: Callable[[Param], str] | None = None
+) -> str:
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE)
-    return template.render(functions=functions, units=program.layout if units else None, param_text=text) + "\n"
+    return template.render(functions=functions, units=units, param_text=text) + "\n"
 
 
 def _param_text(param: Param, unused: frozenset[str]) -> str:
@@ -195,15 +216,14 @@ def _result_nodes(program: Program, phase: Phase) -> Iterator[fx.Node]:
         yield from program.kept()
 
 
-def _phase_lines(program: Program, phase: Phase, mark: fx.Node | None) -> tuple[list[Line], list[Line]]:
+def _phase_lines(program: Program, phase: Phase) -> tuple[list[Line], list[Line]]:
     arguments = [_argument(program, node) for node in inputs_of(program, phase)]
     body = program.body(phase)
     deaths = _deaths(program, phase, body)
     lines: list[Line] = []
     for node in body:
         if not isinstance(data(node).op, Item):
-            statement = _statement(node, program.memory(node))
-            lines += [replace(line, marked=True) for line in statement] if node is mark else statement
+            lines += [replace(line, node=node.name) for line in _statement(node, program.memory(node))]
         if dead := deaths.get(node):
             lines += _delete(dead)
     return arguments, [*lines, *_wrapped(Line(_return(program, phase)))]

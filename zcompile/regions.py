@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import compile_with_inductor, is_symbolic, replayed_random, saved_random
+from zcompile._torch import compile_with_inductor, inductor_code, is_symbolic, replayed_random, saved_random
 from zcompile.program import Region
 from zcompile.strides import keep_strides
 
@@ -57,16 +57,34 @@ def spread(rank: int) -> float:
     return int(f"{rank:b}"[::-1], 2) / (1 << rank.bit_length())
 
 
-def _compile(found: Region, backend: str) -> Callable[..., Any]:
-    """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values."""
+def generated_code(found: Region) -> str:
+    """What Inductor makes of a region, as text; it is compiled anew for that.
+
+    What keeps or replays a random generator's state is not Inductor's: of a region with such operations a line says so.
+    """
+    if any(_is_replay(node) for node in found.graph.nodes):
+        return "# It keeps or replays the state of a random number generator, and is compiled in pieces.\n"
+    module = _module(found)
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    keep_strides(module, inputs)
+    return inductor_code(module, inputs)
+
+
+def _module(found: Region) -> fx.GraphModule:
     graph = fx.Graph()
     result: Any = graph.graph_copy(found.graph, {}, return_output_node=True)
-    graph.output(outputs := result[0] if isinstance(result[0], tuple) else (result[0],))
+    graph.output(result[0] if isinstance(result[0], tuple) else (result[0],))
     root = torch.nn.Module()
     for name, module in found.modules.items():
         setattr(root, name, module)
-    run = _by_inductor(graph, root) if backend == "inductor" else _boxed(root, graph)
-    takes, single = found.takes, len(outputs) == 1
+    return fx.GraphModule(root, graph)
+
+
+def _compile(found: Region, backend: str) -> Callable[..., Any]:
+    """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values."""
+    root = _module(found)
+    run = _by_inductor(root.graph, root) if backend == "inductor" else _boxed(root, root.graph)
+    takes, single = found.takes, len(found.outputs) == 1
 
     def call(box: list[Any]) -> Any:
         values = [box[index] if item is None else box[index][item] for index, item in takes]

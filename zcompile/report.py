@@ -1,11 +1,10 @@
-"""What people read about a compiled model: the page of `explain()` and the folder of `dump()`."""
+"""What people read about a compiled model: the page of `explain()`."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +13,6 @@ from torch import fx
 from zcompile.layout import Layout
 from zcompile.memory import model_state, peak_bytes
 from zcompile.ops import AllGather, Call, GatherAhead, Phase, Reduce, Release, WaitGather, WaitReduce, data, op_of
-from zcompile.pipeline import Journal
 from zcompile.program import Program
 from zcompile.recompute import is_collective
 from zcompile.tensor_type import human_bytes
@@ -150,18 +148,3 @@ def _hidden_by(rest: list[fx.Node]) -> str:
         if isinstance(data(node).op, Call):
             calls.append(f"{op_of(node, Call).region} of {data(node).source or 'the root'}")
     return ", ".join(calls) or "nothing"
-
-
-def dump_programs(folder: Path, journals: Sequence[Journal], explained: str) -> None:
-    """Write `program_K/NN_pass.py` after every pass, the final `forward.py` and `backward.py`, and `explain.txt`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "explain.txt").write_text(explained)
-    for number, journal in enumerate(journals):
-        home = folder / f"program_{number}"
-        home.mkdir(exist_ok=True)
-        (home / "00_capture.py").write_text(journal.entries[0].before.text(regions=True))
-        for index, entry in enumerate(journal.entries, 1):
-            (home / f"{index:02}_{entry.name}.py").write_text(entry.after.text(regions=True))
-        final = journal.entries[-1].after
-        for phase in Phase if final.has_backward else (Phase.FORWARD,):
-            (home / f"{phase}.py").write_text(str(final.phase(phase)))

@@ -258,8 +258,11 @@ class Timeline:
         target.write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))
         return target
 
-    def trace_events(self) -> list[dict[str, Any]]:
-        """What `save` writes, in Chrome's trace format: complete events (`ph` X) in microseconds, `pid` the rank."""
+    def trace_events(self, process: int | None = None, name: str | None = None) -> list[dict[str, Any]]:
+        """What `save` writes, in Chrome's trace format: complete events (`ph` X) in microseconds.
+
+        `process`: its number, by default the rank. `name`: what it is called.
+        """
         lanes = ["step and programs", "compute", "sends and waits", "optimizer"]
         found = [self._traced(0, f"step {self.number}", 0.0, self.seconds, {"trains": self.trains})]
         for event in self.events:
@@ -275,12 +278,16 @@ class Timeline:
             name = f"{message.operation} {message.unit}"
             found.append(self._traced(len(lanes) + lane, name, message.start, message.end, details))
         lanes += [f"communication {lane + 1}" for lane in range(len(free))]
-        names = [("process_name", 0, f"rank {self.rank}"), *(("thread_name", i, n) for i, n in enumerate(lanes))]
-        return [{"ph": "M", "pid": self.rank, "tid": i, "name": k, "args": {"name": n}} for k, i, n in names] + found
+        names = [
+            ("process_name", 0, name or f"rank {self.rank}"),
+            *(("thread_name", i, n) for i, n in enumerate(lanes)),
+        ]
+        about = [{"ph": "M", "tid": i, "name": k, "args": {"name": n}} for k, i, n in names]
+        return [{**event, "pid": self.rank if process is None else process} for event in (*about, *found)]
 
     def _traced(self, lane: int, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
         ts, dur = (self.began + start) * 1e6, (end - start) * 1e6
-        return {"ph": "X", "pid": self.rank, "tid": lane, "name": name, "ts": ts, "dur": dur, "args": args}
+        return {"ph": "X", "tid": lane, "name": name, "ts": ts, "dur": dur, "args": args}
 
 
 _LANES = {Spent.COMPUTE: 1, Spent.EXPOSED: 2, Spent.OPTIMIZER: 3}

@@ -12,7 +12,7 @@ from zcompile.ops import (
     Call,
     data,
 )
-from zcompile.printer import MARK, render
+from zcompile.printer import lines_with_nodes
 from zcompile.program import Program
 
 
@@ -52,12 +52,12 @@ def verify(program: Program, facts: Iterable[Fact], where: str) -> None:
 
 def _marked(program: Program, node: fx.Node | None) -> str:
     """The printed lines around `node`, its own with an arrow; nothing for no node."""
-    lines = render(program, mark=node).splitlines() if node is not None else []
-    at = [index for index, line in enumerate(lines) if line.endswith(MARK)]
+    lines = lines_with_nodes(program) if node is not None else []
+    at = [index for index, (_, name) in enumerate(lines) if node is not None and name == node.name]
     if not at:
         return ""
     shown = range(max(0, at[0] - 3), min(len(lines), at[-1] + 4))
-    return "\n".join(f"{'-->' if i in at else '   '} {i + 1:4} {lines[i].removesuffix(MARK)}" for i in shown)
+    return "\n".join(f"{'-->' if i in at else '   '} {i + 1:4} {lines[i][0]}" for i in shown)
 
 
 def label(node: fx.Node) -> str:

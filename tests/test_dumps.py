@@ -1,0 +1,173 @@
+"""Dumps: what lies in the folder, and that tools open it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.models import batch, make
+from zcompile import TimelineError, dumps
+from zcompile.drawing import dot_text
+from zcompile.dumps import NOTE, difference, trace
+from zcompile.hardware import Hardware
+
+RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> zcompile.CompiledModule:
+    made = zcompile.compile(make("gpt"), backend="eager")
+    made(*batch("gpt", 0, 0)).backward()
+    return made
+
+
+@pytest.fixture
+def dumped(compiled: zcompile.CompiledModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(dumps.shutil, "which", lambda _: None)
+    return compiled.dump(tmp_path / "dump", hardware=RATES)
+
+
+def test_differences_lead_from_the_first_text_to_the_last(dumped: Path) -> None:
+    texts = sorted((dumped / "program_0").glob("[0-9]*.py"))
+    diffs = sorted((dumped / "program_0").glob("[0-9]*.diff"))
+    assert [diff.stem for diff in diffs] == [text.stem for text in texts[1:]]
+    before = texts[0].read_text()
+    for text, diff in zip(texts[1:], diffs, strict=True):
+        after = text.read_text()
+        assert diff.read_text() == difference(before, after, *_names(diff))
+        before = after
+    (gathers,) = (diff for diff in diffs if "insert_gathers" in diff.name)
+    assert re.search(r"^\+ .*all_gather\(", gathers.read_text(), re.MULTILINE)
+
+
+def _names(diff: Path) -> tuple[str, str]:
+    """Of the files that a diff compares, as it says them; those of an empty one are nobody's."""
+    found = re.findall(r"^(?:---|\+\+\+) (\S+)\.py", diff.read_text(), re.MULTILINE)
+    return (found[0], found[1]) if found else ("", "")
+
+
+def test_the_program_is_a_graph_that_networkx_reads(compiled: zcompile.CompiledModule, dumped: Path) -> None:
+    found = nx.node_link_graph(json.loads((dumped / "program_0" / "program.json").read_text()), edges="edges")
+    program = compiled._engine.steps[0].program
+    assert set(found) == set(program.dag())
+    assert all(isinstance(about["seconds"], float) for _, about in found.nodes(data=True))
+
+
+def test_regions_are_texts_of_their_own(dumped: Path) -> None:
+    whole = (dumped / "program_0" / "00_capture.py").read_text()
+    regions = sorted((dumped / "program_0" / "regions").glob("*.py"))
+    assert regions
+    assert "def region_" not in whole
+    assert all(f"def {region.stem}(box):" in region.read_text() for region in regions)
+    assert "aten.mm" in "".join(region.read_text() for region in regions)
+
+
+def test_a_drawing_has_every_line_and_the_order_of_collectives(compiled: zcompile.CompiledModule) -> None:
+    program = compiled._engine.steps[0].program
+    text = dot_text(program, RATES)
+    assert text.count("{") == text.count("}")
+    for line in program.nodes():
+        if line.op == "call_function" and "getitem" not in str(line.target):
+            assert f'"{line.name}"' in text, line.name
+    assert text.count("style=dashed") == len(program.communications()) - 1
+
+
+class Odd(nn.Module):
+    """A model whose module is called as nobody should call one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module('a"b<c>', nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, 'a"b<c>')(x)
+
+
+def test_names_with_quotes_stay_within_their_strings(tmp_path: Path) -> None:
+    made = zcompile.compile(Odd(), backend="eager")
+    made(torch.ones(2, 4)).sum().backward()
+    text = dot_text(made._engine.steps[0].program, RATES)
+    assert 'region_0 of a\\"b<c>' in text
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")
+def test_graphviz_draws_it(compiled: zcompile.CompiledModule, tmp_path: Path) -> None:
+    compiled.dump(tmp_path)
+    assert (tmp_path / "program_0" / "program.svg").read_text().count("<g id=") > 10
+
+
+def test_without_graphviz_a_note_says_so(dumped: Path) -> None:
+    assert not (dumped / "program_0" / "program.svg").exists()
+    assert (dumped / "NOTES.txt").read_text() == f"{NOTE}.\n"
+
+
+def test_a_graphviz_that_fails_is_told_of(compiled: zcompile.CompiledModule, tmp_path: Path, monkeypatch: Any) -> None:
+    fails = shutil.which("false")
+    monkeypatch.setattr(dumps.shutil, "which", lambda _: fails)
+    compiled.dump(tmp_path)
+    assert "graphviz could not draw" in (tmp_path / "NOTES.txt").read_text()
+
+
+def test_inductor_shows_its_code_on_request(tmp_path: Path) -> None:
+    made = zcompile.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend="eager")
+    with torch.no_grad():
+        made(torch.ones(2, 4))
+    made.dump(tmp_path, code=True)
+    (code,) = (tmp_path / "program_0" / "regions").glob("*.inductor.py")
+    assert "def call(" in code.read_text()
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def steps(compiled: zcompile.CompiledModule, count: int) -> None:
+    for number in range(count):
+        compiled(*batch("gpt", 0, number)).backward()
+        with torch.no_grad():
+            for parameter in compiled.parameters():
+                parameter.mul_(0.999)
+                parameter.grad = None
+
+
+def lanes_of(events: list[dict[str, Any]], process: int) -> set[str]:
+    return {e["args"]["name"] for e in events if e["pid"] == process and e["name"] == "thread_name"}
+
+
+def test_a_trace_has_the_predicted_step_beside_measured_ones(tmp_path: Path) -> None:
+    compiled = zcompile.compile(make("gpt"), backend="eager")
+    steps(compiled, 1)
+    with compiled.profile():
+        steps(compiled, 2)
+    compiled.dump(tmp_path, hardware=RATES)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(names.values()).count("rank 0") == 1
+    (predicted,) = (process for process, name in names.items() if name == "predicted for unnamed: program 0")
+    assert {"compute", "optimizer"} <= lanes_of(events, predicted)
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len({event["args"]["trains"] for event in spans if event["name"].startswith("step ")}) == 1
+    assert sum(event["name"].startswith("step ") and event["pid"] == 0 for event in spans) == 2
+    starts = [min(e["ts"] for e in spans if e["pid"] == process) for process in names]
+    assert max(starts) - min(starts) < 1e3, "they begin together"
+
+
+def test_several_ranks_send_on_a_lane_of_their_own(compiled: zcompile.CompiledModule) -> None:
+    program = zcompile.planner._Rewriter(  # laid out for two ranks
+        make("gpt"), zcompile.tracing.trace(make("gpt"), batch("gpt", 0, 0)), None
+    )._program(zcompile.planner.Choice(3, 2, None, None), 2)
+    events = trace([program], RATES)["traceEvents"]
+    assert "communication 1" in lanes_of(events, events[0]["pid"])
+
+
+def test_a_profile_without_a_step_is_an_error(compiled: zcompile.CompiledModule) -> None:
+    with pytest.raises(TimelineError, match="profile: no step has begun and ended within it"), compiled.profile():
+        pass
