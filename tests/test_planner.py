@@ -39,10 +39,8 @@ def texts(rank: int, kind: str, choice: Choice) -> list[str]:
     ("world", "choice"),
     [
         (2, Choice(3, 2, None, None)),
-        (2, Choice(1, 1, "unit", torch.bfloat16)),
-        (3, Choice(3, 1, "unit", None)),
+        (3, Choice(1, 1, "unit", torch.bfloat16)),
         (1, Choice(2, 0, None, None)),
-        (2, Choice(0, 0, None, torch.bfloat16)),
     ],
     ids=str,
 )

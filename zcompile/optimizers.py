@@ -111,7 +111,7 @@ def _pointed(
         state: dict[str, Any] = optimizer.state[old]
         name = next(name for name, param in unit.parameters.items() if param is new)
         optimizer.state[new] = {
-            key: unit.shard_of(name, local_tensor(value)) if _is_like(key, value, new) else _beside(value, old, new)
+            key: unit.shard_of(name, local_tensor(value)) if _is_like(key, value, new) else _beside(value, new)
             for key, value in state.items()
         }
         del optimizer.state[old]
@@ -123,9 +123,9 @@ def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
 
 
-def _beside(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    """State that does not follow its parameter: on its device all the same, where it was on the old one's."""
-    moves = isinstance(value, torch.Tensor) and value.device == old.device != new.device
+def _beside(value: Any, new: torch.Tensor) -> Any:
+    """State that does not follow its parameter: on the host with it all the same, if that has gone there from a GPU."""
+    moves = isinstance(value, torch.Tensor) and new.device.type == "cpu" != value.device.type
     return value.to(new.device) if moves else value
 
 
