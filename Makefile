@@ -39,6 +39,12 @@ test: $(READY) ## Run the tests but the slow ones; ARGS goes to pytest
 test-all: $(READY) ## Run every test; ARGS goes to pytest
 	$(BIN)/pytest -m "" $(ARGS)
 
+.PHONY: browser
+browser: $(READY) ## Install what tests of reports want: playwright, and, as root on Debian, Chromium and graphviz
+	@$(PIP) install --editable '.[browser]'
+	@command -v chromium >/dev/null && command -v dot >/dev/null || \
+	    { apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes chromium graphviz; } >/dev/null
+
 .PHONY: bench
 bench: $(BENCH_READY) ## Measure training steps beside DDP, FSDP2 and DeepSpeed, about two hours; ARGS=--help for less
 	$(BENCH)/bin/python -m benchmarks.bench $(ARGS)

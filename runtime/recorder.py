@@ -32,6 +32,8 @@ class Line:
     """Of the value that it gives, or of the region."""
     unit: str
     is_region: bool = False
+    node: str = ""
+    """The node of the program that it is a line of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,11 +154,10 @@ def inspect_command(
             raise OptionError(context.args[0], "means nothing here", fix)
         options = Options(stage=stage, prefetch=prefetch, checkpoint=_checkpoint(checkpoint), dtype=_dtype(dtype))
         journal = inspection.of_subject(_subject(subject, batch, sequence), options, world, units or None)
-    text, notes = inspection.write(journal, folder, load_profile(hardware), code=code)
+    text, notes = inspection.write(journal, folder, subject, load_profile(hardware), code=code)
     print(text)
-    print(
-        f"Written to {folder}: the program after every pass with what has changed, its drawing, its regions, a trace."
-    )
+    print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")
+    print("regions, and a trace for ui.perfetto.dev.")
     for note in notes:
         print(note)
 

@@ -128,6 +128,7 @@ def _compiled(
     shards, sites, retired = shard_model(model, layout, communicator, given, beside, memory)
     point_at_shards(optimizers, shards.values(), retired)
     engine.extend((), shards)
+    engine.title = type(model).__name__
     # The model's state is that of all ranks that have a part of it.
     state = ModelState(model, everyone.communicator, everyone, asked.stage)
     return CompiledModule(model, engine, sites, retired, state)
@@ -441,6 +442,14 @@ class CompiledModule(nn.Module):
             TimelineError: at its end: no step has begun and ended within it.
         """
         return self._engine.profile()
+
+    def report(self, path: str | os.PathLike[str], *, hardware: str | Hardware | None = None) -> Path:
+        """Write a page of HTML on the programs, for a browser: text, timeline, memory, collectives and passes.
+
+        It is one file, which fetches nothing; on the mesh's first rank only. Beside the predicted step stands the last
+        one of `with compiled.profile():`, if there was one. `hardware`: as for `dump`.
+        """
+        return self._engine.report(path, hardware)
 
     def dump(
         self,

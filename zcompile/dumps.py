@@ -2,6 +2,7 @@
 
 A folder has
 
+    report.html                one page of all that follows: see `zcompile.page`
     explain.txt                the page of `explain()`
     NOTES.txt                  what could not be done, if anything
     trace.json                 predicted steps, and measured ones if there are any, for ui.perfetto.dev

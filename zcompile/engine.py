@@ -31,6 +31,7 @@ from zcompile.layout import Layout, Unit
 from zcompile.local_graphs import Locals, local_graph
 from zcompile.lower import Session, Step
 from zcompile.ops import Parameter, Phase, Update, op_of
+from zcompile.page import write_page
 from zcompile.passes.keep_within import check_fits
 from zcompile.peers import ModelPeers
 from zcompile.pipeline import Journal, Pipeline
@@ -73,6 +74,8 @@ class Engine:
         self.layout, self.shards, self.options = layout, dict(shards), options
         self.hardware = GPU if communicator.device.type == "cuda" else CPU
         """What the cost model takes the machine for; measured, where the schedule is chosen."""
+        self.title = "a model"
+        """What the model is called in a report."""
         self.profiled: list[Timeline] = []
         """The steps within the last `profile()`."""
         self.schedule = replace(options.schedule, bucket=bucket_for(self.hardware))
@@ -390,10 +393,20 @@ class Engine:
     ) -> Path:
         """See `CompiledModule.dump`."""
         if self.communicator.rank == 0:
-            chosen = load_profile(hardware) if isinstance(hardware, str) else hardware or self.hardware
+            chosen, home = self._profile_of(hardware), Path(folder)
             written = generated_code if code else None
-            write_dump(Path(folder), self.journals, self.explain(), chosen, measured=self.profiled, code=written)
+            write_dump(home, self.journals, self.explain(), chosen, measured=self.profiled, code=written)
+            write_page(home / "report.html", self.title, self.journals, chosen, self.profiled)
         return Path(folder)
+
+    def report(self, path: str | os.PathLike[str], hardware: str | Hardware | None = None) -> Path:
+        """See `CompiledModule.report`."""
+        if self.communicator.rank == 0:
+            write_page(Path(path), self.title, self.journals, self._profile_of(hardware), self.profiled)
+        return Path(path)
+
+    def _profile_of(self, hardware: str | Hardware | None) -> Hardware:
+        return load_profile(hardware) if isinstance(hardware, str) else hardware or self.hardware
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:

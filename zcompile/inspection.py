@@ -20,6 +20,7 @@ from zcompile.dumps import write_dump
 from zcompile.errors import SubjectError
 from zcompile.hardware import Hardware
 from zcompile.layout import STAGES, Layout
+from zcompile.page import write_page
 from zcompile.pipeline import Journal
 from zcompile.program import Program
 from zcompile.regions import generated_code
@@ -57,7 +58,7 @@ def of_script(script: Path, arguments: Sequence[str], world: int) -> Journal:
     raise SubjectError(str(script), "has ended without calling a compiled model", fix)
 
 
-def write(journal: Journal, folder: Path, hardware: Hardware, *, code: bool) -> tuple[str, list[str]]:
+def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, code: bool) -> tuple[str, list[str]]:
     """Write what `compiled.dump` writes to `folder`; gives the text of `explain()`, and what could not be done.
 
     Raises:
@@ -67,6 +68,7 @@ def write(journal: Journal, folder: Path, hardware: Hardware, *, code: bool) -> 
     text = explain(program.layout, [program], len(program.regions))
     try:
         notes = write_dump(folder, [journal], text, hardware, code=generated_code if code else None)
+        write_page(folder / "report.html", title, [journal], hardware)
     except OSError as error:
         raise SubjectError(str(folder), f"cannot be written: {error.strerror}", "give another folder") from error
     return text, notes

@@ -21,6 +21,6 @@ def line_of(program: Program, node: fx.Node) -> Line:
     held = data(node)
     if isinstance(held.op, Call):
         around = (u.name for u in program.layout.units if f"{held.source}.".startswith(f"{u.name}."))
-        return Line(held.op.region, held.op.region, max(around, key=len, default=held.source), is_region=True)
+        return Line(held.op.region, held.op.region, max(around, key=len, default=held.source), True, node.name)
     name = node.all_input_nodes[0].name if isinstance(held.op, (Release, Update, GatherAhead)) else node.name
-    return Line(function_text(node.target), name, held.source)
+    return Line(function_text(node.target), name, held.source, node=node.name)

@@ -81,6 +81,29 @@ def live_by_kind(program: Program) -> dict[fx.Node, dict[Held, int]]:
     return found
 
 
+def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, Held, int]]:
+    """What is there when `line` has run: the lines that have made it, what it is, and its bytes, the largest first.
+
+    What a region holds for itself while it runs comes on top.
+    """
+    ends, position = _last_needs(program), {node: index for index, node in enumerate(program.graph.nodes)}
+    found: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        if position[node] > position[line]:
+            break
+        match data(node).op:
+            case AllGather() | GatherAhead() | Reduce():
+                found[node] = program.memory(node)
+            case Release():
+                found.pop(node.all_input_nodes[0].all_input_nodes[0], None)
+            case Update():
+                found.pop(node.all_input_nodes[1].all_input_nodes[0], None)
+        if node in ends and not items_of(node) and position[ends[node]] >= position[line]:
+            found[node] = data(node).nbytes
+    alive = [(node, _kind_of(node), nbytes) for node, nbytes in found.items() if nbytes > 0]
+    return sorted(alive, key=lambda one: -one[2])
+
+
 def _kind_of(node: fx.Node) -> Held:
     """What the memory is that a line takes or gives back."""
     match data(node).op:

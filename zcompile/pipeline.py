@@ -41,11 +41,15 @@ class Pass:
 class Entry:
     """One line of the journal: a pass, the programs before and after it, and the seconds it and its checks took."""
 
-    name: str
+    step: Pass
     before: Program
     after: Program
     seconds: float
     check_seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.step.name
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Pipeline:
             ran = time.perf_counter()
             established |= dict.fromkeys(step.ensures)
             verify(after, established, f"after {step.name}")
-            journal.entries.append(Entry(step.name, program, after, ran - started, time.perf_counter() - ran))
+            journal.entries.append(Entry(step, program, after, ran - started, time.perf_counter() - ran))
             program = after
         verify(program, self.goals, "at the end of the pipeline")
         return program

@@ -55,7 +55,7 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     psi = sum(param.nbytes for param in layout.params)
     count = sum(param.numel for param in layout.params)
     console.print(f"stage {layout.stage.number}, world {layout.world}: {count:,} parameters, {human_bytes(psi)}")
-    console.print(_state_line(layout), soft_wrap=True)
+    console.print(state_line(layout), soft_wrap=True)
     console.print(_unit_table(programs[0].layout if programs and not breaks else layout))
     if breaks:
         console.print(explain_breaks(breaks), soft_wrap=True, markup=False, highlight=False)
@@ -64,8 +64,8 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     for number, program in enumerate(programs):
         kind = "training step" if program.has_backward else "inference"
         console.print(f"\nprogram {number} ({kind}, digest {program.digest()[:12]})")
-        console.print(f"  {_volume_line(program)}")
-        if beside := _model_line(program):
+        console.print(f"  {volume_line(program)}")
+        if beside := model_line(program):
             console.print(f"  {beside}")
         console.print(f"  predicted peak of full parameters: {human_bytes(peak_full_bytes(program))}")
         console.print(f"  predicted peak beside shards and optimizer state: {human_bytes(peak_bytes(program))}")
@@ -77,7 +77,8 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     return out.getvalue()
 
 
-def _state_line(layout: Layout) -> str:
+def state_line(layout: Layout) -> str:
+    """What a rank keeps of the model from step to step."""
     state = model_state(layout)
     kept = f"{human_bytes(state.copies)} of full copies, " if state.copies else ""
     return (
@@ -95,7 +96,8 @@ def _unit_table(layout: Layout) -> Table:
     return table
 
 
-def _volume_line(program: Program) -> str:
+def volume_line(program: Program) -> str:
+    """What each rank sends, beside what the stage allows."""
     world = program.layout.world
     psi = sum(param.nbytes for param in program.layout.params)
     sent = program.volume()
@@ -106,7 +108,7 @@ def _volume_line(program: Program) -> str:
     return f"volume: each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
 
 
-def _model_line(program: Program) -> str:
+def model_line(program: Program) -> str:
     """What the model's own code communicates, as tensor parallelism does; empty if nothing."""
     found: dict[str, list[int]] = {}
     for call in program.nodes(Call):

@@ -87,7 +87,7 @@ class _Lanes:
     def step(self) -> None:
         """An optimizer's step for all parameters."""
         seconds = self._update_seconds(self.program.layout.trainable.values())
-        self._event("optimizer", "", "", "", Spent.OPTIMIZER, seconds)
+        self._event(None, "optimizer", "", "", Spent.OPTIMIZER, seconds)
 
     def _update_seconds(self, params: Iterable[Param]) -> float:
         """Of an optimizer's step for this rank's shards of `params`: all of them, where they are not sharded."""
@@ -96,25 +96,27 @@ class _Lanes:
 
     def _launch(self, node: fx.Node, unit: str) -> None:
         operation, nbytes = function_text(node.target), self.program.wire_bytes(node)
-        self._event("send", node.name, unit, str(data(node).phase), Spent.EXPOSED, nbytes * self.hardware.sending)
+        self._event(node, "send", node.name, unit, Spent.EXPOSED, nbytes * self.hardware.sending)
         start = max(self.now, self.wire)
         self.wire = self._arrival[node] = start + self.program.seconds(node, self.hardware)
         if nbytes:
-            self.messages.append(Sent(operation, unit, nbytes, start, self.wire))
+            self.messages.append(Sent(operation, unit, nbytes, start, self.wire, node.name))
 
     def _wait(self, node: fx.Node, unit: str) -> None:
         left = self._arrival[node.all_input_nodes[0]] - self.now
-        self._event("wait", node.name, unit, str(data(node).phase), Spent.EXPOSED, max(left, 0.0))
+        self._event(node, "wait", node.name, unit, Spent.EXPOSED, max(left, 0.0))
 
     def _add(self, node: fx.Node, spent: Spent, seconds: float) -> None:
         line = line_of(self.program, node)
-        self._event(line.operation, line.name, line.unit, str(data(node).phase), spent, seconds, is_line=True)
+        self._event(node, line.operation, line.name, line.unit, spent, seconds, is_line=True)
 
     def _event(
-        self, operation: str, name: str, unit: str, phase: str, spent: Spent, seconds: float, *, is_line: bool = False
-    ) -> None:
+        self, node: fx.Node | None, operation: str, name: str, unit: str, spent: Spent, seconds: float, *,
+        is_line: bool = False,
+    ) -> None:  # fmt: skip
         """What takes this long from now on; nothing for what takes no time."""
         if seconds:
+            phase, of = (str(data(node).phase), node.name) if node is not None else ("", "")
             end = self.now + seconds
-            self.events.append(Event(operation, name, unit, phase, spent, self.now, end, seconds, is_line))
+            self.events.append(Event(operation, name, unit, phase, spent, self.now, end, seconds, is_line, of))
             self.now = end

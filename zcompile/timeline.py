@@ -59,6 +59,8 @@ class Event:
     own: float
     """Seconds that no event within this one covers."""
     is_line: bool = False
+    node: str = ""
+    """The node of the program, where it is a line of one, or what such a line waits for."""
 
     @property
     def seconds(self) -> float:
@@ -75,6 +77,8 @@ class Sent:
     """Bytes that this rank sent."""
     start: float
     end: float
+    node: str = ""
+    """The node of the program that launches it, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +341,7 @@ def _events(step: StepRecord, clock: _Clock) -> Iterator[Event]:
         for line, start, end in _lines(run):
             spent = Spent.COMPUTE if line.is_region else _SPENT.get(line.operation, Spent.OVERHEAD)
             timed = event(start, end, spent, line.operation, run.phase, line.name)
-            yield replace(timed, unit=line.unit, is_line=True)
+            yield replace(timed, unit=line.unit, is_line=True, node=line.node)
 
 
 def _lines(run: Run) -> Iterator[tuple[Line, Moment, Moment]]:

@@ -366,8 +366,12 @@ class Backend:
         return self.engine.explain()
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write the text of every program after every pass under `folder`; on the mesh's first rank only."""
+        """Write every program under `folder`, on the mesh's first rank only; see `zcompile.dumps`."""
         self.engine.dump(folder)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a page of HTML on the programs; see `CompiledModule.report`."""
+        self.engine.report(path)
 
 
 def backend(

@@ -1,0 +1,43 @@
+"""Take the pictures of reports that the documentation shows: `make browser`, then `python docs/screenshots.py`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from zcompile.configuration import Options
+from zcompile.hardware import load_profile
+from zcompile.inspection import of_subject
+from zcompile.page import write_page
+from zcompile.subjects import subject_of
+
+IMAGES = Path(__file__).parent / "images"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+VIEWS = {"report": (1280, 1000, "light"), "report-phone": (390, 844, "dark")}
+
+
+def main() -> None:
+    """Write the pictures."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        raise SystemExit("there is no Chromium: run `make browser`")
+    IMAGES.mkdir(exist_ok=True)
+    subject = subject_of("gpt:8x512", batch=4, sequence=512)
+    journal = of_subject(subject, Options(stage=3, prefetch=2), world=8)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
+        file = write_page(Path(folder) / "report.html", subject.name, [journal], load_profile("a100"))
+        browser = started.chromium.launch(executable_path=chromium, args=FLAGS)
+        for name, (width, height, scheme) in VIEWS.items():
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page.goto(f"file://{file}")
+            page.locator(".text .line[data-node='blocks_3_gather']").click()
+            page.locator(".timeline").first.scroll_into_view_if_needed()
+            page.screenshot(path=IMAGES / f"{name}.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"use strict";
+for (const section of document.querySelectorAll("section.program")) {
+  const marked = {};
+  const text = section.querySelector(".text");
+  const lines = [...text.querySelectorAll("[data-node]")];
+  const cursor = section.querySelector("line.cursor");
+  const curve = section.querySelector("svg.curve");
+  const of = (node) => section.querySelectorAll(`[data-node="${CSS.escape(node)}"]:not(button)`);
+
+  const mark = (kind, node) => {
+    if (marked[kind] === node) return;
+    if (marked[kind]) for (const one of of(marked[kind])) one.classList.remove(kind);
+    marked[kind] = node;
+    if (node) for (const one of of(node)) one.classList.add(kind);
+    const line = lines.find((one) => one.dataset.node === (marked.hover || marked.kept));
+    const at = line && line.dataset.at ? line.dataset.at : "-9";
+    cursor.setAttribute("x1", at);
+    cursor.setAttribute("x2", at);
+  };
+  const keep = (node, scrolls) => {
+    mark("kept", node);
+    for (const line of lines) line.setAttribute("aria-selected", String(line.dataset.node === node));
+    const line = lines.find((one) => one.dataset.node === node);
+    if (!line) return;
+    text.setAttribute("aria-activedescendant", line.id);
+    if (scrolls) line.scrollIntoView({ block: "nearest" });
+  };
+  const node = (event) => {
+    const found = event.target.closest("[data-node]");
+    return found && section.contains(found) ? found.dataset.node : "";
+  };
+  const nearest = (event) => {
+    const box = curve.getBoundingClientRect();
+    const at = ((event.clientX - box.left) / box.width) * curve.viewBox.baseVal.width;
+    let best = "", least = Infinity;
+    for (const line of lines) {
+      const far = line.dataset.at ? Math.abs(Number(line.dataset.at) - at) : Infinity;
+      if (far < least) [best, least] = [line.dataset.node, far];
+    }
+    return best;
+  };
+
+  section.addEventListener("mouseover", (event) => mark("hover", curve.contains(event.target) ? marked.hover || "" : node(event)));
+  section.addEventListener("mouseleave", () => mark("hover", ""));
+  curve.addEventListener("mousemove", (event) => mark("hover", nearest(event)));
+  section.addEventListener("click", (event) => {
+    const found = curve.contains(event.target) ? nearest(event) : node(event);
+    if (found) keep(found === marked.kept && text.contains(event.target) ? "" : found, !text.contains(event.target));
+  });
+  text.addEventListener("keydown", (event) => {
+    const names = [...new Set(lines.map((line) => line.dataset.node))];
+    const now = names.indexOf(marked.kept || "");
+    const to = { ArrowDown: now + 1, ArrowUp: now < 0 ? names.length - 1 : now - 1, Home: 0, End: names.length - 1 }[event.key];
+    if (event.key === "Escape") keep("", false);
+    if (to === undefined) return;
+    event.preventDefault();
+    keep(names[Math.min(Math.max(to, 0), names.length - 1)], true);
+  });
+}
+
+const button = document.getElementById("theme");
+const show = (dark) => {
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  button.setAttribute("aria-pressed", String(dark));
+  button.textContent = dark ? "Light" : "Dark";
+};
+const preference = window.matchMedia("(prefers-color-scheme: dark)");
+show(preference.matches);
+preference.addEventListener("change", (event) => show(event.matches));
+button.addEventListener("click", () => show(document.documentElement.dataset.theme !== "dark"));
