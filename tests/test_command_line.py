@@ -175,6 +175,7 @@ def test_versions(run: Run) -> None:
     assert out == f"zcompile {zcompile.__version__}, torch {torch.__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).with_name("zcompile")
     found = subprocess.run(

@@ -117,6 +117,7 @@ def test_a_graphviz_that_fails_is_told_of(compiled: zcompile.CompiledModule, tmp
     assert "graphviz could not draw" in (tmp_path / "NOTES.txt").read_text()
 
 
+@pytest.mark.slow
 def test_inductor_shows_its_code_on_request(tmp_path: Path) -> None:
     made = zcompile.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend="eager")
     with torch.no_grad():
@@ -161,9 +162,9 @@ def test_a_trace_has_the_predicted_step_beside_measured_ones(tmp_path: Path) -> 
 
 
 def test_several_ranks_send_on_a_lane_of_their_own(compiled: zcompile.CompiledModule) -> None:
-    program = zcompile.planner._Rewriter(  # laid out for two ranks
+    program = zcompile.planner.Rewriter(  # laid out for two ranks
         make("gpt"), zcompile.tracing.trace(make("gpt"), batch("gpt", 0, 0)), None
-    )._program(zcompile.planner.Choice(3, 2, None, None), 2)
+    ).program(zcompile.planner.Choice(3, 2, None, None), 2)
     events = trace([program], RATES)["traceEvents"]
     assert "communication 1" in lanes_of(events, events[0]["pid"])
 

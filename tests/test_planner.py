@@ -18,7 +18,7 @@ from zcompile.gpt import GPT, SHAPES, shape_of
 from zcompile.hardware import Hardware
 from zcompile.memory import Held, model_state, peak_bytes
 from zcompile.ops import Phase
-from zcompile.planner import Choice, _Rewriter
+from zcompile.planner import Choice, Rewriter
 from zcompile.simulator import simulate
 from zcompile.tracing import trace
 
@@ -47,8 +47,8 @@ def texts(rank: int, kind: str, choice: Choice) -> list[str]:
 def test_the_program_of_a_plan_is_the_one_that_runs(ranks: Ranks, world: int, choice: Choice) -> None:
     runs = ranks.run(world, texts, "gpt", choice)[0]
     model, (tokens, targets) = make("gpt"), batch("gpt", 0, 0)
-    rewriter = _Rewriter(model, trace(model, (tokens, targets), dtype=choice.dtype), None)
-    program = rewriter._program(choice, min(world, 2))
+    rewriter = Rewriter(model, trace(model, (tokens, targets), dtype=choice.dtype), None)
+    program = rewriter.program(choice, min(world, 2))
     planned = replace(program, layout=program.layout.over(world))
     assert [planned.phase(phase).text(regions=True) for phase in Phase] == runs
 
@@ -57,8 +57,8 @@ def test_figures_are_those_of_the_program() -> None:
     model = make("gpt")
     plan = zcompile.plan(model, batch("gpt", 0, 0), worlds=[1, 4], hardware=RATES, **FEW)
     forecast = next(f for f in plan.of(4) if f.choice == Choice(3, 1, "unit", None))
-    rewriter = _Rewriter(model, trace(model, batch("gpt", 0, 0)), None)
-    program = rewriter._program(forecast.choice, 2)
+    rewriter = Rewriter(model, trace(model, batch("gpt", 0, 0)), None)
+    program = rewriter.program(forecast.choice, 2)
     program = replace(program, layout=program.layout.over(4))
     state, timeline = model_state(program.layout), simulate(program, RATES, steps=True)
     assert (forecast.parameters, forecast.optimizer) == (state.parameters, state.moments)

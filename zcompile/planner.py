@@ -275,13 +275,13 @@ def plan(
     check_worlds(worlds)
     choices = _choices(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches)
     tell = progress or (lambda *_: None)
-    rewriters: dict[torch.dtype | None, _Rewriter] = {}
+    rewriters: dict[torch.dtype | None, Rewriter] = {}
     forecasts: list[Forecast] = []
     for done, choice in enumerate(choices):
         if choice.dtype not in rewriters:
             tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
             traced = trace(model, args, kwargs, dtype=choice.dtype, units=units)
-            rewriters[choice.dtype] = _Rewriter(model, traced, units)
+            rewriters[choice.dtype] = Rewriter(model, traced, units)
         tell(str(choice), done, len(choices))
         forecasts += rewriters[choice.dtype].forecasts(choice, worlds, device)
     tell("done", len(choices), len(choices))
@@ -318,7 +318,7 @@ def _choices(
     return found
 
 
-class _Rewriter:
+class Rewriter:
     """The programs of one traced model; what they have in common is rewritten once."""
 
     def __init__(self, model: nn.Module, traced: Program, units: Sequence[str] | None) -> None:
@@ -332,14 +332,19 @@ class _Rewriter:
         for world in worlds:
             # From two ranks on, programs differ in the sizes of shards alone.
             try:
-                program = self._program(choice, min(world, 2))
+                program = self.program(choice, min(world, 2))
             except OptionError as error:
                 if error.subject != "checkpoint":
                     raise
                 return
             yield self._forecast(replace(program, layout=program.layout.over(world)), choice, hardware)
 
-    def _program(self, choice: Choice, world: int) -> Program:
+    def program(self, choice: Choice, world: int) -> Program:
+        """The finished program of a choice, laid out for `world` ranks.
+
+        Raises:
+            OptionError: the checkpoint setting has no effect, or cannot be met.
+        """
         options = Options(
             stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype
         )
