@@ -168,6 +168,7 @@ def options_apart(rank: int) -> list[str]:
     return differing
 
 
+@pytest.mark.slow
 def test_checkpoints_and_arenas_have_the_same_bits(ranks: Ranks) -> None:
     assert ranks.run(4, options_apart) == [[]] * 4
 
@@ -214,6 +215,7 @@ def steps_apart(rank: int) -> list[str]:
     return differing
 
 
+@pytest.mark.slow
 def test_train_steps_and_micro_batches(ranks: Ranks) -> None:
     assert ranks.run(4, steps_apart) == [[]] * 4
 
@@ -269,6 +271,7 @@ def choosing(rank: int) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_parts_go_with_schedules_that_are_chosen(ranks: Ranks) -> None:
     assert ranks.run(4, choosing) == [[True] * 4] * 4
 
@@ -294,6 +297,7 @@ def test_a_limit_that_one_rank_cannot_keep_is_refused_on_all(ranks: Ranks) -> No
     assert all(errors == found[0] for errors in found)
 
 
+@pytest.mark.slow
 def test_parts_on_a_disk_give_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     options = {"offload_activations": f"disk:{tmp_path}"}
     for differing, kept, whole in ranks.run(4, parts_apart, 2, 2, tmp_path, options):
