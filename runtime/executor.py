@@ -201,7 +201,8 @@ def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, Flight |
             arrived = torch.empty(param.numel, dtype=param.full_dtype, device=shards.communicator.device)
             with memory.sending():
                 arrived.copy_(shards.local(param).view(-1), non_blocking=True)
-                yield [index], arrived, memory.copied(arrived)
+                flight = memory.copied(arrived)
+            yield [index], arrived, flight
 
 
 def reduce_scatter(

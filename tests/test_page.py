@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import re
 import shutil
@@ -98,6 +99,21 @@ def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path) -> None
     assert (compiled.dump(tmp_path / "dump") / "report.html").exists()
 
 
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_program_without_a_line_has_a_page(tmp_path: Path) -> None:
+    compiled = zcompile.compile(Given(), backend="eager", dump=tmp_path)
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
+    assert "Memory of a rank" not in (tmp_path / "report.html").read_text()
+
+
 # -- in a browser -----------------------------------------------------------------------------------------------------
 
 
@@ -112,17 +128,33 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
-@pytest.fixture
-def page(browser: Any, text: str, tmp_path: Path) -> Iterator[Any]:
-    (tmp_path / "report.html").write_text(text)
+@contextlib.contextmanager
+def opened(browser: Any, text: str, folder: Path) -> Iterator[Any]:
+    """A page with this text, which says nothing on the console."""
+    (folder / "report.html").write_text(text)
     context = browser.new_context(viewport={"width": 1300, "height": 900}, color_scheme="light")
-    opened, said = context.new_page(), list[str]()
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
-    opened.goto(f"file://{tmp_path}/report.html")
-    yield opened
+    made, said = context.new_page(), list[str]()
+    made.on("console", lambda message: said.append(message.text))
+    made.on("pageerror", lambda error: said.append(str(error)))
+    made.goto(f"file://{folder}/report.html")
+    yield made
     assert said == [], "nothing is said on the console"
     context.close()
+
+
+@pytest.fixture
+def page(browser: Any, text: str, tmp_path: Path) -> Iterator[Any]:
+    with opened(browser, text, tmp_path) as made:
+        yield made
+
+
+def test_a_page_without_a_line_works(browser: Any, tmp_path: Path) -> None:
+    compiled = zcompile.compile(Given(), backend="eager")
+    compiled(torch.ones(2))
+    with opened(browser, page_text("Given", compiled._engine.journals, RATES), tmp_path) as made:
+        made.locator("h1").hover()
+        made.locator(".text").click()
+        made.keyboard.press("ArrowDown")
 
 
 def test_a_click_on_a_line_marks_it_everywhere(page: Any) -> None:

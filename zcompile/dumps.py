@@ -118,8 +118,11 @@ def difference(before: str, after: str, old: str, new: str) -> str:
 
 def _draw(home: Path, program: Program, hardware: Hardware) -> list[str]:
     """The program as DOT, and as SVG where graphviz is there; what went wrong, else."""
-    source, target = home / "program.dot", home / "program.svg"
-    source.write_text(dot_text(program, hardware))
+    source, target, text = home / "program.dot", home / "program.svg", dot_text(program, hardware)
+    if target.exists() and source.read_text() == text:
+        return []  # a model of many programs is dumped again with each of them
+    source.write_text(text)
+    target.unlink(missing_ok=True)
     if (dot := shutil.which("dot")) is None:
         return [NOTE]
     command = [dot, "-Tsvg", str(source), "-o", str(target)]

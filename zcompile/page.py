@@ -180,9 +180,12 @@ def _chart(timeline: Timeline, title: str) -> Chart:
 _LANES = {Spent.COMPUTE: "compute", Spent.OPTIMIZER: "compute", Spent.EXPOSED: "waiting"}
 
 
-def _curve(program: Program) -> Curve:
+def _curve(program: Program) -> Curve | None:
+    """None of a program that has no line: its model gives back what it is given."""
     live, state = live_by_kind(program), model_state(program.layout)
     nodes, totals = list(live), [sum(held.values()) for held in live.values()]
+    if not nodes:
+        return None
     always = {"optimizer state": state.moments, "shards": state.parameters}
     kinds = {name: [nbytes] * len(nodes) for name, nbytes in always.items()}
     kinds |= {str(kind): [held[kind] for held in live.values()] for kind in Held}

@@ -352,7 +352,7 @@ class Rewriter:
         first = [step for step in before if step.name in _ALIKE]
         shared = self._run((), self._traced, first)
         layout = make_layout(self.model, STAGES[choice.stage], world, self.units, Precision(choice.dtype))
-        at_stage = replace(shared, layout=layout.with_trainable({p.name: p.trainable for p in layout.params}))
+        at_stage = replace(shared, layout=layout)
         # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
         budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
         head = (choice.stage, choice.checkpoint, world, budget)

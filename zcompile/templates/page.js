@@ -14,8 +14,7 @@ for (const section of document.querySelectorAll("section.program")) {
     if (node) for (const one of of(node)) one.classList.add(kind);
     const line = lines.find((one) => one.dataset.node === (marked.hover || marked.kept));
     const at = line && line.dataset.at ? line.dataset.at : "-9";
-    cursor.setAttribute("x1", at);
-    cursor.setAttribute("x2", at);
+    if (cursor) for (const end of ["x1", "x2"]) cursor.setAttribute(end, at);
   };
   const keep = (node, scrolls) => {
     mark("kept", node);
@@ -29,6 +28,7 @@ for (const section of document.querySelectorAll("section.program")) {
     const found = event.target.closest("[data-node]");
     return found && section.contains(found) ? found.dataset.node : "";
   };
+  const within = (event) => curve !== null && curve.contains(event.target);
   const nearest = (event) => {
     const box = curve.getBoundingClientRect();
     const at = ((event.clientX - box.left) / box.width) * curve.viewBox.baseVal.width;
@@ -40,11 +40,11 @@ for (const section of document.querySelectorAll("section.program")) {
     return best;
   };
 
-  section.addEventListener("mouseover", (event) => mark("hover", curve.contains(event.target) ? marked.hover || "" : node(event)));
+  section.addEventListener("mouseover", (event) => mark("hover", within(event) ? marked.hover || "" : node(event)));
   section.addEventListener("mouseleave", () => mark("hover", ""));
-  curve.addEventListener("mousemove", (event) => mark("hover", nearest(event)));
+  if (curve) curve.addEventListener("mousemove", (event) => mark("hover", nearest(event)));
   section.addEventListener("click", (event) => {
-    const found = curve.contains(event.target) ? nearest(event) : node(event);
+    const found = within(event) ? nearest(event) : node(event);
     if (found) keep(found === marked.kept && text.contains(event.target) ? "" : found, !text.contains(event.target));
   });
   text.addEventListener("keydown", (event) => {
