@@ -26,11 +26,12 @@ from zcompile.ops import (
     all_reduce,
     copy,
     data,
+    items_of,
     op_of,
     reduce_scatter,
     wait,
 )
-from zcompile.program import Program, after_items, items_of, set_results
+from zcompile.program import Program, after_items, set_results
 
 
 def insert_reductions(program: Program) -> Program:

@@ -28,7 +28,7 @@ from zcompile.cost import aten_cost, operation_seconds
 from zcompile.fusion import fuses, is_stored
 from zcompile.hardware import CPU
 from zcompile.memory import live_bytes
-from zcompile.ops import Call, Item, Phase, data, op_of
+from zcompile.ops import Call, Phase, data, op_of, values_of
 from zcompile.program import Program
 from zcompile.recompute import Turn, recompute
 
@@ -56,11 +56,7 @@ class Choice:
 
     def runs_again(self, operation: fx.Node, run: int) -> bool:
         """True if `operation` is computed again in `run`, for any of its results."""
-        return any(value.name in self.again[run] for value in _results(operation))
-
-
-def _results(operation: fx.Node) -> list[fx.Node]:
-    return [user for user in operation.users if isinstance(data(user).op, Item)] or [operation]
+        return any(value.name in self.again[run] for value in values_of(operation))
 
 
 def choice(turn: Turn, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.0) -> Choice:
@@ -137,7 +133,7 @@ class Problem:
 
     def again_bytes(self, operation: fx.Node) -> int:
         """Bytes that the results of an operation take where it runs again."""
-        return sum(data(node).nbytes for node in _results(operation) if not self.fused or is_stored(node))
+        return sum(data(node).nbytes for node in values_of(operation) if not self.fused or is_stored(node))
 
     def again_seconds(self, operation: fx.Node) -> float:
         """Time of an operation that runs again; what fuses reads and writes little of its own."""

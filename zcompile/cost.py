@@ -7,6 +7,7 @@ read and write only what is stored: see `zcompile.fusion`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zcompile.fusion import fuses, is_stored
 from zcompile.hardware import Hardware
-from zcompile.ops import Call, Compute, Item, data, op_of
+from zcompile.ops import Call, Compute, Item, data, op_of, values_of
 
 if TYPE_CHECKING:
     from zcompile.program import Region
@@ -98,7 +99,7 @@ def operation_seconds(node: fx.Node, hardware: Hardware, touched: int | None = N
 def _seconds_within(node: fx.Node, region: Region, hardware: Hardware) -> float:
     if not region.fuses or not fuses(node):
         return operation_seconds(node, hardware) + (0.0 if data(node).view else hardware.launch)
-    written = [value for value in _values(node) if is_stored(value)]
+    written = [value for value in values_of(node) if is_stored(value)]
     touched = sum(data(value).nbytes for value in written)
     if written:
         touched += sum(data(source).nbytes for source in _read_by(node))
@@ -120,11 +121,6 @@ def _read_by(node: fx.Node) -> set[fx.Node]:
         else:
             found.add(source)
     return found
-
-
-def _values(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an operation gives."""
-    return [user for user in node.users if isinstance(data(user).op, Item)] or [node]
 
 
 def seconds_of(node: fx.Node, regions: Mapping[str, Region], hardware: Hardware) -> float:
@@ -164,14 +160,14 @@ def _is_attention(node: fx.Node) -> bool:
 
 def _dtype(node: fx.Node) -> torch.dtype:
     """The dtype of the first tensor that an operation reads, else of what it gives."""
-    types = (data(one).type for one in (*node.all_input_nodes, *_values(node)))
+    types = (data(one).type for one in (*node.all_input_nodes, *values_of(node)))
     return next((found.dtype for found in types if found), torch.float32)
 
 
 def _elements(node: fx.Node) -> int:
     """Elements of the largest tensor that an operation reads or gives."""
-    types = (data(one).type for one in (*node.all_input_nodes, *_values(node)))
-    return max((found.nbytes // found.dtype.itemsize for found in types if found), default=0)
+    types = (data(one).type for one in (*node.all_input_nodes, *values_of(node)))
+    return max((math.prod(found.shape) for found in types if found), default=0)
 
 
 def _shapes_given(node: fx.Node) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from zcompile.configuration import Options
 from zcompile.cost import bucket_for
 from zcompile.dumps import write_dump
 from zcompile.errors import AgreementError, OptionError, PipelineError, TimelineError
+from zcompile.front_end import autocast
 from zcompile.hardware import CPU, GPU, Hardware, load_profile
 from zcompile.layout import Layout, Unit
 from zcompile.local_graphs import Locals, local_graph
@@ -156,9 +157,7 @@ class Engine:
 
         Where the user has set autocast of the same dtype himself, this changes nothing.
         """
-        if self.options.dtype in (None, torch.float32):
-            return contextlib.nullcontext()
-        return torch.autocast(self.communicator.device.type, dtype=self.options.dtype)
+        return autocast(self.communicator.device.type, self.options.dtype)
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """What a call of the model draws random numbers under: each rank its own, unless the user has seen to it.

@@ -45,6 +45,11 @@ def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[st
     return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 
 
+def autocast(kind: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """What a model is called under that computes in `dtype` on a device of this kind; nothing for float32."""
+    return contextlib.nullcontext() if dtype in (None, torch.float32) else torch.autocast(kind, dtype=dtype)
+
+
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
     """Our own errors out of torch.compile's wrapping, and too many recompilations as a CaptureError."""

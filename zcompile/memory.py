@@ -31,9 +31,11 @@ from zcompile.ops import (
     Update,
     WaitReduce,
     data,
+    items_of,
     op_of,
+    values_of,
 )
-from zcompile.program import Program, Region, items_of
+from zcompile.program import Program, Region
 
 Freed = tuple[tuple[fx.Node, ...], int]
 """Placeholders of a region that show one memory, and its bytes."""
@@ -67,7 +69,7 @@ def live_by_kind(program: Program) -> dict[fx.Node, dict[Held, int]]:
         if isinstance(op, Call):
             freed = _freed_within(program, node, ends)
             gained = dict.fromkeys(Held, 0)
-            for value in items_of(node) or [node]:
+            for value in values_of(node):
                 gained[_kind_of(value)] += data(value).nbytes
             left = sum(gained.values()) - sum(nbytes for _, nbytes in freed)
             most = max(left, region_bytes(program.regions[op.region], freed))

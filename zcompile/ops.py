@@ -389,3 +389,13 @@ NAMES = frozenset(
     }
 )
 """Names with a meaning in a printed program; no value is called so."""
+
+
+def items_of(node: fx.Node) -> list[fx.Node]:
+    """The results of a call that has several, in the order in which they are used first."""
+    return [user for user in node.users if isinstance(data(user).op, Item)]
+
+
+def values_of(node: fx.Node) -> list[fx.Node]:
+    """The values that an operation gives: its results where it has several, else itself."""
+    return items_of(node) or [node]

@@ -164,10 +164,7 @@ def _chart(timeline: Timeline, title: str) -> Chart:
             lanes.setdefault(_LANES[event.spent], []).append(
                 bar(event.start, event.end, str(event.spent), what, event.node)
             )
-    free: list[float] = []
-    for message in timeline.messages or ():
-        lane = next((i for i, end in enumerate(free) if end <= message.start), len(free))
-        free[lane : lane + 1] = [message.end]
+    for lane, message in timeline.flights():
         name = "communication" if not lane else f"communication {lane + 1}"
         what = f"{message.operation} {message.unit}, {human_bytes(message.nbytes)}"
         lanes.setdefault(name, []).append(bar(message.start, message.end, "message", what, message.node))

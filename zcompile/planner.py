@@ -138,14 +138,19 @@ class Plan:
     def fits(self, forecast: Forecast) -> bool:
         return forecast.nbytes <= self.memory_limit
 
+    def fastest(self, world: int) -> Forecast | None:
+        """The fastest choice that fits, of equals the smallest; None if none does."""
+        fitting = [forecast for forecast in self.of(world) if self.fits(forecast)]
+        return min(fitting, key=lambda forecast: (forecast.seconds, forecast.nbytes), default=None)
+
     def best(self, world: int) -> Forecast:
         """The fastest choice that fits.
 
         Raises:
             OptionError: none does; the message says which comes nearest, and by how much it does not.
         """
-        if fitting := [forecast for forecast in self.of(world) if self.fits(forecast)]:
-            return min(fitting, key=_first)
+        if (fastest := self.fastest(world)) is not None:
+            return fastest
         nearest = min(self.of(world), key=lambda forecast: forecast.nbytes)
         least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
         found = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
@@ -154,18 +159,13 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """What `zcompile plan --json` prints."""
-        best: dict[str, str | None] = {}
-        for world in self.worlds:
-            try:
-                best[str(world)] = str(self.best(world).choice)
-            except OptionError:
-                best[str(world)] = None
+        fastest = {str(world): self.fastest(world) for world in self.worlds}
         return {
             "model": self.model,
             "parameters": self.parameters,
             "hardware": self.hardware.name,
             "memory_limit": self.memory_limit,
-            "recommended": best,
+            "recommended": {world: best and str(best.choice) for world, best in fastest.items()},
             "forecasts": [{**forecast.as_dict(), "fits": self.fits(forecast)} for forecast in self.forecasts],
         }
 
@@ -192,8 +192,7 @@ class Plan:
 
     def _table(self, world: int) -> Table:
         forecasts = self.of(world)
-        fitting = [forecast for forecast in forecasts if self.fits(forecast)]
-        best = min(fitting, key=_first, default=None)
+        best = self.fastest(world)
         kinds = [kind for kind in Held if any(forecast.held[kind] for forecast in forecasts)]
         caption = "GB (10^9 bytes) at the peak of a step, of shards and optimizer state all the time"
         table = Table(title=f"{world} rank{'s' * (world > 1)}", title_justify="left", caption=caption)
@@ -215,11 +214,6 @@ class Plan:
 
 def _gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:.4g} GB"
-
-
-def _first(forecast: Forecast) -> tuple[float, int]:
-    """Which of those that fit is better: the faster, and of equals the smaller."""
-    return forecast.seconds, forecast.nbytes
 
 
 def _row(forecast: Forecast, kinds: Sequence[Held]) -> Iterator[str]:

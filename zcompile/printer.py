@@ -48,9 +48,10 @@ from zcompile.ops import (
     Update,
     WaitGather,
     data,
+    items_of,
     op_of,
 )
-from zcompile.program import Program, Region, after_items, items_of
+from zcompile.program import Program, Region, after_items
 from zcompile.tensor_type import TensorType, dtype_text, human_bytes
 
 _TEMPLATE = """\

@@ -44,6 +44,7 @@ from zcompile.ops import (
     Update,
     WaitGather,
     data,
+    items_of,
     op_of,
     set_data,
 )
@@ -373,11 +374,6 @@ def _placed(release: fx.Node) -> bool:
     """True if what is released has a place in the arena."""
     gathers = (source for full in release.all_input_nodes for source in full.all_input_nodes)
     return any(isinstance(op := data(gather).op, AllGather) and op.at is not None for gather in gathers)
-
-
-def items_of(node: fx.Node) -> list[fx.Node]:
-    """The results of a call that has several, in the order in which they are used first."""
-    return [user for user in node.users if isinstance(data(user).op, Item)]
 
 
 def after_items(call: fx.Node) -> fx.Node:

@@ -262,6 +262,16 @@ class Timeline:
         target.write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))
         return target
 
+    def flights(self) -> list[tuple[int, Sent]]:
+        """Collectives with the lane that each has, from 0: what flies at the same time is on lanes of its own."""
+        free: list[float] = []
+        found = []
+        for message in self.messages or ():
+            lane = next((i for i, end in enumerate(free) if end <= message.start), len(free))
+            free[lane : lane + 1] = [message.end]
+            found.append((lane, message))
+        return found
+
     def trace_events(self, process: int | None = None, name: str | None = None) -> list[dict[str, Any]]:
         """What `save` writes, in Chrome's trace format: complete events (`ph` X) in microseconds.
 
@@ -273,15 +283,12 @@ class Timeline:
             lane = _LANES.get(event.spent, 0)
             details = {"name": event.name, "unit": event.unit, "phase": event.phase, "own_us": event.own * 1e6}
             found.append(self._traced(lane, event.operation, event.start, event.end, details))
-        free: list[float] = []
-        for message in self.messages or ():
-            # Perfetto wants events of one lane apart or within each other: what flies at the same time gets lanes.
-            lane = next((i for i, end in enumerate(free) if end <= message.start), len(free))
-            free[lane : lane + 1] = [message.end]
+        flights = self.flights()
+        for lane, message in flights:
             details = {"unit": message.unit, "bytes": message.nbytes}
             name = f"{message.operation} {message.unit}"
             found.append(self._traced(len(lanes) + lane, name, message.start, message.end, details))
-        lanes += [f"communication {lane + 1}" for lane in range(len(free))]
+        lanes += [f"communication {lane + 1}" for lane in sorted({lane for lane, _ in flights})]
         names = [
             ("process_name", 0, name or f"rank {self.rank}"),
             *(("thread_name", i, n) for i, n in enumerate(lanes)),

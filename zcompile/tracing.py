@@ -20,7 +20,7 @@ from zcompile._torch import tree_map_only
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.errors import CaptureError, ModelError
-from zcompile.front_end import BREAKS, traceable, typed_errors
+from zcompile.front_end import BREAKS, autocast, traceable, typed_errors
 from zcompile.layout import STAGES, Layout
 from zcompile.program import Program
 from zcompile.report import Break
@@ -60,7 +60,7 @@ def trace(
     signature = inspect.signature(type(model).forward)
     given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
     call = traceable(model, lambda *a, **k: model(*a, **k), [type(model).__qualname__, str(layout)])
-    with _without_memory(model, layout) as husks, torch.enable_grad(), _autocast(dtype):
+    with _without_memory(model, layout) as husks, torch.enable_grad(), autocast("cpu", dtype):
         names = Names(
             {id(made): name for name, made in husks.items()},
             {id(buffer): name for name, buffer in model.named_buffers()},
@@ -123,10 +123,6 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
     if not value.is_meta:
         return value
     return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
-
-
-def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if dtype in (None, torch.float32) else torch.autocast("cpu", dtype=dtype)
 
 
 @contextlib.contextmanager
