@@ -60,6 +60,16 @@ except Exception:
     pass
 raise SystemExit("this is not reached")
 """
+TRAIN_STEP = """
+import torch
+import zcompile
+from torch import nn
+
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = zcompile.train_step(model, lambda model, x: model(x).sum(), optimizer, backend="eager")
+step(torch.ones(3, 8))
+"""
 
 
 @pytest.fixture
@@ -130,6 +140,13 @@ def test_inspect_runs_a_script_until_its_model_is_traced(run: Run, tmp_path: Pat
     assert "stage 2, world 4: 144 parameters" in out
     assert (tmp_path / "zcompile_dump" / "program_0" / "backward.py").exists()
     assert dict(os.environ) == before
+
+
+def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAIN_STEP)
+    code, _, err = run("inspect", "script.py")
+    assert (code, err) == (0, "")
+    assert "update(" in (tmp_path / "zcompile_dump" / "program_0" / "backward.py").read_text()
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from zcompile.cost import region_seconds
 from zcompile.fitting import Observation, Reference, fit, observe
 from zcompile.gpt import Shape
 from zcompile.hardware import Hardware, parse_profile, profile_text
-from zcompile.runtime import survey as surveying
+from zcompile.runtime import calibration
+from zcompile.runtime.calibration import Sizes, survey
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.survey import survey
 
 GUESS = replace(Hardware.of(flops=1e11, memory_bandwidth=2e10), functions=1e9, launch=1e-6)
 TRUTH = replace(GUESS, flops=dict.fromkeys(GUESS.flops, 4e10), elementwise=0.5, attention=0.6, functions=3e8)
@@ -52,8 +52,7 @@ def test_regions_of_a_reference_are_seen_with_their_times() -> None:
 
 def measured(rank: int) -> str:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    little = {"_PRODUCT": {"cpu": 64}, "_TOUCHED": {"cpu": 2**16}, "_SENT": {"cpu": 2**16}}
-    with mock.patch.multiple(surveying, **little):
+    with mock.patch.object(calibration, "MUCH", {"cpu": Sizes(64, 2**16, 2**16)}):
         return profile_text(survey(Communicator(mesh, torch.device("cpu")), "here"))
 
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile.errors import GroupError, OptionError
 from zcompile.fitting import REFERENCES, Observation, fit, observe
 from zcompile.hardware import Hardware, load_profile, profile_text
+from zcompile.runtime.calibration import survey
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.survey import survey
 
 TORCH = ((2, 11), (2, 14))
 """The first torch that is supported, and the first that is not."""

@@ -195,7 +195,7 @@ class Engine:
         self.recorder.end_call(split=bool(self.breaks))
 
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
-        offer(traced, self.options)
+        offer(traced, self.options, updates=updater is not None)
         if self.peers is None:
             return self._lowered(traced, updater)
         return self.peers.together(lambda: self._lowered(traced, updater))

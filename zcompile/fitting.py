@@ -103,4 +103,5 @@ def _scaled(hardware: Hardware, logarithms: Sequence[float]) -> Hardware:
     factors = dict(zip(FITTED[1:], rest, strict=True))
     flops = {dtype: rate * products for dtype, rate in hardware.flops.items()}
     changes: dict[str, Any] = {name: getattr(hardware, name) * factor for name, factor in factors.items()}
+    changes |= {share: min(changes[share], 1.0) for share in ("elementwise", "attention")}
     return replace(hardware, flops=flops, **changes)

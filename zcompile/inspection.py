@@ -46,14 +46,14 @@ def of_script(script: Path, arguments: Sequence[str], world: int) -> Journal:
     try:
         with _as_one_rank(), _as_main(script, arguments), intercepting():
             runpy.run_path(str(script), run_name="__main__")
-    except Traced as found:
-        return _rewritten(found.program, found.program.layout.over(world), found.options)
+    except Traced as traced:
+        return _rewritten(traced.program, traced.program.layout.over(world), traced.options, updates=traced.updates)
     except SystemExit as error:
         if error.code:
             raise SubjectError(str(script), f"ended with {error.code!r}", "give the arguments that it wants") from error
     except Exception as error:
-        found_ = f"raised {type(error).__name__}: {error}"
-        raise SubjectError(str(script), found_, "mend it; it runs as one rank until its model is traced") from error
+        found = f"raised {type(error).__name__}: {error}"
+        raise SubjectError(str(script), found, "mend it; it runs as one rank until its model is traced") from error
     fix = "let it call the module that zcompile.compile gives, or name a factory in it: script.py:factory"
     raise SubjectError(str(script), "has ended without calling a compiled model", fix)
 
@@ -74,9 +74,9 @@ def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, cod
     return text, notes
 
 
-def _rewritten(traced: Program, layout: Layout, options: Options) -> Journal:
+def _rewritten(traced: Program, layout: Layout, options: Options, *, updates: bool = False) -> Journal:
     journal = Journal()
-    options.pipeline().run(replace(traced, layout=layout), journal)
+    options.pipeline(updates=updates and traced.has_backward).run(replace(traced, layout=layout), journal)
     return journal
 
 

@@ -90,9 +90,9 @@ class Traced(BaseException):
     No Exception: neither torch.compile, which traces, nor a script that trains is to catch it.
     """
 
-    def __init__(self, program: Program, options: Options) -> None:
+    def __init__(self, program: Program, options: Options, *, updates: bool = False) -> None:
         super().__init__("a model was traced")
-        self.program, self.options = program, options
+        self.program, self.options, self.updates = program, options, updates
 
 
 _INTERCEPTING: ContextVar[bool] = ContextVar("zcompile_intercepting", default=False)
@@ -108,14 +108,14 @@ def intercepting() -> Iterator[None]:
         _INTERCEPTING.reset(wanted)
 
 
-def offer(program: Program, options: Options) -> None:
-    """A model is about to be compiled with these options.
+def offer(program: Program, options: Options, *, updates: bool) -> None:
+    """A model is about to be compiled with these options; `updates`: for a train step.
 
     Raises:
         Traced: somebody only wants to see it.
     """
     if _INTERCEPTING.get():
-        raise Traced(program, options)
+        raise Traced(program, options, updates=updates)
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
