@@ -15,9 +15,9 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.derived import derived_values
+from zcompile.effects import is_random
 from zcompile.ops import Item, Phase, Results, data
 from zcompile.program import Program
-from zcompile.recompute import is_random
 from zcompile.runs import runs
 
 LARGE_BYTES = 1024 * 1024

@@ -30,6 +30,18 @@ def test_between_nodes_a_node_receives_what_its_ranks_do_not_have() -> None:
     assert NODES.collective_seconds(800, 32) == pytest.approx(3e-6 + 2e-3 + max(inner, outer))
 
 
+def test_groups_across_nodes_share_the_link_of_each() -> None:
+    # Four groups of eight, one beside the other: two ranks of each are in a node, and share its link with the others.
+    inner, outer = (1 - 1 / 8) * 800 / 100, (1 - 2 / 8) * 800 / (50 / 4)
+    assert NODES.collective_seconds(800, 8, apart=4) == pytest.approx(1e-6 + 2e-3 + max(inner, outer))
+    # One rank of each in a node: nothing is sent within.
+    assert NODES.collective_seconds(800, 4, apart=8) == pytest.approx(2e-3 + (1 - 1 / 4) * 800 / (50 / 8))
+
+
+def test_groups_within_a_node_share_no_link() -> None:
+    assert NODES.collective_seconds(800, 4, apart=2) == pytest.approx(2e-6 + (1 - 1 / 4) * 800 / 100)
+
+
 def test_every_message_has_its_latency() -> None:
     one, three = (NODES.collective_seconds(800, 2, messages) for messages in (1, 3))
     assert three - one == pytest.approx(2e-6)
@@ -37,6 +49,7 @@ def test_every_message_has_its_latency() -> None:
 
 def test_alone_nothing_is_sent() -> None:
     assert NODES.collective_seconds(800, 1) == 0.0
+    assert NODES.collective_seconds(800, 1, apart=16) == 0.0
 
 
 @given(st.integers(1, 4096), st.floats(0, 1e12))

@@ -13,12 +13,14 @@ from torch import fx, nn
 import zcompile
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, parsed
+from tests.passes.test_partition_activations import SAME
 from zcompile.cost import region_seconds
-from zcompile.hardware import Hardware
+from zcompile.hardware import Hardware, Link
 from zcompile.layout import STAGES
 from zcompile.ops import Compute, Data, Input, Kind, Results, set_data
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_updates import insert_updates
+from zcompile.passes.partition_activations import partition_activations
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.program import Region
 from zcompile.simulator import UPDATE_BYTES, simulate
@@ -92,6 +94,25 @@ def test_stage_0_steps_for_whole_parameters() -> None:
     nbytes = sum(param.nbytes for param in model.parameters())
     program = replace(compiled.programs[0], layout=make_layout(model, STAGES[0], 2))
     assert simulate(program, hardware, steps=True).optimizer == pytest.approx(UPDATE_BYTES * nbytes / 1e6)
+
+
+# -- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def test_parts_of_activations_arrive_on_a_wire_of_their_own() -> None:
+    # Gathers of parameters fly at the same time as a fetch, which takes as long as a collective over its peers.
+    program = partition_activations(parsed(CHAIN, SAME), peers=3, least=1)
+    found = simulate(program, RATES).messages or ()
+    assert [(message.operation, message.nbytes) for message in found] == [("fetch", 128 * 2 // 3)]
+    assert found[0].end - found[0].start == pytest.approx(128 * 2 / 3 / 1e8)
+
+
+def test_data_parallel_groups_share_links_with_those_of_other_parts() -> None:
+    program = parsed(CHAIN, GATHERED)
+    nodes = replace(RATES, links=(Link("inside", 0.0, 1e12, members=2), Link("between", 0.0, 1e8)))
+    apart = replace(program, layout=replace(program.layout, tensor_parallel=2))
+    assert simulate(program, nodes).exposed < 1e-8  # both ranks in one node
+    assert simulate(apart, nodes).exposed == pytest.approx(2 * 4 * HALF / 1e8)  # one in each, half of its link
 
 
 # -- regions ----------------------------------------------------------------------------------------------------------
@@ -173,3 +194,14 @@ def test_products_and_attention_have_rates_by_dtype() -> None:
     assert seconds[torch.float32, 1.0] == pytest.approx((product + attention) / 1e9)
     assert seconds[torch.float32, 0.5] == pytest.approx((product + 2 * attention) / 1e9)
     assert seconds[torch.bfloat16, 1.0] == pytest.approx((product + attention) / 4e9)
+
+
+def test_the_models_own_collectives_take_their_time_within_regions() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        sent = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0"))
+        return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (sent,))
+
+    slow = replace(SLOW_MEMORY, links=(Link("inside", 1e-3, 1e6),), launch=0.0)
+    made = region(build, fuses=True)
+    assert region_seconds(made, slow, 1) == 0.0
+    assert region_seconds(made, slow, 4) == pytest.approx(2e-3 + 2 * NBYTES * 3 / 4 / 1e6)

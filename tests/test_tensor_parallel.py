@@ -22,7 +22,9 @@ from torch.distributed.tensor.parallel import (
 import zcompile
 from tests.ranks import Ranks
 from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
-from zcompile.ops import Peers
+from zcompile.ops import Peers, Phase
+from zcompile.planner import Choice, Rewriter
+from zcompile.tracing import trace
 
 Values = dict[str, torch.Tensor]
 STEPS = 2
@@ -155,6 +157,47 @@ def stages_apart(rank: int) -> list[str]:
 
 def test_every_stage_has_the_same_bits(ranks: Ranks) -> None:
     assert ranks.run(4, stages_apart) == [[]] * 4
+
+
+def planned(rank: int) -> list[tuple[str, str]]:
+    """The text of the program that runs, and of that which a plan has of the model on meta."""
+    dp, tp = meshes(2, 2)
+    found = []
+    for choice in (Choice(3, 1, None, None), Choice(2, 0, "unit", torch.bfloat16)):
+        passes = zcompile.pipeline(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint)
+        compiled = build(dp, tp, "everything", stage=choice.stage, dtype=choice.dtype, passes=passes)
+        compiled(*tokens(0, dp.get_local_rank())).backward()
+        with torch.device("meta"):
+            model = parallelize_module(Feed(), tp, PLANS["everything"])
+        program = Rewriter(model, trace(model, tokens(0, 0), dtype=choice.dtype), None).program(choice, 2)
+        assert program.layout.tensor_parallel == 2
+        assert all(isinstance(parameter, DTensor) for parameter in model.embed.parameters())
+        found += [
+            (program.phase(phase).text(regions=True), running.text(regions=True))
+            for phase, running in zip(Phase, compiled.programs, strict=True)
+        ]
+    return found
+
+
+def forecast(rank: int) -> tuple[str, int, int]:
+    with torch.device("meta"):
+        plain, divided = Feed(), parallelize_module(Feed(), meshes(2, 2)[1], PLANS["everything"])
+    few: dict[str, Any] = {"worlds": [2], "stages": [3], "prefetches": [1], "checkpoints": [None], "dtypes": [None]}
+    whole, parts = (zcompile.plan(model, tokens(0, 0), **few) for model in (plain, divided))
+    return str(parts), whole.best(2).parameters, parts.best(2).parameters
+
+
+def test_a_plan_is_of_a_part_of_the_model(ranks: Ranks) -> None:
+    text, whole, part = ranks.run(4, forecast)[0]
+    assert "2 ranks for each of 2 parts of the model" in text
+    assert whole / 2 < part < whole  # norms and biases are not divided
+
+
+def test_a_plan_has_the_program_that_runs(ranks: Ranks) -> None:
+    for found in ranks.run(4, planned):
+        assert len(found) == 4
+        assert all(plan == running for plan, running in found)
+        assert all("tensor_parallel = 2" in plan for plan, _ in found)
 
 
 def options_apart(rank: int) -> list[str]:

@@ -402,6 +402,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def mesh_size(tensor: torch.Tensor) -> int:
+    """Ranks of the mesh that a DTensor lies on; 1 for a plain tensor."""
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+
+
 def give_up(parameter: torch.nn.Parameter) -> None:
     """Let go of a parameter's memory: of a DTensor that of the local tensor."""
     empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from zcompile.effects import is_collective, is_wait
 from zcompile.fusion import fuses, is_stored
 from zcompile.hardware import Hardware
 from zcompile.ops import Call, Compute, Item, data, op_of, values_of
@@ -79,10 +80,22 @@ def bucket_for(hardware: Hardware) -> int:
     return int(min(max(wanted, least), most))
 
 
-def region_seconds(region: Region, hardware: Hardware) -> float:
-    """Seconds of a region on `hardware`: those of its operations, one after the other."""
-    nodes = (node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute))
-    return sum(_seconds_within(node, region, hardware) for node in nodes)
+def region_seconds(region: Region, hardware: Hardware, tensor_parallel: int = 1) -> float:
+    """Seconds of a region on `hardware`: those of its operations, one after the other.
+
+    Its own collectives are over `tensor_parallel` ranks, neighbours, and are waited for where they are launched.
+    """
+    nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
+    sent = sum(_collective_seconds(node, hardware, tensor_parallel) for node in nodes if is_collective(node))
+    computing = (node for node in nodes if not is_collective(node) and not is_wait(node))
+    return sent + sum(_seconds_within(node, region, hardware) for node in computing)
+
+
+def _collective_seconds(node: fx.Node, hardware: Hardware, ranks: int) -> float:
+    """Seconds of a collective of the model's own code; what it moves is the larger of what it takes and gives."""
+    payload = max(data(node).nbytes, *map(_bytes, node.all_input_nodes))
+    reduces = _packet(node).__name__.startswith("all_reduce")
+    return hardware.collective_seconds(payload * (2 if reduces else 1), ranks)
 
 
 def operation_seconds(node: fx.Node, hardware: Hardware, touched: int | None = None) -> float:
@@ -123,11 +136,11 @@ def _read_by(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def seconds_of(node: fx.Node, regions: Mapping[str, Region], hardware: Hardware) -> float:
+def seconds_of(node: fx.Node, regions: Mapping[str, Region], hardware: Hardware, tensor_parallel: int = 1) -> float:
     """Seconds of a node of a program that computes; 0 for any other."""
     op = data(node).op
     if isinstance(op, Call):
-        return region_seconds(regions[op.region], hardware)
+        return region_seconds(regions[op.region], hardware, tensor_parallel)
     return operation_seconds(node, hardware) if isinstance(op, Compute) else 0.0
 
 

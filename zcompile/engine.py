@@ -29,7 +29,7 @@ from zcompile.errors import AgreementError, OptionError, PipelineError, Timeline
 from zcompile.front_end import autocast
 from zcompile.hardware import CPU, GPU, Hardware, load_profile
 from zcompile.layout import Layout, Unit
-from zcompile.local_graphs import Locals, local_graph
+from zcompile.local_graphs import Locals, on_locals
 from zcompile.lower import Session, Step
 from zcompile.ops import Parameter, Phase, Update, op_of
 from zcompile.page import write_page
@@ -147,10 +147,7 @@ class Engine:
             return runner
 
         layout = self.layout.with_trainable(trainable)
-        local = local_graph(module, inputs, locals_ or {})
-        if local is None:
-            return Capture(names, layout, lower)(module, inputs)
-        return local.calling(Capture(local.named(names, inputs), layout, lower)(local.module, local.inputs))
+        return on_locals(module, inputs, names, locals_ or {}, lambda called: Capture(called, layout, lower))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What a call of the model runs under: with low-precision parameters, code that mixes dtypes must still work.

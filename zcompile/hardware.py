@@ -81,17 +81,27 @@ class Hardware:
         """The rate of matrix products in `dtype`; that of float32 for one that the profile does not know."""
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
-    def collective_seconds(self, payload: float, world: int, messages: int = 1) -> float:
+    def collective_seconds(self, payload: float, world: int, messages: int = 1, *, apart: int = 1) -> float:
         """Seconds of a collective of `payload` bytes over `world` ranks, neighbours joined by the lower levels.
 
         Each member of a level receives all that its own ranks do not have; levels work at the same time, so the slowest
-        counts. Latencies of a level grow with the logarithm of its members, and those of all levels add up. `payload`:
-        of the tensors, twice for an all_reduce.
+        counts. Latencies of a level grow with the logarithm of its members, and those of all levels add up.
+
+        Args:
+            payload: Of the tensors, twice for an all_reduce.
+            world: Ranks of the group.
+            messages: How many the payload is sent in.
+            apart: How far each rank of the group is from the next. The ranks between are in groups of their own, which
+                send at the same time and share the links.
         """
         latency = seconds = 0.0
-        for link, ranks, joined in self._levels(world):
-            latency += link.latency * math.ceil(math.log2(joined))
-            seconds = max(seconds, payload * (1 - ranks / world) / link.bandwidth)
+        for link, ranks, joined in self._levels(world * apart):
+            members = math.ceil(joined * ranks / max(ranks, apart))
+            if members == 1:
+                continue
+            own, sharing = max(ranks // apart, 1), min(ranks, apart)
+            latency += link.latency * math.ceil(math.log2(members))
+            seconds = max(seconds, payload * (1 - own / world) / (link.bandwidth / sharing))
         return messages * latency + seconds
 
     def _levels(self, world: int) -> Iterator[tuple[Link, int, int]]:

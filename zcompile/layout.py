@@ -156,6 +156,8 @@ class Layout:
     units: tuple[Unit, ...]
     stage: Stage = STAGES[3]
     world: int = 1
+    tensor_parallel: int = 1
+    """Ranks that each have a part of the model: this is the layout of one part over the ranks that have the same."""
     away: bool = False
     """True if shards are in the memory of the host, from which a gather copies them to the device first."""
     _by_name: dict[str, Unit] = field(init=False, repr=False, compare=False)

@@ -40,6 +40,8 @@ class Local:
 
 Locals = Mapping[int, Local]
 """By the identity of the DTensor."""
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+"""A backend of torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,20 @@ class LocalGraph:
             return tuple(self.outputs[i].whole(r) if i in self.outputs else r for i, r in enumerate(results))
 
         return call
+
+
+def on_locals(
+    module: fx.GraphModule, inputs: Sequence[Any], names: Names, locals_: Locals, compiler: Callable[[Names], Compiler]
+) -> Callable[..., Any]:
+    """What `compiler`, told what inputs are called, makes of `module` on local tensors; it takes and gives DTensors.
+
+    Raises:
+        CaptureError: a DTensor has sizes that vary, or a placement that is none of Shard, Replicate and Partial.
+    """
+    local = local_graph(module, inputs, locals_)
+    if local is None:
+        return compiler(names)(module, inputs)
+    return local.calling(compiler(local.named(names, inputs))(local.module, local.inputs))
 
 
 def local_graph(module: fx.GraphModule, inputs: Sequence[Any], locals_: Locals) -> LocalGraph | None:

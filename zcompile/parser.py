@@ -158,7 +158,8 @@ class _Parser:
                 alone = [(i,) for i in range(len(params)) if not any(i in message for message in together)]
                 unit = replace(unit, messages=tuple(sorted((*alone, *together))))
             units.append(unit)
-        return Layout(tuple(units), stage, world, away=self.constants.get("shards") == "cpu")
+        parts, away = self.constants.get("tensor_parallel", 1), self.constants.get("shards") == "cpu"
+        return Layout(tuple(units), stage, world, parts, away)
 
     # -- functions ------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import fx
 
+from zcompile.effects import is_collective
 from zcompile.ops import Call, Fetch, Peers, Phase, data, op_of
 from zcompile.program import Program
-from zcompile.recompute import is_collective
 from zcompile.replicated import digests, mark_replicated
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from zcompile._torch import mesh_size
 from zcompile.configuration import Options
 from zcompile.cost import aten_cost
 from zcompile.errors import OptionError
@@ -126,6 +127,8 @@ class Plan:
     memory_limit: float
     """Bytes of a rank."""
     forecasts: Sequence[Forecast]
+    tensor_parallel: int = 1
+    """Ranks that each have a part of the model; each of them has as many data-parallel ranks as a world."""
 
     @property
     def worlds(self) -> list[int]:
@@ -165,6 +168,7 @@ class Plan:
             "parameters": self.parameters,
             "hardware": self.hardware.name,
             "memory_limit": self.memory_limit,
+            "tensor_parallel": self.tensor_parallel,
             "recommended": {world: best and str(best.choice) for world, best in fastest.items()},
             "forecasts": [{**forecast.as_dict(), "fits": self.fits(forecast)} for forecast in self.forecasts],
         }
@@ -195,7 +199,10 @@ class Plan:
         best = self.fastest(world)
         kinds = [kind for kind in Held if any(forecast.held[kind] for forecast in forecasts)]
         caption = "GB (10^9 bytes) at the peak of a step, of shards and optimizer state all the time"
-        table = Table(title=f"{world} rank{'s' * (world > 1)}", title_justify="left", caption=caption)
+        title = f"{world} rank{'s' * (world > 1)}"
+        if self.tensor_parallel > 1:
+            title += f" for each of {self.tensor_parallel} parts of the model"
+        table = Table(title=title, title_justify="left", caption=caption)
         for heading in ("stage", "prefetch", "checkpoint", "dtype"):
             table.add_column(heading, no_wrap=True)
         for heading in ("shards", "optimizer", *(str(kind).split()[0] for kind in kinds), "GB", "step s", "TFLOP/s"):
@@ -245,7 +252,8 @@ def plan(
     Nothing is run: no process group, no GPU, and no memory for a model on meta.
 
     Args:
-        model: A plain module, on any device or on meta; its forward returns a loss, or what depends on parameters.
+        model: A plain module, on any device or on meta; its forward returns a loss, or what depends on parameters. Of
+            one that `parallelize_module` has divided, be it over a fake process group, this rank's part is planned.
         args: Of one rank's call: one micro-batch. Tensors may be on meta.
         kwargs: Likewise.
         worlds: Numbers of data-parallel ranks.
@@ -280,7 +288,8 @@ def plan(
         forecasts += rewriters[choice.dtype].forecasts(choice, worlds, device)
     tell("done", len(choices), len(choices))
     count = sum(parameter.numel() for parameter in model.parameters())
-    return Plan(type(model).__name__, count, device, limit, forecasts)
+    parts = max(mesh_size(parameter) for parameter in model.parameters())
+    return Plan(type(model).__name__, count, device, limit, forecasts, parts)
 
 
 def _low_precision(hardware: Hardware) -> torch.dtype:

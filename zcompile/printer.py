@@ -58,6 +58,9 @@ _TEMPLATE = """\
 {%- if units %}
 world = {{ units.world }}
 stage = {{ units.stage.number }}
+{%- if units.tensor_parallel > 1 %}
+tensor_parallel = {{ units.tensor_parallel }}
+{%- endif %}
 {%- if units.away %}
 shards = "cpu"
 {%- endif %}

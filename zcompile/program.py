@@ -28,6 +28,7 @@ from zcompile.ops import (
     Call,
     Compute,
     Data,
+    Fetch,
     GatherAhead,
     Input,
     Item,
@@ -303,11 +304,20 @@ class Program:
 
     def seconds(self, node: fx.Node, hardware: Hardware) -> float:
         """Seconds of a line on `hardware`: of a communication, its flight."""
-        if isinstance(data(node).op, COMMUNICATIONS):
-            world, messages = self.layout.world, self.message_count(node)
-            copied = self.payload(node) / world if self.layout.away and not isinstance(data(node).op, Reduce) else 0
-            return copied / hardware.host_bandwidth + hardware.collective_seconds(self.payload(node), world, messages)
-        return seconds_of(node, self.regions, hardware)
+        parts, op = self.layout.tensor_parallel, data(node).op
+        if isinstance(op, COMMUNICATIONS):
+            payload, world, messages = self.payload(node), self.layout.world, self.message_count(node)
+            copied = payload / world if self.layout.away and not isinstance(op, Reduce) else 0
+            sent = hardware.collective_seconds(payload, world, messages, apart=parts)
+            return copied / hardware.host_bandwidth + sent
+        if peers := self.peers_of(node):
+            return hardware.collective_seconds(data(node).nbytes, peers)
+        return seconds_of(node, self.regions, hardware, parts)
+
+    def peers_of(self, node: fx.Node) -> int:
+        """From how many ranks a line fetches an activation together; 0 for any other line."""
+        place = data(node.all_input_nodes[1]).op if isinstance(data(node).op, Fetch) else None
+        return place.size if isinstance(place, Peers) else 0
 
     def memory(self, node: fx.Node) -> int:
         """Bytes gained when `node` runs (negative for a release)."""

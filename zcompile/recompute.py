@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload, is_symbolic, random_state, replayed_random, saved_random
+from zcompile._torch import is_symbolic, random_state, replayed_random, saved_random
 from zcompile.derived import derived_values, is_view, parameters_read
+from zcompile.effects import is_pure, is_random
 from zcompile.ops import Compute, Data, Input, Item, Parameter, Phase, data, op_of, set_data
 from zcompile.program import Program
 from zcompile.runs import runs
@@ -133,34 +134,6 @@ def _called(node: fx.Node) -> Any:
 def _is_mutated(node: fx.Node) -> bool:
     op = data(node).op
     return isinstance(op, Input) and op.mutated
-
-
-def is_pure(node: fx.Node) -> bool:
-    """True for an operation that may run twice: its numbers are the same again, or can be made so."""
-    target = node.target
-    if not isinstance(target, OpOverload) or is_collective(node) or is_wait(node):
-        return False
-    return not target._schema.is_mutable and (not is_random(node) or target.namespace == "aten")
-
-
-def is_collective(node: fx.Node) -> bool:
-    """True for communication of the model's own code, as DTensors have it."""
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional" and not is_wait(node)
-
-
-def is_wait(node: fx.Node) -> bool:
-    """True for the wait for such communication."""
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
-
-
-def is_random(node: fx.Node) -> bool:
-    """True for what draws random numbers; attention does so for its dropout only."""
-    target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    given = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False)) | node.kwargs
-    defaults = {argument.name: argument.default_value for argument in target._schema.arguments}
-    return bool({**defaults, **given}.get("dropout_p", 1.0))
 
 
 # -- rewriting --------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from zcompile._torch import OpOverload, real_tensors
+from zcompile.effects import is_collective, is_pure, is_random, is_wait
 from zcompile.ops import Input, Item, Kind, Parameter, Phase, data, set_data
 from zcompile.program import Program
-from zcompile.recompute import is_collective, is_pure, is_random, is_wait
 
 WHOLE = ("all_reduce", "all_gather_into_tensor", "broadcast")
 """Collectives whose result all ranks of their group have."""

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
+from zcompile.effects import is_collective
 from zcompile.layout import Layout
 from zcompile.memory import model_state, peak_bytes
 from zcompile.ops import AllGather, Call, GatherAhead, Phase, Reduce, Release, WaitGather, WaitReduce, data, op_of
 from zcompile.program import Program
-from zcompile.recompute import is_collective
 from zcompile.tensor_type import human_bytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -114,8 +114,7 @@ def shard_model(
                 old = originals[param.name]
                 plain = not layout.stage.optimizer_sharded
                 shard = (held.adopt_plain if plain else held.adopt)(param, full, beside)
-                leaf = husk_of(full, param.full_dtype)
-                husk, local = _whole_husk(full, leaf) if isinstance(full, DTensor) else (leaf, None)
+                husk, local = husk_of(full, param.full_dtype, full.device)
                 sites += [Site(owner, key, param.name, shard, husk, local) for owner, key in places[id(old)]]
                 if shard is not old:
                     retired[id(old)] = (old, param.name)
@@ -134,20 +133,16 @@ def shard_model(
     return shards, sites, retired
 
 
-def husk_of(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter shaped like this rank's part, contiguous as gathered ones are, whose memory is freed at once."""
-    return husk(local_tensor(param).shape, dtype, param.device, requires_grad=param.requires_grad)
+def husk_of(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> tuple[nn.Parameter, Local | None]:
+    """A parameter shaped like `param`, contiguous as gathered ones are, whose memory is freed at once.
 
-
-def husk(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool) -> nn.Parameter:
-    """A contiguous parameter without memory."""
-    empty = torch.empty(shape, dtype=dtype, device=device)
+    Of a DTensor it is one, laid out alike, and comes with the leaf that its local part is.
+    """
+    empty = torch.empty(local_tensor(param).shape, dtype=dtype, device=device)
     empty.untyped_storage().resize_(0)
-    return nn.Parameter(empty, requires_grad=requires_grad)
-
-
-def _whole_husk(param: DTensor, leaf: nn.Parameter) -> tuple[nn.Parameter, Local]:
-    """A husk laid out like `param`, whose local part is `leaf`."""
+    leaf = nn.Parameter(empty, requires_grad=param.requires_grad)
+    if not isinstance(param, DTensor):
+        return leaf, None
     placing = Placing(param.device_mesh, tuple(param.placements), param.shape)
     husk = nn.Parameter(placing.place(leaf.detach()), requires_grad=leaf.requires_grad)
     return husk, Local(husk, leaf)

@@ -1,9 +1,10 @@
 """The simulator: the timeline of a step as the cost model foretells it.
 
-Two lanes: lines run one after the other, collectives one after the other in the order of their launch. A line that
-waits for a collective ends when that has arrived; where the processor itself moves what is sent (`Hardware.sending`),
-launching it takes time of the first lane. Every rank is taken to do the same at the same time, so collectives start
-together. Not simulated are what moves to the host or to a disk, and the host's own overhead.
+A lane of compute, where lines run one after the other, and one for each group, where collectives do, in the order of
+their launch. A line that waits for a collective ends when that has arrived; where the processor itself moves what is
+sent (`Hardware.sending`), launching it takes time of the first lane. Every rank is taken to do the same at the same
+time, so collectives start together. Collectives of the model's own code are within its regions, and take their time.
+Not simulated are activations that move to the host or to a disk, and the host's own overhead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import fx
 from zcompile.hardware import Hardware
 from zcompile.layout import Param
 from zcompile.lines import line_of
-from zcompile.ops import AllGather, Call, GatherAhead, Reduce, Update, WaitGather, WaitReduce, data
+from zcompile.ops import AllGather, Call, Fetch, GatherAhead, Reduce, Update, WaitFetch, WaitGather, WaitReduce, data
 from zcompile.printer import function_text
 from zcompile.program import Program
 from zcompile.timeline import Event, Sent, Spent, Timeline
@@ -64,8 +65,8 @@ class _Lanes:
     hardware: Hardware
     now: float = 0.0
     """When the next line begins."""
-    wire: float = 0.0
-    """When the last collective has arrived."""
+    wires: dict[str, float] = field(default_factory=dict)
+    """When the last collective of each group has arrived."""
     events: list[Event] = field(default_factory=list)
     messages: list[Sent] = field(default_factory=list)
     _arrival: dict[fx.Node, float] = field(default_factory=dict)
@@ -74,9 +75,11 @@ class _Lanes:
     def run(self, node: fx.Node) -> None:
         match data(node).op:
             case AllGather(unit=unit) | Reduce(unit=unit) | GatherAhead(unit=unit):
-                self._launch(node, unit)
-            case WaitGather(unit=unit) | WaitReduce(unit=unit):
-                self._wait(node, unit)
+                self._launch(node, unit, "data parallel", self.program.wire_bytes(node))
+            case Fetch() if peers := self.program.peers_of(node):
+                self._launch(node, "", "tensor parallel", data(node).nbytes * (peers - 1) // peers)
+            case WaitGather() | WaitReduce() | WaitFetch() as op:
+                self._wait(node, "" if isinstance(op, WaitFetch) else op.unit)
             case Call(region=region):
                 if region not in self._regions:
                     self._regions[region] = self.program.seconds(node, self.hardware)
@@ -94,16 +97,15 @@ class _Lanes:
         nbytes = sum((param.shard_numel if param.shards else param.numel) * param.dtype.itemsize for param in params)
         return UPDATE_BYTES * nbytes / self.hardware.memory_bandwidth
 
-    def _launch(self, node: fx.Node, unit: str) -> None:
-        operation, nbytes = function_text(node.target), self.program.wire_bytes(node)
+    def _launch(self, node: fx.Node, unit: str, group: str, nbytes: int) -> None:
         self._event(node, "send", node.name, unit, Spent.EXPOSED, nbytes * self.hardware.sending)
-        start = max(self.now, self.wire)
-        self.wire = self._arrival[node] = start + self.program.seconds(node, self.hardware)
+        start = max(self.now, self.wires.get(group, 0.0))
+        end = self.wires[group] = self._arrival[node] = start + self.program.seconds(node, self.hardware)
         if nbytes:
-            self.messages.append(Sent(operation, unit, nbytes, start, self.wire, node.name))
+            self.messages.append(Sent(function_text(node.target), unit, nbytes, start, end, node.name))
 
     def _wait(self, node: fx.Node, unit: str) -> None:
-        left = self._arrival[node.all_input_nodes[0]] - self.now
+        left = self._arrival.get(node.all_input_nodes[0], self.now) - self.now
         self._event(node, "wait", node.name, unit, Spent.EXPOSED, max(left, 0.0))
 
     def _add(self, node: fx.Node, spent: Spent, seconds: float) -> None:

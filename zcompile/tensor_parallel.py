@@ -34,6 +34,25 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel |
         ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
         GroupError: `mesh` is not the other dimension of the same mesh.
     """
+    own = check_divided(model)
+    if own is None:
+        return None
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            fix = "give the model values before zcompile.compile: model.to_empty(device=...), and its init_weights()"
+            raise ModelError(name, "is on the meta device, and the model is tensor-parallel", fix)
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
+    return ModelParallel(own, *_joint(mesh, own), divided_parameters(model))
+
+
+def check_divided(model: nn.Module) -> DeviceMesh | None:
+    """The mesh over which parameters of `model` are divided; None if none is.
+
+    Raises:
+        ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
+    """
     divided = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
     if not divided:
         return None
@@ -43,15 +62,12 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel |
         if param.device_mesh != example.device_mesh:
             found = f"lies on {param.device_mesh}, and {first} on {example.device_mesh}"
             raise ModelError(name, found, "divide all parameters over one tensor-parallel mesh")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            fix = "give the model values before zcompile.compile: model.to_empty(device=...), and its init_weights()"
-            raise ModelError(name, "is on the meta device, and the model is tensor-parallel", fix)
-    for name, buffer in model.named_buffers():
-        if isinstance(buffer, DTensor):
-            raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
-    parts = frozenset(name for name, param in divided.items() if not _is_replicated(param))
-    return ModelParallel(example.device_mesh, *_joint(mesh, example.device_mesh), parts)
+    return example.device_mesh
+
+
+def divided_parameters(model: nn.Module) -> frozenset[str]:
+    """The names of those parameters of which ranks have different parts."""
+    return frozenset(name for name, param in model.named_parameters() if not _is_replicated(param))
 
 
 def _check_placement(name: str, param: DTensor) -> None:

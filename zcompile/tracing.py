@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import fx, nn
 
 from zcompile._torch import tree_map_only
 from zcompile.capture import Capture, Names, Runner
@@ -22,9 +21,11 @@ from zcompile.configuration import Options
 from zcompile.errors import CaptureError, ModelError
 from zcompile.front_end import BREAKS, autocast, traceable, typed_errors
 from zcompile.layout import STAGES, Layout
+from zcompile.local_graphs import Local, on_locals
 from zcompile.program import Program
 from zcompile.report import Break
-from zcompile.sharding import husk
+from zcompile.sharding import husk_of
+from zcompile.tensor_parallel import check_divided
 from zcompile.units import Precision, make_layout
 
 
@@ -40,18 +41,16 @@ def trace(
     """The program of `model(*args, **kwargs)` and its backward, laid out for stage 3 in a world of one.
 
     The model, and tensors among the arguments, may be on meta: they are traced as if on the CPU, without values. The
-    model is left as it was.
+    model is left as it was. Of one that `parallelize_module` has divided, the program is that of this rank's part.
 
     Raises:
-        ModelError: the model has no parameters, or is divided or sharded already.
+        ModelError: the model has no parameters, is sharded already, or divided otherwise than by tensor parallelism.
         CaptureError: it cannot be traced into one graph, or takes no gradient.
         OptionError: `units` match no modules.
     """
     if next(model.parameters(), None) is None:
         raise ModelError(type(model).__name__, "has no parameters", "give a model that has something to train")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ModelError(name, "is a DTensor", "give the model as it is before it is divided or sharded")
+    check_divided(model)
     layout = make_layout(model, STAGES[3], 1, units, Precision(dtype, reduce_dtype))
 
     def lower(traced: Program) -> Runner:
@@ -62,12 +61,17 @@ def trace(
     call = traceable(model, lambda *a, **k: model(*a, **k), [type(model).__qualname__, str(layout)])
     with _without_memory(model, layout) as husks, torch.enable_grad(), autocast("cpu", dtype):
         names = Names(
-            {id(made): name for name, made in husks.items()},
+            {id(made): name for name, (made, _) in husks.items()},
             {id(buffer): name for name, buffer in model.named_buffers()},
             frozenset(name for name, _ in model.named_modules()),
             tuple(signature.parameters)[1:],
         )
-        compiled = torch.compile(call, backend=Capture(names, layout, lower), fullgraph=True, dynamic=False)
+        locals_ = {id(made): local for made, local in husks.values() if local is not None}
+
+        def capture(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return on_locals(module, inputs, names, locals_, lambda called: Capture(called, layout, lower))
+
+        compiled = torch.compile(call, backend=capture, fullgraph=True, dynamic=False)
         try:
             with typed_errors():
                 compiled(*given[0], **given[1])
@@ -126,12 +130,11 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _without_memory(model: nn.Module, layout: Layout) -> Iterator[dict[str, nn.Parameter]]:
+def _without_memory(model: nn.Module, layout: Layout) -> Iterator[dict[str, tuple[nn.Parameter, Local | None]]]:
     """Husks in place of the model's parameters, and memory for buffers on meta, until the block ends."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
-    device = torch.device("cpu")
     husks = {
-        name: husk(parameter.shape, layout.param(name).full_dtype, device, requires_grad=parameter.requires_grad)
+        name: husk_of(parameter, layout.param(name).full_dtype, torch.device("cpu"))
         for name, parameter in model.named_parameters()
     }
     before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
@@ -139,7 +142,7 @@ def _without_memory(model: nn.Module, layout: Layout) -> Iterator[dict[str, nn.P
         for module, parameters, buffers in before:
             for key, parameter in parameters.items():
                 if parameter is not None:
-                    module._parameters[key] = husks[own[id(parameter)]]
+                    module._parameters[key] = husks[own[id(parameter)]][0]
             module._buffers.update(
                 {key: buffer if buffer is None else _on_cpu(buffer) for key, buffer in buffers.items()}
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zcompile._torch import local_tensor
+from zcompile._torch import local_tensor, mesh_size
 from zcompile.errors import OptionError, nearest
 from zcompile.layout import Layout, Param, Stage, Unit, identifier
 
@@ -114,7 +114,8 @@ def make_layout(
     }
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
-    return Layout(tuple(make_units(params, blocks, stage, world, precision, kept=kept)), stage, world)
+    made = tuple(make_units(params, blocks, stage, world, precision, kept=kept))
+    return Layout(made, stage, world, max(map(mesh_size, params.values()), default=1))
 
 
 def make_units(
