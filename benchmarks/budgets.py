@@ -29,7 +29,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import fx, nn
-from torch.utils.flop_counter import flop_registry
 
 import zcompile
 from benchmarks.live_bytes import LiveBytes, build
@@ -38,7 +37,7 @@ from benchmarks.protocol import Sizes
 from benchmarks.team import ROOT
 from benchmarks.workload import batch, make_model
 from zcompile._torch import partitioner_budget, tree_map_only
-from zcompile.cost import flops_of
+from zcompile.cost import FORMULAS, flops_of
 
 BUDGETS = 10
 SHARES = tuple(share / 10 for share in range(11))
@@ -92,7 +91,7 @@ def _of(graph: fx.Graph) -> int:
     """FLOPs of an ATen graph."""
     total = 0
     for node in graph.nodes:
-        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        formula = FORMULAS.get(getattr(node.target, "overloadpacket", None))
         if formula is not None:
             shapes = [_shape(value) for value in (node.args, node.kwargs, node.meta.get("val"))]
             total += int(formula(*shapes[0], **shapes[1], out_val=shapes[2]))

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from playwright.sync_api import sync_playwright
 
 from zcompile.configuration import Options
 from zcompile.hardware import load_profile
 from zcompile.inspection import of_subject
 from zcompile.page import write_page
+from zcompile.plan_page import write_plan_page
+from zcompile.planner import plan
 from zcompile.subjects import subject_of
 
 IMAGES = Path(__file__).parent / "images"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 VIEWS = {"report": (1280, 1000, "light"), "report-phone": (390, 844, "dark")}
+MEMORY = "13 GB"
+"""A limit between the plan's choices."""
 
 
 def main() -> None:
@@ -36,6 +42,14 @@ def main() -> None:
             page.locator(".text .line[data-node='blocks_3_gather']").click()
             page.locator(".timeline").first.scroll_into_view_if_needed()
             page.screenshot(path=IMAGES / f"{name}.png")
+        subject = subject_of("gpt:24x1536", batch=8, sequence=1024)
+        few = {"worlds": [8], "prefetches": [0, 2], "dtypes": [torch.bfloat16]}
+        made = plan(subject.model, subject.args, hardware="a100", memory_limit=MEMORY, **few)
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+        page.goto(f"file://{write_plan_page(Path(folder) / 'plan.html', replace(made, model=subject.name))}")
+        page.locator("tr.best").click()
+        page.locator("h1").scroll_into_view_if_needed()
+        page.screenshot(path=IMAGES / "plan.png")
         browser.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -119,6 +120,23 @@ def test_a_limit_that_nothing_meets_ends_with_1(run: Run) -> None:
     assert code == 1
     assert "too big" in out
     assert "error: memory_limit: 1e-06 GB holds nothing on 2 ranks" in err
+
+
+def test_a_plan_is_written_as_a_page(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("plan", "fac.py:make", "-w", "2", "--html", "plan.html", *LITTLE)
+    assert code == 0
+    assert "fastest that fits" in out
+    text = (tmp_path / "plan.html").read_text()
+    assert "2 ranks" in text
+    assert "zcompile.compile(model, stage=3, prefetch=1" in text
+
+
+@pytest.mark.parametrize("target", ["plan.txt", "nowhere/plan.html", "taken.html"])
+def test_a_page_that_cannot_be_written_is_refused_before_planning(run: Run, tmp_path: Path, target: str) -> None:
+    (tmp_path / "taken.html").mkdir()
+    code, out, err = run("plan", "fac.py:make", "--html", target)
+    assert (code, out) == (1, "")
+    assert re.search(r"html: '.*' cannot be written", err)
 
 
 def test_inspect_writes_the_program_after_every_pass(run: Run, tmp_path: Path) -> None:

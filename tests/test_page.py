@@ -7,6 +7,7 @@ import html
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from zcompile.hardware import Hardware
 from zcompile.memory import alive_at, live_by_kind
 from zcompile.page import page_text
 from zcompile.pipeline import Journal
+from zcompile.plan_page import plan_page_text
+from zcompile.planner import Plan
 from zcompile.printer import lines_with_nodes
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)
@@ -222,3 +225,63 @@ def test_passes_show_what_they_change(page: Any) -> None:
     step.locator("summary").click()
     assert "all_gather(" in step.locator(".diff").inner_text()
     assert step.locator(".added").first.is_visible()
+
+
+# -- a plan's page ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    few: dict[str, Any] = {"worlds": [2, 4], "stages": [1, 3], "prefetches": [0, 2], "dtypes": [None]}
+    made = zcompile.plan(make("gpt"), batch("gpt", 0, 0), hardware=RATES, memory_limit="1 GB", **few)
+    least = min(forecast.nbytes for forecast in made.of(2))
+    return replace(made, memory_limit=least)  # one choice fits on two ranks
+
+
+def test_every_choice_of_a_plan_is_there(plan: Plan) -> None:
+    text = plan_page_text(plan)
+    for forecast in plan.forecasts:
+        assert f"{forecast.nbytes / 1e9:.2f}</td>" in text
+        assert html.escape(str(forecast.choice)).replace("&#x27;", "&#39;") in text
+    assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", text)
+    assert "http" not in text
+
+
+def test_a_plan_of_a_model_with_html_in_its_name_is_text(plan: Plan) -> None:
+    assert "<img" not in plan_page_text(replace(plan, model="<img src=x onerror=alert(1)>"))
+
+
+def test_a_plan_that_nothing_fits_says_so(plan: Plan) -> None:
+    text = plan_page_text(replace(plan, memory_limit=1))
+    assert "holds nothing on 2 ranks" in text
+    assert 'class="copy"' not in text
+
+
+def test_a_plan_marks_sorts_and_copies(browser: Any, plan: Plan, tmp_path: Path) -> None:
+    with opened(browser, plan_page_text(plan), tmp_path) as page:
+        world = page.locator("#world-2")
+        dots, rows = world.locator("circle.dot"), world.locator("tbody tr")
+        assert dots.count() == rows.count() == len(plan.of(2))
+        best = world.locator("tr.best")
+        assert best.count() == world.locator("circle.best").count() == 1
+        best.click()
+        assert "kept" in (world.locator("circle.best").get_attribute("class") or "")
+        world.get_by_role("button", name="step s").click()
+        seconds = [float(cell) for cell in rows.locator("td:nth-child(6)").all_inner_texts()]
+        assert seconds == sorted(seconds)
+        world.get_by_role("button", name="step s").click()
+        seconds = [float(cell) for cell in rows.locator("td:nth-child(6)").all_inner_texts()]
+        assert seconds == sorted(seconds, reverse=True)
+        rows.first.focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        assert "kept" in (rows.nth(1).get_attribute("class") or "")
+        world.locator(".copy").click()
+        page.wait_for_function("document.querySelector('.copy').textContent !== 'Copy'")
+
+
+@pytest.mark.parametrize("width", [360, 768, 1300, 2400])
+def test_no_width_scrolls_a_plan_sideways(browser: Any, plan: Plan, tmp_path: Path, width: int) -> None:
+    with opened(browser, plan_page_text(plan), tmp_path) as page:
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -23,6 +23,7 @@ from zcompile import doctor, inspection
 from zcompile.configuration import Options
 from zcompile.errors import OptionError, ZcompileError, nearest
 from zcompile.hardware import DTYPES, load_profile, profile_text, profiles
+from zcompile.plan_page import write_plan_page
 from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, plan
 from zcompile.subjects import Subject, subject_of
 
@@ -92,11 +93,14 @@ def plan_command(
     ] = [],  # noqa: B006
     units: Units = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write the plan as a page to this .html.")] = None,
 ) -> None:
     """Forecast memory per rank and time of a step for every choice of options, and recommend one.
 
     Nothing is run: no process group, no GPU, no memory for the model.
     """
+    if html is not None:
+        _check_target("html", html, ".html")
     with _progress(quiet=as_json) as progress:
         subject = _subject(model, batch, sequence)
         made = plan(
@@ -118,6 +122,8 @@ def plan_command(
         print(json.dumps({**made.as_dict(), "batch": batch, "sequence": sequence}, indent=1))
     else:
         made.print(Console(width=None if sys.stdout.isatty() else 140))
+    if html is not None:
+        write_plan_page(html, made)
     for ranks in made.worlds:
         made.best(ranks)  # an error, where nothing fits
 
@@ -178,7 +184,7 @@ def doctor_command(
     if os.environ.get("RANK", "0") == "0":
         Console().print(_findings(findings))
     if target is not None:
-        _check_target(target)
+        _check_target("write", target, ".toml")
         with _progress(quiet=False) as progress:
             progress("measuring this machine: a minute", 0, None)
             found = doctor.measured(name, ranks)
@@ -199,10 +205,11 @@ def _findings(findings: Sequence[doctor.Finding]) -> Table:
     return table
 
 
-def _check_target(target: Path) -> None:
-    """Raise OptionError where the profile cannot be written, before anything is measured."""
-    if target.suffix != ".toml" or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        raise OptionError("write", f"{str(target)!r} cannot be written", "give a .toml file in a folder of yours")
+def _check_target(option: str, target: Path, suffix: str) -> None:
+    """Raise OptionError where a file cannot be written, before it takes time to find out what to write."""
+    taken = target.exists() and not (target.is_file() and os.access(target, os.W_OK))
+    if target.suffix != suffix or taken or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise OptionError(option, f"{str(target)!r} cannot be written", f"give a {suffix} file in a folder of yours")
 
 
 def main() -> None:

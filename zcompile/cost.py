@@ -64,7 +64,7 @@ def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-_FORMULAS: Mapping[Any, Callable[..., int]] = {
+FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
@@ -156,7 +156,7 @@ def aten_cost(node: fx.Node) -> tuple[int, int]:
     """FLOPs of an ATen operation, and the bytes that it reads and writes; none of either for a view."""
     held = data(node)
     touched = 0 if held.view else held.nbytes + sum(_bytes(source) for source in node.all_input_nodes)
-    formula = _FORMULAS.get(_packet(node))
+    formula = FORMULAS.get(_packet(node))
     if formula is None:
         return 0, touched
     shapes, keywords = fx.map_arg((node.args, node.kwargs), _shape)  # torch's formulas take shapes for tensors

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 from torch import fx
 
-import zcompile
 from zcompile.dumps import difference
 from zcompile.hardware import Hardware
 from zcompile.memory import Held, alive_at, live_by_kind, model_state
@@ -21,6 +19,7 @@ from zcompile.ops import Phase, data
 from zcompile.pipeline import Entry, Journal
 from zcompile.printer import function_text, lines_with_nodes
 from zcompile.program import COMMUNICATIONS, Program
+from zcompile.rendering import rendered, write
 from zcompile.report import model_line, state_line, volume_line
 from zcompile.simulator import simulate
 from zcompile.tensor_type import human_bytes
@@ -101,20 +100,13 @@ def write_page(
     Raises:
         OSError: the file cannot be written.
     """
-    path.write_text(page_text(title, journals, hardware, measured), encoding="utf-8")
-    return path
+    return write(path, page_text(title, journals, hardware, measured))
 
 
 def page_text(title: str, journals: Sequence[Journal], hardware: Hardware, measured: Sequence[Timeline] = ()) -> str:
     """The page as HTML."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("zcompile"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters["human"] = human_bytes
     sections = [_Section(number, journal, hardware, measured) for number, journal in enumerate(journals)]
-    template = environment.get_template("page.html.j2")
-    return template.render(title=title, sections=sections, version=zcompile.__version__, width=WIDTH, height=HEIGHT)
+    return rendered("report.html.j2", title=title, sections=sections, width=WIDTH, height=HEIGHT)
 
 
 class _Section:

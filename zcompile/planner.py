@@ -96,6 +96,11 @@ class Forecast:
         """FLOP per second on each device."""
         return self.flops / self.seconds
 
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak, by what they are for."""
+        held = {str(kind): nbytes for kind, nbytes in self.held.items()}
+        return {"shards": self.parameters, "optimizer state": self.optimizer, **held}
+
     def as_dict(self) -> dict[str, Any]:
         """What `zcompile plan --json` prints of it."""
         choice = self.choice
@@ -106,11 +111,7 @@ class Forecast:
             "checkpoint": choice.checkpoint,
             "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
             "bytes": self.nbytes,
-            "bytes_by_kind": {
-                "shards": self.parameters,
-                "optimizer state": self.optimizer,
-                **{str(kind): nbytes for kind, nbytes in self.held.items()},
-            },
+            "bytes_by_kind": self.by_kind(),
             "seconds": self.seconds,
             "flops_per_second": self.rate,
             "hidden_share": self.hidden_share,
@@ -185,24 +186,27 @@ class Plan:
         console.print(f"{self.model}: {self.parameters:,} parameters on {self.hardware.name}, at most {limit} a rank")
         for world in self.worlds:
             console.print(self._table(world))
-            console.print(self._recommended(world), markup=False, highlight=False, soft_wrap=True)
+            said = "fastest that fits: " if self.fastest(world) else ""
+            console.print(f"{said}{self.advice(world)}", markup=False, highlight=False, soft_wrap=True)
 
-    def _recommended(self, world: int) -> str:
+    def title(self, world: int) -> str:
+        """What a number of ranks is called."""
+        parts = f" for each of {self.tensor_parallel} parts of the model" if self.tensor_parallel > 1 else ""
+        return f"{world} rank{'s' * (world > 1)}{parts}"
+
+    def advice(self, world: int) -> str:
+        """The line that compiles the fastest choice that fits; or that none does, and what to do."""
         try:
-            best = self.best(world)
+            return str(self.best(world).choice)
         except OptionError as error:
             return f"{error.found}.\n{error.fix}."
-        return f"fastest that fits: {best.choice}"
 
     def _table(self, world: int) -> Table:
         forecasts = self.of(world)
         best = self.fastest(world)
         kinds = [kind for kind in Held if any(forecast.held[kind] for forecast in forecasts)]
         caption = "GB (10^9 bytes) at the peak of a step, of shards and optimizer state all the time"
-        title = f"{world} rank{'s' * (world > 1)}"
-        if self.tensor_parallel > 1:
-            title += f" for each of {self.tensor_parallel} parts of the model"
-        table = Table(title=title, title_justify="left", caption=caption)
+        table = Table(title=self.title(world), title_justify="left", caption=caption)
         for heading in ("stage", "prefetch", "checkpoint", "dtype"):
             table.add_column(heading, no_wrap=True)
         for heading in ("shards", "optimizer", *(str(kind).split()[0] for kind in kinds), "GB", "step s", "TFLOP/s"):

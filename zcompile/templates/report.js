@@ -1,4 +1,3 @@
-"use strict";
 for (const section of document.querySelectorAll("section.program")) {
   const marked = {};
   const text = section.querySelector(".text");
@@ -57,14 +56,3 @@ for (const section of document.querySelectorAll("section.program")) {
     keep(names[Math.min(Math.max(to, 0), names.length - 1)], true);
   });
 }
-
-const button = document.getElementById("theme");
-const show = (dark) => {
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
-  button.setAttribute("aria-pressed", String(dark));
-  button.textContent = dark ? "Light" : "Dark";
-};
-const preference = window.matchMedia("(prefers-color-scheme: dark)");
-show(preference.matches);
-preference.addEventListener("change", (event) => show(event.matches));
-button.addEventListener("click", () => show(document.documentElement.dataset.theme !== "dark"));
