@@ -45,6 +45,12 @@ browser: $(READY) ## Install what tests of reports want: playwright, and, as roo
 	@command -v chromium >/dev/null && command -v dot >/dev/null || \
 	    { apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes chromium graphviz; } >/dev/null
 
+.PHONY: docs
+docs: $(READY) ## Build the documentation as a site, in site/
+	@$(PIP) install --editable '.[docs]'
+	@rm -rf zcompile.egg-info
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs site
+
 .PHONY: bench
 bench: $(BENCH_READY) ## Measure training steps beside DDP, FSDP2 and DeepSpeed, about two hours; ARGS=--help for less
 	$(BENCH)/bin/python -m benchmarks.bench $(ARGS)
@@ -80,7 +86,7 @@ format: $(READY) ## Format the code and mend what ruff can mend by itself
 
 .PHONY: clean
 clean: ## Remove caches, build outputs and dumps; the virtual environment stays
-	rm -rf build dist *.egg-info zcompile_dump .mypy_cache .pytest_cache .ruff_cache .hypothesis $(COPY)
+	rm -rf build dist site *.egg-info zcompile_dump .mypy_cache .pytest_cache .ruff_cache .hypothesis $(COPY)
 	find . \( -path ./.git -o -path './$(VENV)' \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(TORCH): constraints.txt

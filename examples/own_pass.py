@@ -31,11 +31,11 @@ WAIT_AT_END = zcompile.Pass("sink_waits", wait_at_end, requires=(REDUCED_ONCE,),
 
 
 class Net(nn.Module):
-    """Four equal layers."""
+    """Equal layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -1,0 +1,154 @@
+"""Print the programs that the documentation shows: `python -m docs.printed`. A test sees that they are what is printed.
+
+stages.md is written as a whole. Elsewhere a comment says what the block below it shows, in this repository's words:
+
+    <!-- printed: layers=2 stage=3 phase=forward -->             a function, as it is printed
+    <!-- printed: layers=4 stage=3 phase=backward body -->       without the unboxing of its arguments
+    <!-- printed: layers=4 stage=3 phase=backward last=6 own --> its last lines, with the pass of examples/own_pass.py
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from examples.own_pass import WAIT_AT_END, Net
+from zcompile.configuration import Options
+from zcompile.layout import STAGES
+from zcompile.ops import Phase
+from zcompile.printer import lines_with_nodes
+from zcompile.program import Program
+from zcompile.tracing import trace
+from zcompile.units import make_layout
+
+ROOT = Path(__file__).parent.parent
+STAGES_PAGE = ROOT / "docs" / "stages.md"
+WITH_BLOCKS = [ROOT / "README.md", ROOT / "docs" / "programs.md", ROOT / "docs" / "passes.md"]
+WORLD, PREFETCH = 4, 1
+COLUMNS = {"stage 0": 0, "stages 1 and 2": 2, "stage 3": 3}
+"""Stages 1 and 2 are one program: they differ under `no_sync`, where stage 1 holds full gradients back."""
+_BYTES = re.compile(r"[+-][\d.]+ [KMG]?i?B")
+_CALLS = re.compile(r"= region_\d+\(")
+
+INTRODUCTION = f"""# The stages side by side
+
+What ZeRO's stages do, as the programs that run: four linear layers, {WORLD} ranks, `prefetch={PREFETCH}`, printed by
+`python -m docs.printed` and aligned at their regions. The regions are the same in all stages, and so are the numbers;
+what differs are the lines between. Behind a line stand the bytes that it gains or frees.
+[How ZeRO looks as a program](programs.md) explains the lines.
+"""
+
+
+@cache
+def program_of(layers: int, stage: int, *, own: bool = False) -> Program:
+    """The finished program of the example's model, as torch.compile's own compiler gets it."""
+    with torch.device("meta"):
+        model, x = Net(layers), torch.empty(8, 64)
+    traced = trace(model, (x,))
+    options = Options(stage=stage, prefetch=PREFETCH, passes={"sink_waits": WAIT_AT_END} if own else None)
+    return options.pipeline().run(replace(traced, layout=make_layout(model, STAGES[stage], WORLD)))
+
+
+def with_blocks(text: str) -> str:
+    """The text of a page with every block as it is printed now."""
+    return _BLOCK.sub(lambda found: f"{found[1]}```python\n{_block(found[2].split())}\n```\n", text)
+
+
+_BLOCK = re.compile(r"(<!-- printed: (.*?) -->\n)```python\n.*?\n```\n", re.DOTALL)
+
+
+def _block(words: Sequence[str]) -> str:
+    given = dict(word.split("=") for word in words if "=" in word)
+    program = program_of(int(given["layers"]), int(given["stage"]), own="own" in words)
+    lines = program.phase(Phase(given["phase"])).text().strip("\n").split("\n")
+    if "body" in words:
+        lines = [lines[0], "    ...", *lines[lines.index("    ) = unbox(box)") + 1 :]]
+    return "\n".join(lines[-int(given["last"]) :] if "last" in given else lines)
+
+
+# -- the stages side by side ------------------------------------------------------------------------------------------
+
+
+def stages_page() -> str:
+    """The text of the page."""
+    made = {name: program_of(4, stage) for name, stage in COLUMNS.items()}
+    parts = [INTRODUCTION]
+    for phase in Phase:
+        columns = [list(_statements(program.phase(phase))) for program in made.values()]
+        parts.append(f"\n## {str(phase).capitalize()}\n\n{_table(list(made), columns)}")
+    return "".join(parts)
+
+
+def _statements(program: Program) -> Iterator[str]:
+    """The lines of a function's body, each with the bytes that it gains."""
+    texts = [text for text, _ in lines_with_nodes(program)]
+    body = texts[next(i for i, text in enumerate(texts) if ") = unbox(box)" in text) + 1 :]
+    statement, gained = "", ""
+    for text, following in itertools.pairwise([*body, "    "]):
+        code, _, margin = text.partition("  #")
+        statement = f"{statement} {code.strip()}".strip()
+        gained = gained or next(iter(_BYTES.findall(margin)), "")
+        if statement and not following.startswith(" " * 8):
+            yield f"`{statement}`{f' {gained}' if gained else ''}"
+            statement, gained = "", ""
+
+
+def _table(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    """Columns beside each other, the calls of regions in one row, and so what is like each other between them."""
+    rows = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+    for runs in itertools.zip_longest(*map(_between_calls, columns), fillvalue=[]):
+        rows += ["| " + " | ".join(row) + " |" for row in _aligned(runs)]
+    return "\n".join(rows) + "\n"
+
+
+def _aligned(runs: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows of cells, lines that do the same beside each other; what only some have is empty elsewhere."""
+    rows: list[list[str]] = []
+    for column, run in enumerate(runs):
+        known = [next(_does(cell) for cell in row if cell) for row in rows]
+        matcher = difflib.SequenceMatcher(None, known, [_does(line) for line in run], autojunk=False)
+        merged = []
+        for tag, start, stop, first, last in matcher.get_opcodes():
+            if tag == "equal":
+                pairs = zip(rows[start:stop], run[first:last], strict=True)
+                merged += [[*row, line] for row, line in pairs]
+            else:
+                merged += [[*row, ""] for row in rows[start:stop]]
+                merged += [[""] * column + [line] for line in run[first:last]]
+        rows = merged
+    return rows
+
+
+def _does(line: str) -> str:
+    """What a line does, but for how the stage does it."""
+    made, _, rest = line.strip("`").partition(" = ")
+    return "region" if _CALLS.search(line) else made if rest else made.split()[0]
+
+
+def _between_calls(lines: Sequence[str]) -> Iterator[list[str]]:
+    """The lines in runs, each but the last of which ends with the call of a region."""
+    run: list[str] = []
+    for line in lines:
+        run.append(line)
+        if _CALLS.search(line):
+            yield run
+            run = []
+    yield run
+
+
+def main() -> None:
+    """Write them."""
+    STAGES_PAGE.write_text(stages_page())
+    for path in WITH_BLOCKS:
+        path.write_text(with_blocks(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The documentation: its programs are those that are printed, its code runs, and its pass does as it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from examples.own_pass import WAIT_AT_END, Net
+from tests.ranks import Ranks
+from zcompile import ProgramError
+from zcompile.facts import RELEASED_ONCE
+from zcompile.ops import AllGather, Call, Phase, Release, WaitReduce
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def printed() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("printed", ROOT / "docs" / "printed.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+STALE = "run `python -m docs.printed` and read the diff"
+
+
+def test_the_stages_side_by_side_are_as_printed(printed: ModuleType) -> None:
+    assert printed.STAGES_PAGE.read_text() == printed.stages_page(), STALE
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/programs.md", "docs/passes.md"])
+def test_programs_are_as_printed(printed: ModuleType, page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert "<!-- printed:" in text
+    assert printed.with_blocks(text) == text, STALE
+
+
+def test_the_quick_start_trains(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script.replace("stage=3, prefetch=2)", 'stage=3, prefetch=2, backend="eager")'))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"loss 0\.\d+", ended.stdout) or re.search(r"loss 1\.\d+", ended.stdout)
+    assert "all_gather(" in ended.stdout
+
+
+# -- the pass that is shown -------------------------------------------------------------------------------------------
+
+
+def train(rank: int, own: bool) -> tuple[list[str], list[torch.Tensor], list[int]]:
+    """Communications of a step, the parameters after two, and where the reductions are waited for."""
+    torch.manual_seed(0)
+    compiled = zcompile.compile(Net(), passes={"sink_waits": WAIT_AT_END} if own else None, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    for step in range(2):
+        compiled(torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    program = compiled._engine.steps[0].program
+    body = program.body(Phase.BACKWARD)
+    last = max(body.index(node) for node in program.nodes(Call, phase=Phase.BACKWARD))
+    waits = [body.index(node) - last for node in program.nodes(WaitReduce)]
+    sent = sorted(program.communications())
+    return sent, [p.full_tensor().detach() for p in compiled.parameters()], waits
+
+
+def test_the_own_pass_waits_at_the_end_and_changes_no_number(ranks: Ranks) -> None:
+    plain, own = (ranks.run(2, train, own)[0] for own in (False, True))
+    assert min(plain[2]) < 0 < min(own[2])
+    assert plain[0] == own[0]
+    assert all(torch.equal(one, other) for one, other in zip(plain[1], own[1], strict=True))
+
+
+def test_the_own_pass_prints_its_program() -> None:
+    for arguments in ([], ["--plain", "--stage", "1"]):
+        command = [sys.executable, "examples/own_pass.py", *arguments]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert "def backward(box):" in ended.stdout
+
+
+def test_a_fact_as_it_is_shown() -> None:
+    page = (ROOT / "docs" / "passes.md").read_text()
+    (code,) = re.findall(r"```python\n(from zcompile import Fact.*?)```", page, re.DOTALL)
+    names: dict[str, zcompile.Fact] = {}
+    exec(code, names)
+    compiled = zcompile.compile(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9))), backend="eager", units=["*"])
+    compiled(torch.ones(2, 4)).sum().backward()
+    program = compiled._engine.steps[0].program
+    assert len(program.nodes(AllGather)) > 8
+    with pytest.raises(ProgramError, match="my pass: at most eight gathers: one gather too many"):
+        zcompile.verify(program, [names["FEW_GATHERS"]], "my pass")
+
+
+def test_a_pass_that_forgets_a_release_does_not_get_far() -> None:
+    def forget(program: zcompile.Program) -> zcompile.Program:
+        program = program.copy()
+        program.graph.erase_node(program.nodes(Release)[0])
+        return program
+
+    step = zcompile.Pass("forget", forget, requires=(RELEASED_ONCE,))
+    compiled = zcompile.compile(Net(), passes={"forget": step}, backend="eager")
+    with pytest.raises(ProgramError, match="after forget: gathers released exactly once: 0 releases of"):
+        compiled(torch.ones(8, 64)).backward()
