@@ -166,7 +166,7 @@ def test_several_ranks_send_on_a_lane_of_their_own(compiled: zcompile.CompiledMo
         make("gpt"), zcompile.tracing.trace(make("gpt"), batch("gpt", 0, 0)), None
     ).program(zcompile.planner.Choice(3, 2, None, None), 2)
     events = trace([program], RATES)["traceEvents"]
-    assert "communication 1" in lanes_of(events, events[0]["pid"])
+    assert "communication" in lanes_of(events, events[0]["pid"])
 
 
 def test_a_profile_without_a_step_is_an_error(compiled: zcompile.CompiledModule) -> None:

@@ -25,7 +25,7 @@ from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.program import Region
 from zcompile.simulator import UPDATE_BYTES, simulate
 from zcompile.tensor_type import TensorType
-from zcompile.timeline import Spent
+from zcompile.timeline import Sent, Spent
 from zcompile.units import make_layout
 
 PRODUCT = 2 * 8 * 4 * 4
@@ -105,6 +105,15 @@ def test_parts_of_activations_arrive_on_a_wire_of_their_own() -> None:
     found = simulate(program, RATES).messages or ()
     assert [(message.operation, message.nbytes) for message in found] == [("fetch", 128 * 2 // 3)]
     assert found[0].end - found[0].start == pytest.approx(128 * 2 / 3 / 1e8)
+    assert list(simulate(program, RATES).flights()) == ["communication, tensor parallel"]
+
+
+def test_what_flies_at_the_same_time_has_a_lane_of_its_own() -> None:
+    timeline = simulate(parsed(CHAIN, GATHERED), RATES)
+    times = [(0, 2), (1, 3), (2, 4), (3, 5), (3, 6)]
+    made = replace(timeline, messages=[Sent("all_gather", str(i), 1, *time) for i, time in enumerate(times)])
+    lanes = {name: [int(message.unit) for message in lane] for name, lane in made.flights().items()}
+    assert lanes == {"communication": [0, 2], "communication 2": [1, 3], "communication 3": [4]}
 
 
 def test_data_parallel_groups_share_links_with_those_of_other_parts() -> None:

@@ -156,10 +156,10 @@ def _chart(timeline: Timeline, title: str) -> Chart:
             lanes.setdefault(_LANES[event.spent], []).append(
                 bar(event.start, event.end, str(event.spent), what, event.node)
             )
-    for lane, message in timeline.flights():
-        name = "communication" if not lane else f"communication {lane + 1}"
-        what = f"{message.operation} {message.unit}, {human_bytes(message.nbytes)}"
-        lanes.setdefault(name, []).append(bar(message.start, message.end, "message", what, message.node))
+    for name, messages in timeline.flights().items():
+        for message in messages:
+            what = f"{message.operation} {message.unit}".strip() + f", {human_bytes(message.nbytes)}"
+            lanes.setdefault(name, []).append(bar(message.start, message.end, "message", what, message.node))
     spent = ", ".join(f"{kind} {timeline.spent(kind) * 1e3:.4g} ms" for kind in Spent if timeline.spent(kind) > 1e-9)
     order = [name for name in dict.fromkeys(_LANES.values()) if name in lanes]
     order += [name for name in lanes if name not in order]

@@ -75,7 +75,7 @@ class _Lanes:
     def run(self, node: fx.Node) -> None:
         match data(node).op:
             case AllGather(unit=unit) | Reduce(unit=unit) | GatherAhead(unit=unit):
-                self._launch(node, unit, "data parallel", self.program.wire_bytes(node))
+                self._launch(node, unit, "", self.program.wire_bytes(node))
             case Fetch() if peers := self.program.peers_of(node):
                 self._launch(node, "", "tensor parallel", data(node).nbytes * (peers - 1) // peers)
             case WaitGather() | WaitReduce() | WaitFetch() as op:
@@ -102,7 +102,7 @@ class _Lanes:
         start = max(self.now, self.wires.get(group, 0.0))
         end = self.wires[group] = self._arrival[node] = start + self.program.seconds(node, self.hardware)
         if nbytes:
-            self.messages.append(Sent(function_text(node.target), unit, nbytes, start, end, node.name))
+            self.messages.append(Sent(function_text(node.target), unit, nbytes, start, end, node.name, group))
 
     def _wait(self, node: fx.Node, unit: str) -> None:
         left = self._arrival.get(node.all_input_nodes[0], self.now) - self.now

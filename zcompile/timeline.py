@@ -16,6 +16,7 @@ So these five add up to the step.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from collections import Counter, defaultdict
@@ -79,6 +80,8 @@ class Sent:
     end: float
     node: str = ""
     """The node of the program that launches it, where that is known."""
+    group: str = ""
+    """The group that it is among; empty for the data-parallel one."""
 
 
 @dataclass(frozen=True)
@@ -262,14 +265,14 @@ class Timeline:
         target.write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))
         return target
 
-    def flights(self) -> list[tuple[int, Sent]]:
-        """Collectives with the lane that each has, from 0: what flies at the same time is on lanes of its own."""
-        free: list[float] = []
-        found = []
+    def flights(self) -> dict[str, list[Sent]]:
+        """Collectives by lane: each group has its own, and what flies at the same time within one has further ones."""
+        found: dict[str, list[Sent]] = {}
         for message in self.messages or ():
-            lane = next((i for i, end in enumerate(free) if end <= message.start), len(free))
-            free[lane : lane + 1] = [message.end]
-            found.append((lane, message))
+            name = f"communication, {message.group}" if message.group else "communication"
+            names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+            lane = next(lane for lane in names if lane not in found or found[lane][-1].end <= message.start)
+            found.setdefault(lane, []).append(message)
         return found
 
     def trace_events(self, process: int | None = None, name: str | None = None) -> list[dict[str, Any]]:
@@ -284,11 +287,12 @@ class Timeline:
             details = {"name": event.name, "unit": event.unit, "phase": event.phase, "own_us": event.own * 1e6}
             found.append(self._traced(lane, event.operation, event.start, event.end, details))
         flights = self.flights()
-        for lane, message in flights:
-            details = {"unit": message.unit, "bytes": message.nbytes}
-            name = f"{message.operation} {message.unit}"
-            found.append(self._traced(len(lanes) + lane, name, message.start, message.end, details))
-        lanes += [f"communication {lane + 1}" for lane in sorted({lane for lane, _ in flights})]
+        for number, messages in enumerate(flights.values(), len(lanes)):
+            for message in messages:
+                details = {"unit": message.unit, "bytes": message.nbytes}
+                what = f"{message.operation} {message.unit}".strip()
+                found.append(self._traced(number, what, message.start, message.end, details))
+        lanes += list(flights)
         names = [
             ("process_name", 0, name or f"rank {self.rank}"),
             *(("thread_name", i, n) for i, n in enumerate(lanes)),
