@@ -33,7 +33,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory import OUTPUT
 from zcompile.configuration import Options
@@ -59,8 +58,8 @@ STEP = 8
 LARGEST = 64
 PAPER = {64: 25e12, 400: 38e12}
 """FLOP/s of a GPU: the paper prints 38 TFLOP/s for 400; that for 64 is read off its figure, to about 2."""
-LINK = 12.5e9
-"""Bytes per second of one link of a node (InfiniBand EDR)."""
+LINKS = 8
+"""Of a node, InfiniBand EDR of 100 Gbit/s each."""
 OPTIONS = Options(
     stage=2, prefetch=2, dtype=torch.float16, reduce_dtype=torch.float16, checkpoint="unit", partition_activations=True
 )
@@ -148,7 +147,10 @@ def networks() -> dict[str, Hardware]:
     """The profile, and the same with one link of a node."""
     whole = load_profile("v100-dgx2")
     inside, between = whole.links
-    return {"800 Gbit/s": whole, "100 Gbit/s": replace(whole, links=(inside, replace(between, bandwidth=LINK)))}
+    return {
+        "800 Gbit/s": whole,
+        "100 Gbit/s": replace(whole, links=(inside, replace(between, bandwidth=between.bandwidth / LINKS))),
+    }
 
 
 def rates(program: Program) -> Iterator[tuple[str, float]]:
@@ -169,7 +171,7 @@ def peak(program: Program) -> int:
 
 def measure(shape: Shape, largest: int, console: Console) -> list[Point]:
     """For each number of GPUs the largest batch that fits, in steps of STEP."""
-    dist.init_process_group("fake", rank=0, world_size=2 * PARTS, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=2 * PARTS, store=dist.HashStore())
     mesh = init_device_mesh("cpu", (2, PARTS), mesh_dim_names=("dp", "tp"))
     room = (1 - RESERVED) * load_profile("v100-dgx2").memory
     found: dict[int, Point] = {}
@@ -226,10 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     console = Console(width=120)
     points = measure(replace(SHAPES["60b"], layers=given.layers), given.largest, console)
+    if not points:
+        console.print(f"a batch of {STEP} fits nowhere: give fewer --layers, or a --largest of at least {STEP}")
+        return 1
     given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / "superlinear.json").write_text(json.dumps([asdict(one) for one in points], indent=1) + "\n")
     console.print(table(points))
     plot(points, given.output / "superlinear.svg")
-    (given.output / "superlinear.json").write_text(json.dumps([asdict(one) for one in points], indent=1) + "\n")
     return 0
 
 

@@ -33,7 +33,6 @@ STAGES_PAGE = ROOT / "docs" / "stages.md"
 WITH_BLOCKS = [ROOT / "README.md", ROOT / "docs" / "programs.md", ROOT / "docs" / "passes.md"]
 WORLD, PREFETCH = 4, 1
 COLUMNS = {"stage 0": 0, "stages 1 and 2": 2, "stage 3": 3}
-"""Stages 1 and 2 are one program: they differ under `no_sync`, where stage 1 holds full gradients back."""
 _BYTES = re.compile(r"[+-][\d.]+ [KMG]?i?B")
 _CALLS = re.compile(r"= region_\d+\(")
 
@@ -41,8 +40,9 @@ INTRODUCTION = f"""# The stages side by side
 
 What ZeRO's stages do, as the programs that run: four linear layers, {WORLD} ranks, `prefetch={PREFETCH}`, printed by
 `python -m docs.printed` and aligned at their regions. The regions are the same in all stages, and so are the numbers;
-what differs are the lines between. Behind a line stand the bytes that it gains or frees.
-[How ZeRO looks as a program](programs.md) explains the lines.
+what differs are the lines between. Behind a line stand the bytes of the values that it makes or drops; what a reduction
+was given lives on until it is waited for. Stages 1 and 2 are one program: they differ under `no_sync`, where stage 1
+holds full gradients back. [How ZeRO looks as a program](programs.md) explains the lines.
 """
 
 
@@ -57,7 +57,13 @@ def program_of(layers: int, stage: int, *, own: bool = False) -> Program:
 
 
 def with_blocks(text: str) -> str:
-    """The text of a page with every block as it is printed now."""
+    """The text of a page with every block as it is printed now.
+
+    Raises:
+        ValueError: a comment does not stand right above a block.
+    """
+    if len(_BLOCK.findall(text)) != text.count("<!-- printed: "):
+        raise ValueError("a comment of what is printed is not right above a block of Python")
     return _BLOCK.sub(lambda found: f"{found[1]}```python\n{_block(found[2].split())}\n```\n", text)
 
 
@@ -95,7 +101,7 @@ def _statements(program: Program) -> Iterator[str]:
         code, _, margin = text.partition("  #")
         statement = f"{statement} {code.strip()}".strip()
         gained = gained or next(iter(_BYTES.findall(margin)), "")
-        if statement and not following.startswith(" " * 8):
+        if statement and not following.startswith((" " * 8, "    )")):
             yield f"`{statement}`{f' {gained}' if gained else ''}"
             statement, gained = "", ""
 

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,18 +39,26 @@ _ATTENTION = (4, 8, 512, 64)
 """Batch, heads, length and channels of the attention that is measured."""
 
 
-def measure(communicator: Communicator, dtype: torch.dtype = torch.float32) -> Hardware:
+def measure(
+    communicator: Communicator, dtype: torch.dtype = torch.float32, beside: Communicator | None = None
+) -> Hardware:
     """The rates of the device, which computes in `dtype`, and of the group. Collective: every rank must measure.
 
+    `beside`: of the ranks that have other parts of the model, neighbours of this one; their link comes first then.
     What a tracer would make of tensors, if one is at work, is kept away.
     """
     with real_tensors(), torch.no_grad():
         meter = _Meter(communicator, LITTLE)
+        links = [meter.link()]
+        if beside is not None:
+            near, far = _Meter(beside, LITTLE).link(), links[0]
+            # As many groups as there are parts have measured at once: together they send so much more.
+            links = [replace(near, members=beside.size), replace(far, bandwidth=far.bandwidth * beside.size)]
         return Hardware(
             name="measured",
             flops=dict.fromkeys(DTYPES, meter.product_rate(dtype)),
             memory_bandwidth=meter.memory_bandwidth(),
-            links=(meter.link(),),
+            links=tuple(links),
             device=communicator.device.type,
             host_bandwidth=meter.host_bandwidth(),
         )

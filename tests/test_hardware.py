@@ -49,12 +49,21 @@ def test_every_message_has_its_latency() -> None:
 
 def test_alone_nothing_is_sent() -> None:
     assert NODES.collective_seconds(800, 1) == 0.0
-    assert NODES.collective_seconds(800, 1, apart=16) == 0.0
+    assert all(NODES.collective_seconds(800, 1, apart=apart) == 0.0 for apart in (2, 8, 12, 16, 20))
 
 
-@given(st.integers(1, 4096), st.floats(0, 1e12))
-def test_more_ranks_never_take_less(world: int, payload: float) -> None:
-    assert NODES.collective_seconds(payload, world) <= NODES.collective_seconds(payload, world + 1) + 1e-9
+@given(st.integers(1, 4096), st.floats(0, 1e12), st.sampled_from([1, 2, 4, 8, 16, 64]))
+def test_more_ranks_never_take_less(world: int, payload: float, apart: int) -> None:
+    fewer, more = (NODES.collective_seconds(payload, ranks, apart=apart) for ranks in (world, world + 1))
+    assert fewer <= more + 1e-9
+
+
+def test_the_slowest_link_is_that_of_one_group() -> None:
+    assert NODES.slowest() == NODES.links[1]
+    assert NODES.slowest(4).bandwidth == 50 / 4
+    assert NODES.slowest(32).bandwidth == 50 / 8
+    inner = replace(NODES, links=(Link("inside", 0.0, 1.0, members=8), Link("between", 0.0, 50.0)))
+    assert (inner.slowest().name, inner.slowest(4).name, inner.slowest(8).name) == ("inside", "inside", "between")
 
 
 @pytest.mark.parametrize("name", profiles())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from zcompile.gpt import GPT, SHAPES, shape_of
 from zcompile.hardware import Hardware
 from zcompile.memory import Held, model_state, peak_bytes
 from zcompile.ops import Phase
+from zcompile.plan_page import plan_page_text
 from zcompile.planner import Choice, Rewriter
 from zcompile.simulator import simulate
 from zcompile.tracing import trace
@@ -104,6 +106,31 @@ def test_a_limit_that_nothing_meets_says_what_comes_nearest() -> None:
 def test_a_checkpoint_without_effect_is_left_out() -> None:
     plan = zcompile.plan(make("mlp"), batch("mlp", 0, 0), hardware=RATES, dtypes=[None])
     assert {forecast.choice.checkpoint for forecast in plan.forecasts} == {None}
+
+
+def test_a_plan_without_a_choice_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"checkpoints: of \['unit'\] none has an effect on this model"):
+        zcompile.plan(nn.Linear(4, 4), (torch.ones(2, 4),), hardware=RATES, checkpoints=["unit"])
+
+
+def test_what_is_given_twice_is_planned_once() -> None:
+    twice: dict[str, Any] = {"worlds": [2, 2], "stages": [3, 3], "prefetches": [1, 1], "dtypes": [None]}
+    plan = zcompile.plan(make("mlp"), batch("mlp", 0, 0), hardware=RATES, **twice)
+    assert len(plan.forecasts) == 1
+
+
+def test_names_are_printed_as_they_are() -> None:
+    plan = zcompile.plan(make("mlp"), batch("mlp", 0, 0), hardware=RATES, **FEW)
+    for name in ("fac.py:one", "file[red].py:make", "models[/x].py:make"):
+        assert f"{name}: {plan.parameters}" in str(replace(plan, model=name))
+
+
+def test_hardware_that_takes_no_time() -> None:
+    endless = Hardware.of(flops=math.inf, memory_bandwidth=math.inf)
+    plan = zcompile.plan(make("mlp"), batch("mlp", 0, 0), hardware=endless, **FEW)
+    assert plan.forecasts[0].rate == math.inf
+    assert "best" in str(plan)
+    assert "the fastest that fits" in plan_page_text(plan)
 
 
 def test_progress_is_told_from_beginning_to_end() -> None:

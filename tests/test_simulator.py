@@ -214,3 +214,12 @@ def test_the_models_own_collectives_take_their_time_within_regions() -> None:
     made = region(build, fuses=True)
     assert region_seconds(made, slow, 1) == 0.0
     assert region_seconds(made, slow, 4) == pytest.approx(2e-3 + 2 * NBYTES * 3 / 4 / 1e6)
+
+
+def test_collectives_of_several_tensors_send_them_all() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y = graph.call_function(aten.neg.default, (x,))
+        return graph.call_function(torch.ops._c10d_functional.all_reduce_coalesced.default, ([x, y], "sum", "0"))
+
+    slow = replace(SLOW_MEMORY, links=(Link("inside", 0.0, 1e6),), launch=0.0, memory_bandwidth=1e18)
+    assert region_seconds(region(build, fuses=True), slow, 2) == pytest.approx(2 * 2 * NBYTES / 2 / 1e6)

@@ -187,8 +187,72 @@ def forecast(rank: int) -> tuple[str, int, int]:
     return str(parts), whole.best(2).parameters, parts.best(2).parameters
 
 
+def unplanned(rank: int) -> list[str]:
+    """What is said of models that cannot be planned."""
+    said = []
+
+    def plan(model: nn.Module) -> None:
+        try:
+            zcompile.plan(model, tokens(0, 0), stages=[3], prefetches=[1], dtypes=[None])
+        except ModelError as error:
+            said.append(str(error))
+
+    gpus = DeviceMesh("cuda", [0, 1, 2, 3], _init_backend=False)
+    with torch.device("meta"):
+        plan(parallelize_module(Feed(), meshes(2, 2, turned=True)[1], MLPS))
+        model = Feed()
+        weight = DTensor.from_local(model.head.weight.detach(), gpus, [Replicate()], run_check=False)
+        model.head.weight = nn.Parameter(weight)
+        plan(model)
+        model = parallelize_module(Feed(), meshes(2, 2)[1], MLPS)
+        model.register_buffer("scale", model.blocks[0].up.weight.detach())
+        plan(model)
+    return said
+
+
+def test_what_cannot_be_planned_is_said(ranks: Ranks) -> None:
+    order, device, buffer = ranks.run(4, unplanned)[0]
+    assert "whose ranks are no neighbours" in order
+    assert "mesh of cuda" in device
+    assert "scale: is a buffer and a DTensor" in buffer
+
+
+def arguments(rank: int) -> list[str]:
+    """Programs of a model that takes a DTensor, with memory and on meta."""
+    _, tp = meshes(2, 2)
+    plan, found = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel()}, []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = parallelize_module(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), tp, plan)
+            x = DTensor.from_local(torch.ones(3, 6), tp, [Shard(0)], run_check=False)
+        found.append(trace(model, (x,)).text(regions=True))
+    return found
+
+
+def test_dtensors_on_meta_are_traced_as_those_with_memory(ranks: Ranks) -> None:
+    for real, meta in ranks.run(4, arguments):
+        assert "f32[3, 6]" in real
+        assert real == meta
+
+
+def chosen(rank: int) -> tuple[list[int], list[float]]:
+    # torch remembers equal meshes, of groups that have ended, too: names of its own keep them apart.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("measured_dp", "measured_tp"))
+    compiled = build(mesh["measured_dp"], mesh["measured_tp"], "mlps", prefetch="auto")
+    compiled(*tokens(0, mesh["measured_dp"].get_local_rank())).backward()
+    links = compiled._engine.hardware.links
+    return [link.members for link in links], [link.bandwidth for link in links]
+
+
+def test_both_links_are_measured_where_the_schedule_is_chosen(ranks: Ranks) -> None:
+    for members, bandwidths in ranks.run(4, chosen):
+        assert members == [2, 0]
+        assert all(1e5 < bandwidth < 1e13 for bandwidth in bandwidths)
+
+
 def test_a_plan_is_of_a_part_of_the_model(ranks: Ranks) -> None:
     text, whole, part = ranks.run(4, forecast)[0]
+    assert "fastest that fits: zcompile.compile(model, mesh=mesh['dp'], stage=3, prefetch=1)" in text
     assert "2 ranks for each of 2 parts of the model" in text
     assert whole / 2 < part < whole  # norms and biases are not divided
 

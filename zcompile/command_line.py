@@ -72,7 +72,7 @@ def command(
 @app.command("plan")
 def plan_command(
     model: Model,
-    world: Annotated[list[int], typer.Option("--world", "-w", min=1, help="Ranks; repeat for several.")] = [8],  # noqa: B006
+    world: Annotated[list[int], typer.Option("--world", "-w", min=1, help="Data-parallel ranks; repeat.")] = [8],  # noqa: B006
     hardware: Hardware_ = "h100",
     memory_limit: Annotated[
         str | None,
@@ -186,7 +186,7 @@ def doctor_command(
     if target is not None:
         _check_target("write", target, ".toml")
         with _progress(quiet=False) as progress:
-            progress("measuring this machine: a minute", 0, None)
+            progress("measuring this machine: half a minute", 0, None)
             found = doctor.measured(name, ranks)
         if found is not None:
             target.write_text(profile_text(found))

@@ -72,10 +72,10 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
 """Torch's formulas, and those that it has for the same on other devices."""
 
 
-def bucket_for(hardware: Hardware) -> int:
+def bucket_for(hardware: Hardware, tensor_parallel: int = 1) -> int:
     """Bytes of a message that spends a twentieth of its time on latency; from 1 to 64 MiB."""
     least, most = _BUCKETS
-    link = hardware.slowest
+    link = hardware.slowest(tensor_parallel)
     wanted = link.latency * link.bandwidth / _LATENCY_SHARE if link.latency else most
     return int(min(max(wanted, least), most))
 
@@ -93,7 +93,7 @@ def region_seconds(region: Region, hardware: Hardware, tensor_parallel: int = 1)
 
 def _collective_seconds(node: fx.Node, hardware: Hardware, ranks: int) -> float:
     """Seconds of a collective of the model's own code; what it moves is the larger of what it takes and gives."""
-    payload = max(data(node).nbytes, *map(_bytes, node.all_input_nodes))
+    payload = max(sum(data(one).nbytes for one in values_of(node)), sum(map(_bytes, node.all_input_nodes)))
     reduces = _packet(node).__name__.startswith("all_reduce")
     return hardware.collective_seconds(payload * (2 if reduces else 1), ranks)
 

@@ -18,7 +18,11 @@ def is_pure(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """True for communication of the model's own code, as DTensors have it."""
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional" and not is_wait(node)
+    return isinstance(node.target, OpOverload) and node.target.namespace in _COMMUNICATING and not is_wait(node)
+
+
+_COMMUNICATING = ("_c10d_functional", "_dtensor")
+"""The second has `shard_dim_alltoall`, by which DTensors on GPUs change the dimension that they are divided on."""
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -265,7 +265,8 @@ class Engine:
         options, schedule = self.options, self.schedule
         limit = options.limit
         if options.prefetch == "auto":
-            self.hardware = measure(self.communicator, options.dtype or torch.float32)
+            beside = self.peers.communicator if self.peers else None
+            self.hardware = measure(self.communicator, options.dtype or torch.float32, beside)
             schedule = choose(traced, self._pipeline, self.hardware, limit)
             chosen = [schedule.prefetch, schedule.small, schedule.bucket]
             told = self.everyone.share("the schedule of gathers", json.dumps(chosen))

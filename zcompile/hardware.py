@@ -72,10 +72,15 @@ class Hardware:
         link = Link("between ranks", latency, bandwidth)
         return cls("unnamed", dict.fromkeys(DTYPES, flops), memory_bandwidth, (link,))
 
-    @property
-    def slowest(self) -> Link:
-        """The link that collectives over all ranks wait for."""
-        return min(self.links, key=lambda link: link.bandwidth)
+    def slowest(self, apart: int = 1) -> Link:
+        """The link that collectives over all ranks `apart` from each other wait for, and what one group has of it."""
+        ranks, found = 1, []
+        for link in self.links:
+            span = ranks * (link.members or math.inf)
+            if span > apart:
+                found.append(replace(link, bandwidth=link.bandwidth / min(ranks, apart)))
+            ranks = ranks * link.members
+        return min(found or [self.links[-1]], key=lambda link: link.bandwidth)
 
     def flops_in(self, dtype: torch.dtype) -> float:
         """The rate of matrix products in `dtype`; that of float32 for one that the profile does not know."""
@@ -96,7 +101,7 @@ class Hardware:
         """
         latency = seconds = 0.0
         for link, ranks, joined in self._levels(world * apart):
-            members = math.ceil(joined * ranks / max(ranks, apart))
+            members = min(math.ceil(joined * ranks / max(ranks, apart)), world)
             if members == 1:
                 continue
             own, sharing = max(ranks // apart, 1), min(ranks, apart)

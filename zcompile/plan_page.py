@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zcompile.planner import Forecast, Plan
+from zcompile.planner import CHOICE, FIGURES, Forecast, Plan, choice_cells, figure_cells
 from zcompile.rendering import rendered, write
 
 WIDTH, HEIGHT, MARGIN = 900, 320, 46
@@ -66,15 +66,15 @@ def plan_page_text(plan: Plan) -> str:
     """The page as HTML."""
     worlds = [_world(plan, ranks) for ranks in plan.worlds]
     kinds = dict.fromkeys(name for world in worlds for row in world.rows for name, *_ in row.kinds)
-    headings = ("stage", "prefetch", "checkpoint", "dtype", "GB", "step s", "TFLOP/s", "hidden")
+    headings = (*CHOICE, *FIGURES)
     sizes = {"width": WIDTH, "height": HEIGHT, "margin": MARGIN, "bar": BAR}
     return rendered("plan.html.j2", title=plan.model, plan=plan, worlds=worlds, kinds=kinds, headings=headings, **sizes)
 
 
 def _world(plan: Plan, ranks: int) -> World:
-    forecasts, best = plan.of(ranks), plan.fastest(ranks)
-    slowest = max(forecast.seconds for forecast in forecasts)
-    largest = max(forecast.nbytes for forecast in forecasts)
+    forecasts = plan.of(ranks)
+    slowest = max(forecast.seconds for forecast in forecasts) or 1.0
+    largest = max(forecast.nbytes for forecast in forecasts) or 1
 
     def across(seconds: float) -> float:
         return MARGIN + seconds / slowest * (WIDTH - 2 * MARGIN)
@@ -84,13 +84,18 @@ def _world(plan: Plan, ranks: int) -> World:
 
     rows = []
     for number, forecast in enumerate(forecasts):
-        verdict = "best" if forecast is best else "" if plan.fits(forecast) else "too big"
         place = across(forecast.seconds), down(forecast.nbytes)
-        rows.append(Row(number, forecast, list(_cells(forecast)), list(_kinds(forecast, largest)), *place, verdict))
+        kinds = list(_kinds(forecast, largest))
+        rows.append(Row(number, forecast, list(_cells(forecast)), kinds, *place, plan.verdict(forecast)))
     ticks = [("x", across(at), f"{at:.3g} s") for at in _round(slowest)]
-    ticks += [("y", down(at), f"{at / 1e9:.3g} GB") for at in _round(largest)]
+    ticks += [("y", down(at), _memory(at)) for at in _round(largest)]
     limit = down(plan.memory_limit) if plan.memory_limit <= largest else None
-    return World(ranks, plan.title(ranks), plan.advice(ranks), best is not None, rows, limit, ticks)
+    return World(ranks, plan.title(ranks), plan.advice(ranks), plan.fastest(ranks) is not None, rows, limit, ticks)
+
+
+def _memory(nbytes: float) -> str:
+    """A few characters, on an axis."""
+    return f"{nbytes / 1e12:.3g} TB" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g} GB"
 
 
 def _round(most: float) -> Iterator[float]:
@@ -98,20 +103,16 @@ def _round(most: float) -> Iterator[float]:
     rough = most / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    yield from (step * count for count in range(int(most / step) + 1))
+    yield from (step * count for count in range(int(most / step + 1e-9) + 1))
 
 
 def _cells(forecast: Forecast) -> Iterator[tuple[str, float | str]]:
-    choice, hidden = forecast.choice, forecast.hidden_share
-    yield str(choice.stage), choice.stage
-    yield (str(choice.prefetch), choice.prefetch) if choice.stage else ("", -1)
-    checkpoint, dtype = str(choice.checkpoint or ""), str(choice.dtype or "").removeprefix("torch.")
-    yield checkpoint, checkpoint
-    yield dtype, dtype
-    yield f"{forecast.nbytes / 1e9:.2f}", forecast.nbytes
-    yield f"{forecast.seconds:.3g}", forecast.seconds
-    yield f"{forecast.rate / 1e12:.3g}", forecast.rate
-    yield ("", -1.0) if hidden is None else (f"{hidden:.0%}", hidden)
+    """Texts, each with what its column is sorted by: figures by themselves."""
+    for heading, text in zip(CHOICE, choice_cells(forecast.choice), strict=True):
+        yield text, (float(text or -1) if heading in ("stage", "prefetch") else text)
+    hidden = forecast.hidden_share
+    figures = (forecast.nbytes, forecast.seconds, forecast.rate, -1.0 if hidden is None else hidden)
+    yield from zip(figure_cells(forecast), figures, strict=True)
 
 
 def _kinds(forecast: Forecast, largest: int) -> Iterator[tuple[str, float, float]]:

@@ -7,6 +7,7 @@ profile of hardware. What choices have in common is rewritten once.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,7 +95,7 @@ class Forecast:
     @property
     def rate(self) -> float:
         """FLOP per second on each device."""
-        return self.flops / self.seconds
+        return self.flops / self.seconds if self.seconds else math.inf
 
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak, by what they are for."""
@@ -142,6 +143,17 @@ class Plan:
     def fits(self, forecast: Forecast) -> bool:
         return forecast.nbytes <= self.memory_limit
 
+    def verdict(self, forecast: Forecast) -> str:
+        """What is said of a forecast: "best" of the fastest that fits, "too big", or nothing."""
+        if forecast is self.fastest(forecast.world):
+            return "best"
+        return "" if self.fits(forecast) else "too big"
+
+    def line(self, forecast: Forecast) -> str:
+        """The call of `zcompile.compile` that makes the choice."""
+        text = str(forecast.choice)
+        return text.replace("(model, ", "(model, mesh=mesh['dp'], ") if self.tensor_parallel > 1 else text
+
     def fastest(self, world: int) -> Forecast | None:
         """The fastest choice that fits, of equals the smallest; None if none does."""
         fitting = [forecast for forecast in self.of(world) if self.fits(forecast)]
@@ -158,7 +170,7 @@ class Plan:
         nearest = min(self.of(world), key=lambda forecast: forecast.nbytes)
         least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
         found = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
-        fix = f"take more ranks or a smaller batch; nearest is {nearest.choice}"
+        fix = f"take more ranks or a smaller batch; nearest is {self.line(nearest)}"
         raise OptionError("memory_limit", found, fix)
 
     def as_dict(self) -> dict[str, Any]:
@@ -170,7 +182,7 @@ class Plan:
             "hardware": self.hardware.name,
             "memory_limit": self.memory_limit,
             "tensor_parallel": self.tensor_parallel,
-            "recommended": {world: best and str(best.choice) for world, best in fastest.items()},
+            "recommended": {world: best and self.line(best) for world, best in fastest.items()},
             "forecasts": [{**forecast.as_dict(), "fits": self.fits(forecast)} for forecast in self.forecasts],
         }
 
@@ -182,12 +194,18 @@ class Plan:
 
     def print(self, console: Console) -> None:
         """The tables, and what is recommended."""
-        limit = _gigabytes(self.memory_limit)
-        console.print(f"{self.model}: {self.parameters:,} parameters on {self.hardware.name}, at most {limit} a rank")
+        about = (
+            f"{self.parameters:,} parameters on {self.hardware.name}, at most {_gigabytes(self.memory_limit)} a rank"
+        )
+        self._say(console, f"{self.model}: {about}")
         for world in self.worlds:
             console.print(self._table(world))
             said = "fastest that fits: " if self.fastest(world) else ""
-            console.print(f"{said}{self.advice(world)}", markup=False, highlight=False, soft_wrap=True)
+            self._say(console, f"{said}{self.advice(world)}")
+
+    def _say(self, console: Console, text: str) -> None:
+        """Print a text that may have anybody's names in it."""
+        console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def title(self, world: int) -> str:
         """What a number of ranks is called."""
@@ -197,28 +215,26 @@ class Plan:
     def advice(self, world: int) -> str:
         """The line that compiles the fastest choice that fits; or that none does, and what to do."""
         try:
-            return str(self.best(world).choice)
+            return self.line(self.best(world))
         except OptionError as error:
             return f"{error.found}.\n{error.fix}."
 
     def _table(self, world: int) -> Table:
         forecasts = self.of(world)
-        best = self.fastest(world)
         kinds = [kind for kind in Held if any(forecast.held[kind] for forecast in forecasts)]
         caption = "GB (10^9 bytes) at the peak of a step, of shards and optimizer state all the time"
         table = Table(title=self.title(world), title_justify="left", caption=caption)
-        for heading in ("stage", "prefetch", "checkpoint", "dtype"):
+        for heading in CHOICE:
             table.add_column(heading, no_wrap=True)
-        for heading in ("shards", "optimizer", *(str(kind).split()[0] for kind in kinds), "GB", "step s", "TFLOP/s"):
+        for heading in ("shards", "optimizer", *(str(kind).split()[0] for kind in kinds), *FIGURES):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("hidden", justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
         for before, forecast in zip([None, *forecasts], forecasts, strict=False):
             choice = forecast.choice
             if before and (before.choice.dtype, before.choice.stage) != (choice.dtype, choice.stage):
                 table.add_section()
-            verdict = "best" if forecast is best else "" if self.fits(forecast) else "too big"
-            style = "bold" if forecast is best else None if self.fits(forecast) else "dim"
+            verdict = self.verdict(forecast)
+            style = {"best": "bold", "too big": "dim"}.get(verdict)
             table.add_row(*_row(forecast, kinds), verdict, style=style)
         return table
 
@@ -227,13 +243,28 @@ def _gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:.4g} GB"
 
 
+CHOICE = ("stage", "prefetch", "checkpoint", "dtype")
+FIGURES = ("GB", "step s", "TFLOP/s", "hidden")
+"""What is shown of a forecast: the choice, and what it gives."""
+
+
+def choice_cells(choice: Choice) -> tuple[str, ...]:
+    """Texts of CHOICE; empty where there is nothing to choose, or nothing chosen."""
+    prefetch = str(choice.prefetch) if choice.stage else ""
+    return str(choice.stage), prefetch, str(choice.checkpoint or ""), str(choice.dtype or "").removeprefix("torch.")
+
+
+def figure_cells(forecast: Forecast) -> tuple[str, ...]:
+    """Texts of FIGURES."""
+    hidden = "" if forecast.hidden_share is None else f"{forecast.hidden_share:.0%}"
+    return f"{forecast.nbytes / 1e9:.2f}", f"{forecast.seconds:.3g}", f"{forecast.rate / 1e12:.3g}", hidden
+
+
 def _row(forecast: Forecast, kinds: Sequence[Held]) -> Iterator[str]:
-    choice, hidden = forecast.choice, forecast.hidden_share
-    yield from (str(choice.stage), str(choice.prefetch) if choice.stage else "", str(choice.checkpoint or ""))
-    yield str(choice.dtype or "").removeprefix("torch.")
-    for nbytes in (forecast.parameters, forecast.optimizer, *(forecast.held[kind] for kind in kinds), forecast.nbytes):
+    yield from choice_cells(forecast.choice)
+    for nbytes in (forecast.parameters, forecast.optimizer, *(forecast.held[kind] for kind in kinds)):
         yield f"{nbytes / 1e9:.2f}"
-    yield from (f"{forecast.seconds:.3g}", f"{forecast.rate / 1e12:.3g}", "" if hidden is None else f"{hidden:.0%}")
+    yield from figure_cells(forecast)
 
 
 def plan(
@@ -279,6 +310,7 @@ def plan(
     device = load_profile(hardware) if isinstance(hardware, str) else hardware
     limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
     check_worlds(worlds)
+    worlds = list(dict.fromkeys(worlds))
     choices = _choices(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches)
     tell = progress or (lambda *_: None)
     rewriters: dict[torch.dtype | None, Rewriter] = {}
@@ -290,6 +322,9 @@ def plan(
             rewriters[choice.dtype] = Rewriter(model, traced, units)
         tell(str(choice), done, len(choices))
         forecasts += rewriters[choice.dtype].forecasts(choice, worlds, device)
+    if not forecasts:
+        fix = "let None be among them, or give units= of modules that compute something"
+        raise OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
     tell("done", len(choices), len(choices))
     count = sum(parameter.numel() for parameter in model.parameters())
     parts = max(mesh_size(parameter) for parameter in model.parameters())
@@ -311,13 +346,14 @@ def _choices(
     Raises:
         OptionError: one of them is no setting.
     """
-    found = [
+    made = (
         Choice(stage, prefetch, checkpoint, dtype)
         for dtype in dtypes
         for stage in stages
         for checkpoint in checkpoints
         for prefetch in (prefetches if stage else prefetches[:1])
-    ]
+    )
+    found = list(dict.fromkeys(made))
     for choice in found:
         Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
     if not found:

@@ -47,8 +47,9 @@ def choose(
     A parameter is packed while copying it out of a message costs less than a message's latency. A depth beyond
     `memory_limit` is no choice, but for 0.
     """
-    small = max(LEAST_PACKED, int(hardware.slowest.latency * hardware.memory_bandwidth / 2))
-    bucket = bucket_for(hardware)
+    parts = traced.layout.tensor_parallel
+    small = max(LEAST_PACKED, int(hardware.slowest(parts).latency * hardware.memory_bandwidth / 2))
+    bucket = bucket_for(hardware, parts)
     for step in at_schedule(pipeline(Schedule(DEPTHS[0], small, bucket)))[0]:
         traced = step(traced)
     seconds = {}

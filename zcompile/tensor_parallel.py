@@ -41,9 +41,6 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel |
         if tensor.is_meta:
             fix = "give the model values before zcompile.compile: model.to_empty(device=...), and its init_weights()"
             raise ModelError(name, "is on the meta device, and the model is tensor-parallel", fix)
-    for name, buffer in model.named_buffers():
-        if isinstance(buffer, DTensor):
-            raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
     return ModelParallel(own, *_joint(mesh, own), divided_parameters(model))
 
 
@@ -53,6 +50,9 @@ def check_divided(model: nn.Module) -> DeviceMesh | None:
     Raises:
         ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
     """
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
     divided = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
     if not divided:
         return None

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from zcompile._torch import tree_map_only
+from zcompile._torch import local_tensor, tree_map_only
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.errors import CaptureError, ModelError
@@ -24,6 +26,7 @@ from zcompile.layout import STAGES, Layout
 from zcompile.local_graphs import Local, on_locals
 from zcompile.program import Program
 from zcompile.report import Break
+from zcompile.runtime.placing import Placing
 from zcompile.sharding import husk_of
 from zcompile.tensor_parallel import check_divided
 from zcompile.units import Precision, make_layout
@@ -44,13 +47,14 @@ def trace(
     model is left as it was. Of one that `parallelize_module` has divided, the program is that of this rank's part.
 
     Raises:
-        ModelError: the model has no parameters, is sharded already, or divided otherwise than by tensor parallelism.
+        ModelError: the model has no parameters, is sharded already, or is divided otherwise than by tensor parallelism,
+            over a mesh that is not on CPUs, or one whose ranks are not neighbours.
         CaptureError: it cannot be traced into one graph, or takes no gradient.
         OptionError: `units` match no modules.
     """
     if next(model.parameters(), None) is None:
         raise ModelError(type(model).__name__, "has no parameters", "give a model that has something to train")
-    check_divided(model)
+    _check_neighbours(check_divided(model))
     layout = make_layout(model, STAGES[3], 1, units, Precision(dtype, reduce_dtype))
 
     def lower(traced: Program) -> Runner:
@@ -122,10 +126,25 @@ def offer(program: Program, options: Options, *, updates: bool) -> None:
         raise Traced(program, options, updates=updates)
 
 
+def _check_neighbours(mesh: DeviceMesh | None) -> None:
+    """Raise ModelError for a tensor-parallel mesh whose program cannot be traced here."""
+    if mesh is None:
+        return
+    if mesh.device_type != "cpu":
+        fix = "divide it over a mesh of the same shape on CPUs: init_device_mesh('cpu', ...), be the group a fake one"
+        raise ModelError("the model", f"is divided over a mesh of {mesh.device_type}, and traced on the CPU", fix)
+    if (mesh.mesh.diff() != 1).any():
+        fix = "let the data-parallel dimension come first: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+        raise ModelError("the model", f"is divided over {mesh}, whose ranks are no neighbours", fix)
+
+
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
     """`value`; one on meta as zeros on the CPU."""
     if not value.is_meta:
         return value
+    if isinstance(value, DTensor):
+        local, placing = _on_cpu(local_tensor(value)), Placing(value.device_mesh, value.placements, value.shape)
+        return placing.place(local).requires_grad_(value.requires_grad)
     return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
 
 
