@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 import re
 import shutil
 from collections.abc import Iterator
@@ -245,6 +246,18 @@ def test_every_choice_of_a_plan_is_there(plan: Plan) -> None:
         assert html.escape(str(forecast.choice)).replace("&#x27;", "&#39;") in text
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", text)
     assert "http" not in text
+
+
+def test_bars_of_memory_lie_end_to_end_in_proportion(plan: Plan) -> None:
+    rows = re.findall(r'aria-label="by kind">(.*?)</svg>', plan_page_text(plan))
+    assert len(rows) == len(plan.forecasts)
+    bars = [[(float(x), float(w)) for x, w in re.findall(r'x="([\d.]+)" width="([\d.]+)"', row)] for row in rows]
+    for row in bars:
+        assert row[0][0] == 0.0
+        assert all(x + w == pytest.approx(after, abs=0.2) for (x, w), (after, _) in itertools.pairwise(row))
+    widths = [sum(w for _, w in row) for row, forecast in zip(bars, plan.forecasts, strict=True) if forecast.world == 2]
+    sizes = [forecast.nbytes for forecast in plan.of(2)]
+    assert [width / max(widths) for width in widths] == pytest.approx([size / max(sizes) for size in sizes], abs=1e-3)
 
 
 def test_a_plan_of_a_model_with_html_in_its_name_is_text(plan: Plan) -> None:

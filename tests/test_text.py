@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import traceback
 
 import networkx as nx
 import pytest
 import torch
+from torch import nn
 
 import zcompile
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, joined
 from zcompile import ParseError, Program
+from zcompile._torch import local_tensor
 from zcompile.hardware import Hardware
 from zcompile.ops import Call, Phase, data
 from zcompile.pipeline import Journal
@@ -252,3 +255,17 @@ def test_flops_and_seconds_are_not_negative(kind: str) -> None:
     dag = program.dag()
     assert all(node["flops"] >= 0 and node["seconds"] >= 0 for _, node in dag.nodes(data=True))
     assert any(dag.nodes[call.name]["flops"] > 0 for call in program.nodes(Call))
+
+
+def test_what_margins_say_is_what_is_alive() -> None:
+    layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True, norm_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 4))
+    compiled, x = zcompile.compile(model, backend="eager"), torch.ones(4, 8, 32)
+    result = compiled(x)
+    known = {local_tensor(held).untyped_storage().data_ptr() for held in (*compiled.parameters(), x)}
+    saved = (result, *result.grad_fn.saved_tensors)
+    storages = {held.untyped_storage().data_ptr(): held.untyped_storage().nbytes() for held in saved}
+    alive = sum(nbytes for pointer, nbytes in storages.items() if pointer not in known)
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    margins = re.findall(r"#.*? ([+-][\d.]+) (B|KiB|MiB)", compiled.programs[0].text())
+    assert sum(float(number) * units[unit] for number, unit in margins) == pytest.approx(alive, rel=0.02)

@@ -58,7 +58,7 @@ def live_bytes(program: Program) -> dict[fx.Node, int]:
 
 def live_by_kind(program: Program) -> dict[fx.Node, dict[Held, int]]:
     """`live_bytes` by what the bytes are. What a region holds while it runs counts as activations."""
-    ends = _last_needs(program)
+    ends = last_needs(program)
     dead: dict[fx.Node, list[fx.Node]] = {}
     for node, end in ends.items():
         dead.setdefault(end, []).append(node)
@@ -88,7 +88,7 @@ def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, Held, int]]
 
     What a region holds for itself while it runs comes on top.
     """
-    ends, position = _last_needs(program), {node: index for index, node in enumerate(program.graph.nodes)}
+    ends, position = last_needs(program), {node: index for index, node in enumerate(program.graph.nodes)}
     found: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         if position[node] > position[line]:
@@ -218,8 +218,8 @@ def peak_bytes(program: Program) -> int:
     return max(live_bytes(program).values(), default=0)
 
 
-def _last_needs(program: Program) -> dict[fx.Node, fx.Node]:
-    """The last line that needs the memory of each value that a line makes."""
+def last_needs(program: Program) -> dict[fx.Node, fx.Node]:
+    """The last line that needs the memory of each value that a line makes, views of it and messages included."""
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     alone = program.layout.world == 1
     last: dict[fx.Node, fx.Node] = {}

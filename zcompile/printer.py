@@ -29,6 +29,7 @@ from torch import fx
 
 from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.layout import Layout, Param
+from zcompile.memory import last_needs
 from zcompile.ops import (
     Arena,
     Away,
@@ -42,9 +43,9 @@ from zcompile.ops import (
     Peers,
     Phase,
     Release,
+    Results,
     Shards,
     Stack,
-    Store,
     Update,
     WaitGather,
     data,
@@ -223,14 +224,27 @@ def _result_nodes(program: Program, phase: Phase) -> Iterator[fx.Node]:
 def _phase_lines(program: Program, phase: Phase) -> tuple[list[Line], list[Line]]:
     arguments = [_argument(program, node) for node in inputs_of(program, phase)]
     body = program.body(phase)
-    deaths = _deaths(program, phase, body)
+    deaths, freed = _deaths(program, phase, body), _freed(program)
     lines: list[Line] = []
     for node in body:
+        end, dead = after_items(node), deaths.get(node)
         if not isinstance(data(node).op, Item):
-            lines += [replace(line, node=node.name) for line in _statement(node, program.memory(node))]
-        if dead := deaths.get(node):
-            lines += _delete(dead)
+            # What nobody can name any more may be freed later: a view shows it, or it is being sent.
+            at_once = 0 if deaths.get(end) else freed.get(end, 0)
+            lines += [replace(line, node=node.name) for line in _statement(node, program.memory(node) - at_once)]
+        if dead:
+            lines += _delete(dead, freed.get(node, 0))
     return arguments, [*lines, *_wrapped(Line(_return(program, phase)))]
+
+
+def _freed(program: Program) -> dict[fx.Node, int]:
+    """The bytes that are given back behind each line, or the last of its results."""
+    freed: dict[fx.Node, int] = {}
+    for value, line in last_needs(program).items():
+        if not isinstance(data(line).op, Results):
+            end = after_items(line)
+            freed[end] = freed.get(end, 0) + data(value).nbytes
+    return freed
 
 
 def _argument(program: Program, node: fx.Node) -> Line:
@@ -362,18 +376,10 @@ def _deaths(program: Program, phase: Phase, body: list[fx.Node]) -> dict[fx.Node
     return deaths
 
 
-def _delete(dead: list[fx.Node]) -> list[Line]:
-    """`del` of values that die, a few on a line."""
-    by_name = {node.name: node for node in dead}
-    return [
-        Line(f"del {', '.join(names)}", delta=_delta_text(-sum(_freed_bytes(by_name[name]) for name in names)))
-        for names in _filled(list(by_name), WIDTH)
-    ]
-
-
-def _freed_bytes(node: fx.Node) -> int:
-    held = data(node)
-    return 0 if isinstance(held.op, Store) else held.nbytes
+def _delete(dead: list[fx.Node], freed: int) -> list[Line]:
+    """`del` of values that die, a few on a line, and what all of them give back."""
+    first, *rest = [f"del {', '.join(names)}" for names in _filled([node.name for node in dead], WIDTH)]
+    return [Line(first, delta=_delta_text(-freed)), *map(Line, rest)]
 
 
 def _return(program: Program, phase: Phase) -> str:

@@ -148,11 +148,11 @@ def backward(box):
         dy,                       # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                    #                       -256 B
+    del yb, dy                    #                       -128 B
     da, gb = region_1(b, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
     del ya, db                    #                       -256 B
     ga = region_2(da, x)          # f32[4, 4]             +64 B         a.lin
-    del x, da                     #                       -256 B
+    del x, da                     #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 """The chain as `outline_regions` leaves it: no communication yet."""
@@ -192,7 +192,7 @@ def backward(box):
     c_gather_1 = all_gather(c)           #                       +64 B         c
     c_full_1 = wait(c_gather_1)          #                                     c
     db, gc = region_1(c_full_1, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                           #                       -256 B
+    del yb, dy                           #                       -128 B
     release(c_full_1)                    #                       -64 B         c
     b_gather_1 = all_gather(b)           #                       +64 B         b
     b_full_1 = wait(b_gather_1)          #                                     b
@@ -200,7 +200,7 @@ def backward(box):
     del ya, db                           #                       -256 B
     release(b_full_1)                    #                       -64 B         b
     ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
-    del x, da                            #                       -256 B
+    del x, da                            #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 """`OUTLINED` with gathers: each unit in the forward, and again in the backward if that reads it."""
@@ -237,7 +237,7 @@ def backward(box):
         dy,                              # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                           #                       -256 B
+    del yb, dy                           #                       -128 B
     release(c_full)                      #                       -64 B         c
     b_gather_1 = all_gather(b)           #                       +64 B         b
     b_full_1 = wait(b_gather_1)          #                                     b
@@ -245,7 +245,7 @@ def backward(box):
     del ya, db                           #                       -256 B
     release(b_full_1)                    #                       -64 B         b
     ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
-    del x, da                            #                       -256 B
+    del x, da                            #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 """The same, but c, which the forward reads last and the backward first, is kept over the turn."""
@@ -275,20 +275,20 @@ def backward(box):
         dy,                             # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                          #                       -256 B
+    del yb, dy                          #                       -128 B
     c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
-    del gc                              #                       -64 B
-    c_grads = wait(c_reduce)            #                                     c
+    del gc
+    c_grads = wait(c_reduce)            #                       -64 B         c
     da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
     del ya, db                          #                       -256 B
     b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
-    del gb                              #                       -64 B
-    b_grads = wait(b_reduce)            #                                     b
+    del gb
+    b_grads = wait(b_reduce)            #                       -64 B         b
     ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
-    del x, da                           #                       -256 B
+    del x, da                           #                       -128 B
     a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
-    del ga                              #                       -64 B
-    a_grads = wait(a_reduce)            #                                     a
+    del ga
+    a_grads = wait(a_reduce)            #                       -64 B         a
     return [None], [c_grads, b_grads, a_grads]
 """
 """`OUTLINED` with reductions, and no gathers."""

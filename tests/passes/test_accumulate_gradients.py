@@ -32,7 +32,7 @@ def backward(box):
         dy,                             # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                          #                       -256 B
+    del yb, dy                          #                       -128 B
     c_grads_held = accumulate(c, [gc])  #                                     c
     del gc                              #                       -64 B
     da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
@@ -40,7 +40,7 @@ def backward(box):
     b_grads_held = accumulate(b, [gb])  #                                     b
     del gb                              #                       -64 B
     ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
-    del x, da                           #                       -256 B
+    del x, da                           #                       -128 B
     a_grads_held = accumulate(a, [ga])  #                                     a
     del ga                              #                       -64 B
     return [None], [c_grads_held, b_grads_held, a_grads_held]

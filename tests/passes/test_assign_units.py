@@ -12,7 +12,7 @@ def forward(box):
         x,                                                      # f32[8, 4]
     ) = unbox(box)
     before = aten.sin.default(x)                                # f32[8, 4]             +128 B
-    del x                                                       #                       -128 B
+    del x
     ta = aten.t.default(a_weight)                               # &f32[4, 4]                    b
     ya = aten.mm.default(before, ta)                            # f32[8, 4]             +128 B  a
     del before, ta                                              #                       -128 B
@@ -33,11 +33,11 @@ def forward(box):
 
 def backward(box):
     (
-        low,                      # f32[4, 4]          b
-        dy,                       # f32[4, 4]          tangent
+        low,                      # f32[4, 4]         b
+        dy,                       # f32[4, 4]         tangent
     ) = unbox(box)
-    g = aten.mul.Tensor(dy, low)  # f32[4, 4]  +64 B   a.inner
-    del low, dy                   #            -128 B
+    g = aten.mul.Tensor(dy, low)  # f32[4, 4]  +64 B  a.inner
+    del low, dy                   #            -64 B
     return [g], []
 """
 

@@ -32,9 +32,9 @@ def backward(box):
     gb = aten.mm.default(td, ya)        # f32[4, 4]   +64 B   b
     del ya, td                          #             -128 B
     db = aten.mm.default(dy, b_weight)  # f32[8, 4]   +128 B  b
-    del dy                              #             -128 B
+    del dy
     dt = aten.t.default(db)             # &f32[4, 8]          a
-    del db                              #             -128 B
+    del db
     ga = aten.mm.default(dt, x)         # f32[4, 4]   +64 B   a
     del x, dt                           #             -128 B
     return [None], {'b.weight': gb, 'a.weight': ga}
@@ -65,11 +65,11 @@ def backward(box):
     ) = unbox(box)
     db = aten.mm.default(dy, b_weight)  # f32[8, 4]   +128 B  b
     dt = aten.t.default(db)             # &f32[4, 8]          a
-    del db                              #             -128 B
+    del db
     ga = aten.mm.default(dt, x)         # f32[4, 4]   +64 B   a
     del x, dt                           #             -128 B
     td = aten.t.default(dy)             # &f32[4, 8]          b
-    del dy                              #             -128 B
+    del dy
     gb = aten.mm.default(td, ya)        # f32[4, 4]   +64 B   b
     del ya, td                          #             -128 B
     return [None], {'b.weight': gb, 'a.weight': ga}
@@ -101,9 +101,9 @@ def backward(box):
     del td
     gb = aten.rand_like.default(b_weight)  # f32[4, 4]   +64 B   b
     db = aten.mm.default(dy, b_weight)     # f32[8, 4]   +128 B  b
-    del dy                                 #             -128 B
+    del dy
     dt = aten.t.default(db)                # &f32[4, 8]          a
-    del db                                 #             -128 B
+    del db
     ga = aten.mm.default(dt, x)            # f32[4, 4]   +64 B   a
     del x, dt                              #             -128 B
     return [None], {'b.weight': gb, 'a.weight': ga}

@@ -48,26 +48,26 @@ def backward(box):
     ) = unbox(box)
     b_gather_1 = all_gather(b)           #                       +64 B         b
     db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                           #                       -256 B
+    del yb, dy                           #                       -128 B
     release(c_full)                      #                       -64 B         c
     c_reduce = reduce_scatter(c, [gc])   #                       +32 B         c
-    del gc                               #                       -64 B
+    del gc
     b_full_1 = wait(b_gather_1)          #                                     b
     da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
     del ya, db                           #                       -256 B
     release(b_full_1)                    #                       -64 B         b
-    c_grads = wait(c_reduce)             #                                     c
+    c_grads = wait(c_reduce)             #                       -64 B         c
     b_reduce = reduce_scatter(b, [gb])   #                       +32 B         b
-    del gb                               #                       -64 B
+    del gb
     update(c, c_grads)                   #                       -32 B         c
     ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
-    del x, da                            #                       -256 B
-    b_grads = wait(b_reduce)             #                                     b
+    del x, da                            #                       -128 B
+    b_grads = wait(b_reduce)             #                       -64 B         b
     a_reduce = reduce_scatter(a, [ga])   #                       +32 B         a
-    del ga                               #                       -64 B
+    del ga
     update(b, b_grads)                   #                       -32 B         b
     gather_ahead(b)                      #                       +64 B         b
-    a_grads = wait(a_reduce)             #                                     a
+    a_grads = wait(a_reduce)             #                       -64 B         a
     update(a, a_grads)                   #                       -32 B         a
     gather_ahead(a)                      #                       +64 B         a
     return [None], []

@@ -35,11 +35,11 @@ def backward(box):
         dy,                            # f32[8, 4]                     tangent
     ) = unbox(box)
     db, gc = region_1(c_full, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B  c
-    del yb, dy                         #                       -256 B
+    del yb, dy                         #                       -128 B
     da, gb = region_1(b_full, db, ya)  # f32[8, 4], f32[4, 4]  +192 B  b
     del ya, db                         #                       -256 B
     ga = region_2(da, x)               # f32[4, 4]             +64 B   a.lin
-    del x, da                          #                       -256 B
+    del x, da                          #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 
@@ -61,10 +61,10 @@ def forward(box):
 def backward(box):
     (
         x,               # f32[8, 4]
-        dy,              # f32[8, 4]          tangent
+        dy,              # f32[8, 4]         tangent
     ) = unbox(box)
     g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy            #            -256 B
+    del x, dy
     return [g], []
 """
 
@@ -92,10 +92,10 @@ def forward(box):
 def backward(box):
     (
         x,               # f32[8, 4]
-        dy,              # f32[8, 4]          tangent
+        dy,              # f32[8, 4]         tangent
     ) = unbox(box)
     g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy            #            -256 B
+    del x, dy
     return [g], []
 """
 
@@ -117,10 +117,10 @@ def forward(box):
 def backward(box):
     (
         x,               # f32[8, 4]
-        dy,              # f32[8, 4]          tangent
+        dy,              # f32[8, 4]         tangent
     ) = unbox(box)
     g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy            #            -256 B
+    del x, dy
     return [g], []
 """
 
@@ -151,10 +151,10 @@ def forward(box):
 def backward(box):
     (
         x,               # f32[8, 4]
-        dy,              # f32[8, 4]          tangent
+        dy,              # f32[8, 4]         tangent
     ) = unbox(box)
     g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy            #            -256 B
+    del x, dy
     return [g], []
 """
 
@@ -221,10 +221,10 @@ def forward(box):
 def backward(box):
     (
         x,               # f32[8, 4]
-        dy,              # f32[8, 4]          tangent
+        dy,              # f32[8, 4]         tangent
     ) = unbox(box)
     g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy            #            -256 B
+    del x, dy
     return [g], []
 """
 
@@ -252,10 +252,10 @@ def forward(box):
 def backward(box):
     (
         x,               # f32[8, 4]
-        dy,              # f32[8, 4]          tangent
+        dy,              # f32[8, 4]         tangent
     ) = unbox(box)
     g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy            #            -256 B
+    del x, dy
     return [g], []
 """
 

@@ -53,7 +53,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -62,7 +62,7 @@ def backward(box):
         dy,           # f32[8]         tangent
     ) = unbox(box)
     g = region_1(dy)  # f32[8]  +32 B
-    del dy            #         -32 B
+    del dy
     return [None], {'q': g}
 """
 
@@ -73,7 +73,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -83,10 +83,10 @@ def backward(box):
         dy,                                        # f32[8]                tangent
     ) = unbox(box)
     g = region_1(dy)                               # f32[8]  +32 B
-    del dy                                         #         -32 B
+    del dy
     u_reduce = reduce_scatter(u, [None, g, None])  #         +16 B         u
-    del g                                          #         -32 B
-    u_grads = wait(u_reduce)                       #                       u
+    del g
+    u_grads = wait(u_reduce)                       #         -32 B         u
     return [None], [u_grads]
 """
 
@@ -97,7 +97,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -106,7 +106,7 @@ def backward(box):
         dy,           # f32[8]         tangent
     ) = unbox(box)
     g = region_1(dy)  # f32[8]  +32 B
-    del dy            #         -32 B
+    del dy
     dx = region_1(g)  # f32[8]  +32 B
     return [dx], {'p': g}
 """
@@ -118,7 +118,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -128,11 +128,11 @@ def backward(box):
         dy,                                             # f32[8]                tangent
     ) = unbox(box)
     g = region_1(dy)                                    # f32[8]  +32 B
-    del dy                                              #         -32 B
+    del dy
     g_copy = copy(g)                                    # f32[8]  +32 B         u
     u_reduce = reduce_scatter(u, [g_copy, None, None])  #         +16 B         u
-    del g_copy                                          #         -32 B
-    u_grads = wait(u_reduce)                            #                       u
+    del g_copy
+    u_grads = wait(u_reduce)                            #         -32 B         u
     dx = region_1(g)                                    # f32[8]  +32 B
     del g                                               #         -32 B
     return [dx], [u_grads]
@@ -145,7 +145,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -154,7 +154,7 @@ def backward(box):
         dy,           # f32[8]         tangent
     ) = unbox(box)
     g = region_1(dy)  # f32[8]  +32 B
-    del dy            #         -32 B
+    del dy
     return [None], {'p': g, 'r': g}
 """
 
@@ -165,7 +165,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -175,13 +175,13 @@ def backward(box):
         dy,                                                 # f32[8]                tangent
     ) = unbox(box)
     g = region_1(dy)                                        # f32[8]  +32 B
-    del dy                                                  #         -32 B
+    del dy
     g_copy = copy(g)                                        # f32[8]  +32 B         u
     g_copy_1 = copy(g)                                      # f32[8]  +32 B         u
     del g                                                   #         -32 B
     u_reduce = reduce_scatter(u, [g_copy, None, g_copy_1])  #         +32 B         u
-    del g_copy, g_copy_1                                    #         -64 B
-    u_grads = wait(u_reduce)                                #                       u
+    del g_copy, g_copy_1
+    u_grads = wait(u_reduce)                                #         -64 B         u
     return [None], [u_grads]
 """
 
@@ -192,7 +192,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -211,7 +211,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -226,10 +226,10 @@ def backward(box):
     h_copy = copy(h)                                         # f32[8]           +32 B         u
     del h
     dy_copy = copy(dy)                                       # f32[8]           +32 B         u
-    del dy                                                   #                  -32 B
+    del dy
     u_reduce = reduce_scatter(u, [g_copy, h_copy, dy_copy])  #                  +48 B         u
-    del g_copy, h_copy, dy_copy                              #                  -96 B
-    u_grads = wait(u_reduce)                                 #                                u
+    del g_copy, h_copy, dy_copy
+    u_grads = wait(u_reduce)                                 #                  -96 B         u
     return [None], [u_grads]
 """
 
@@ -258,19 +258,19 @@ def backward(box):
         dy,                         # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                      #                       -256 B
+    del yb, dy                      #                       -128 B
     c_reduce = all_reduce(c, [gc])  #                                     c
-    del gc                          #                       -64 B
+    del gc
     c_grads = wait(c_reduce)        #                                     c
     da, gb = region_1(b, db, ya)    # f32[8, 4], f32[4, 4]  +192 B        b
     del ya, db                      #                       -256 B
     b_reduce = all_reduce(b, [gb])  #                                     b
-    del gb                          #                       -64 B
+    del gb
     b_grads = wait(b_reduce)        #                                     b
     ga = region_2(da, x)            # f32[4, 4]             +64 B         a.lin
-    del x, da                       #                       -256 B
+    del x, da                       #                       -128 B
     a_reduce = all_reduce(a, [ga])  #                                     a
-    del ga                          #                       -64 B
+    del ga
     a_grads = wait(a_reduce)        #                                     a
     return [None], [c_grads, b_grads, a_grads]
 """
@@ -282,7 +282,7 @@ def forward(box):
         x,              # f32[8]
     ) = unbox(box)
     y = region_0(u, x)  # f32[8]  +32 B         u
-    del x               #         -32 B
+    del x
     return [y], []
 
 
@@ -291,7 +291,7 @@ def backward(box):
         dy,            # f32[8]         tangent
     ) = unbox(box)
     dx = region_1(dy)  # f32[8]  +32 B
-    del dy             #         -32 B
+    del dy
     return [dx], []
 """
 

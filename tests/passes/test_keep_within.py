@@ -41,13 +41,13 @@ def backward(box):
         dy,                            # f32[8, 4]                     tangent
     ) = unbox(box)
     db, gc = region_1(c_full, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B  c
-    del yb, dy                         #                       -256 B
+    del yb, dy                         #                       -128 B
     release(c_full)                    #                       -64 B   c
     da, gb = region_1(b_full, db, ya)  # f32[8, 4], f32[4, 4]  +192 B  b
     del ya, db                         #                       -256 B
     release(b_full)                    #                       -64 B   b
     ga = region_2(da, x)               # f32[4, 4]             +64 B   a.lin
-    del x, da                          #                       -256 B
+    del x, da                          #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 from torch import fx
 
-from tests.passes.programs import CHAIN, OUTLINED, check, parsed
+import zcompile
+from tests.passes.programs import CHAIN, OUTLINED, check, joined, parsed
 from zcompile import ProgramError, facts, verify
 from zcompile.memory import live_bytes, peak_bytes
 from zcompile.ops import Stash, WaitFetch, data, set_data
@@ -42,13 +43,13 @@ def backward(box):
     ya_fetch = fetch(ya_stashed, away)  # f32[8, 4]             +128 B        a
     del ya_stashed                      #                       -8 B
     db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                          #                       -256 B
+    del yb, dy                          #                       -128 B
     ya_again = wait(ya_fetch)           # &f32[8, 4]                          a
-    del ya_fetch                        #                       -128 B
+    del ya_fetch
     da, gb = region_1(b, db, ya_again)  # f32[8, 4], f32[4, 4]  +192 B        b
-    del db, ya_again                    #                       -128 B
+    del db, ya_again                    #                       -256 B
     ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
-    del x, da                           #                       -256 B
+    del x, da                           #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 move = partial(offload_activations, least=1)
@@ -64,7 +65,7 @@ def test_what_is_small_stays() -> None:
 
 
 def test_what_is_returned_stays() -> None:
-    program = move(parsed(CHAIN, OUTLINED.replace("return [yc]", "return [yc, ya]")))
+    program = move(zcompile.parse(joined(CHAIN, OUTLINED.replace("return [yc]", "return [yc, ya]"))))
     assert program.nodes(Stash) == []
 
 

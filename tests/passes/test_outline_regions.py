@@ -14,7 +14,7 @@ def forward(box):
     ) = unbox(box)
     ta = aten.t.default(a_weight)  # &f32[4, 4]          a
     ya = aten.mm.default(x, ta)    # f32[8, 4]   +128 B  a
-    del x, ta                      #             -128 B
+    del x, ta
     tb = aten.t.default(b_weight)  # &f32[4, 4]          b
     yb = aten.mm.default(ya, tb)   # f32[8, 4]   +128 B  b
     del tb
@@ -33,7 +33,7 @@ def backward(box):
     db = aten.mm.default(dy, t)      # f32[8, 4]   +128 B  b
     del t
     td = aten.t.default(dy)          # &f32[4, 8]          b
-    del dy                           #             -128 B
+    del dy
     gb = aten.mm.default(td, ya)     # f32[4, 4]   +64 B   b
     del ya, td                       #             -128 B
     return [db], {'b.weight': gb}
@@ -86,7 +86,7 @@ def forward(box):
         x,                # f32[8, 4]
     ) = unbox(box)
     ya = region_0(a, x)   # f32[8, 4]  +128 B        a
-    del x                 #            -128 B
+    del x
     yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
     return [yb], [ya]
 
@@ -98,7 +98,7 @@ def backward(box):
         dy,                       # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gb = region_1(b, dy, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
-    del ya, dy                    #                       -256 B
+    del ya, dy                    #                       -128 B
     return [db], {'b.weight': gb}
 """
 
@@ -111,7 +111,7 @@ def forward(box):
     ) = unbox(box)
     t = aten.t.default(a_weight)        # &f32[4, 4]          a
     y1 = aten.mm.default(x, t)          # f32[8, 4]   +128 B  a
-    del x                               #             -128 B
+    del x
     y2 = aten.mm.default(y1, b_weight)  # f32[8, 4]   +128 B  b
     del y1                              #             -128 B
     y3 = aten.mm.default(y2, t)         # f32[8, 4]   +128 B  a
@@ -124,7 +124,7 @@ def backward(box):
         dy,                    # f32[8, 4]          tangent
     ) = unbox(box)
     dx = aten.neg.default(dy)  # f32[8, 4]  +128 B
-    del dy                     #            -128 B
+    del dy
     return [dx], []
 """
 
@@ -178,7 +178,7 @@ def forward(box):
         x,                # f32[8, 4]
     ) = unbox(box)
     y1 = region_0(a, x)   # f32[8, 4]  +128 B        a
-    del x                 #            -128 B
+    del x
     y2 = region_1(b, y1)  # f32[8, 4]  +128 B        b
     del y1                #            -128 B
     y3 = region_0(a, y2)  # f32[8, 4]  +128 B        a
@@ -191,7 +191,7 @@ def backward(box):
         dy,            # f32[8, 4]          tangent
     ) = unbox(box)
     dx = region_2(dy)  # f32[8, 4]  +128 B
-    del dy             #            -128 B
+    del dy
     return [dx], []
 """
 
@@ -203,7 +203,7 @@ def forward(box):
         x,                                   # f32[8, 4]
     ) = unbox(box)
     first = aten.sin.default(x)              # f32[8, 4]   +128 B
-    del x                                    #             -128 B
+    del x
     y1 = aten.mm.default(first, a_weight)    # f32[8, 4]   +128 B  a
     del first                                #             -128 B
     between = aten.sin.default(y1)           # f32[8, 4]   +128 B
@@ -213,7 +213,7 @@ def forward(box):
     turned = aten.t.default(y2)              # &f32[4, 8]          b
     low = aten.slice.Tensor(y2, 0, 0, 4)     # &f32[4, 4]
     high = aten.slice.Tensor(y2, 0, 4, 8)    # &f32[4, 4]
-    del y2                                   #             -128 B
+    del y2
     last = aten.sin.default(high)            # f32[4, 4]   +64 B
     del high
     return [last, turned], [low]
@@ -226,7 +226,7 @@ def backward(box):
         dt,                        # f32[4, 8]          tangent
     ) = unbox(box)
     dx = aten.mul.Tensor(dy, low)  # f32[4, 4]   +64 B
-    del low, dy                    #             -64 B
+    del low, dy
     return [dx], []
 """
 
@@ -286,20 +286,20 @@ def forward(box):
         x,                                    # f32[8, 4]
     ) = unbox(box)
     between = region_0(a, x)                  # f32[8, 4]                         +128 B        a
-    del x                                     #                                   -128 B
+    del x
     turned, low, last = region_1(b, between)  # f32[4, 8], &f32[4, 4], f32[4, 4]  +192 B        b
-    del between                               #                                   -128 B
+    del between
     return [last, turned], [low]
 
 
 def backward(box):
     (
-        low,                # &f32[4, 4]         b
-        dy,                 # f32[4, 4]          tangent
-        dt,                 # f32[4, 8]          tangent
+        low,                # &f32[4, 4]          b
+        dy,                 # f32[4, 4]           tangent
+        dt,                 # f32[4, 8]           tangent
     ) = unbox(box)
     dx = region_2(dy, low)  # f32[4, 4]   +64 B
-    del low, dy             #             -64 B
+    del low, dy             #             -128 B
     return [dx], []
 """
 
@@ -312,11 +312,11 @@ def forward(box):
         x,                             # f32[8, 4]
     ) = unbox(box)
     h = aten.mm.default(x, a_weight)   # f32[8, 4]   +128 B  a
-    del x                              #             -128 B
+    del x
     s = aten.slice.Tensor(h, 0, 0, 4)  # &f32[4, 4]          a
-    del h                              #             -128 B
+    del h
     y = aten.mm.default(s, b_weight)   # f32[4, 4]   +64 B   b
-    del s
+    del s                              #             -128 B
     return [y], []
 """
 
@@ -328,7 +328,7 @@ def forward(box):
         x,              # f32[8, 4]
     ) = unbox(box)
     s = region_0(a, x)  # f32[4, 4]@128  +128 B        a
-    del x               #                -128 B
+    del x
     y = region_1(b, s)  # f32[4, 4]      +64 B         b
     del s               #                -128 B
     return [y], []

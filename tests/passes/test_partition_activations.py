@@ -35,11 +35,11 @@ def backward(box):
         dy,                       # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                    #                       -256 B
+    del yb, dy                    #                       -128 B
     da, gb = region_1(b, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
     del ya, db                    #                       -256 B
     ga = region_2(da, x)          # f32[4, 4]             +64 B         a.lin
-    del x, da                     #                       -256 B
+    del x, da                     #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 PARTED = """
@@ -72,13 +72,13 @@ def backward(box):
     ya_fetch = fetch(ya_stashed, peers)  # f32[8, 4]             +128 B        a
     del ya_stashed                       #                       -44 B
     db, gc = region_1(c, dy, yb)         # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                           #                       -256 B
+    del yb, dy                           #                       -128 B
     ya_again = wait(ya_fetch)            # &f32[8, 4]                          a
-    del ya_fetch                         #                       -128 B
+    del ya_fetch
     da, gb = region_1(b, db, ya_again)   # f32[8, 4], f32[4, 4]  +192 B        b
-    del db, ya_again                     #                       -128 B
+    del db, ya_again                     #                       -256 B
     ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
-    del x, da                            #                       -256 B
+    del x, da                            #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 part = partial(partition_activations, peers=3, least=1)

@@ -38,11 +38,11 @@ def backward(box):
     cb = aten.cos.default(hb)       # f32[8, 4]   +128 B  b
     del hb                          #             -128 B
     dhb = aten.mul.Tensor(dy, cb)   # f32[8, 4]   +128 B  b
-    del dy, cb                      #             -256 B
+    del dy, cb                      #             -128 B
     tya = aten.t.default(ya)        # &f32[4, 8]          b
-    del ya                          #             -128 B
+    del ya
     gb = aten.mm.default(tya, dhb)  # f32[4, 4]   +64 B   b
-    del tya
+    del tya                         #             -128 B
     tb = aten.t.default(b_weight)   # &f32[4, 4]          b
     dya = aten.mm.default(dhb, tb)  # f32[8, 4]   +128 B  b
     del dhb, tb                     #             -128 B
@@ -51,7 +51,7 @@ def backward(box):
     dha = aten.mul.Tensor(dya, ca)  # f32[8, 4]   +128 B  a
     del dya, ca                     #             -256 B
     tx = aten.t.default(x)          # &f32[4, 8]          a
-    del x                           #             -128 B
+    del x
     ga = aten.mm.default(tx, dha)   # f32[4, 4]   +64 B   a
     del tx
     ta = aten.t.default(a_weight)   # &f32[4, 4]          a
@@ -88,11 +88,11 @@ def backward(box):
     cb = aten.cos.default(hb)            # f32[8, 4]   +128 B  b
     del hb                               #             -128 B
     dhb = aten.mul.Tensor(dy, cb)        # f32[8, 4]   +128 B  b
-    del dy, cb                           #             -256 B
+    del dy, cb                           #             -128 B
     tya = aten.t.default(ya)             # &f32[4, 8]          b
-    del ya                               #             -128 B
+    del ya
     gb = aten.mm.default(tya, dhb)       # f32[4, 4]   +64 B   b
-    del tya
+    del tya                              #             -128 B
     tb = aten.t.default(b_weight)        # &f32[4, 4]          b
     dya = aten.mm.default(dhb, tb)       # f32[8, 4]   +128 B  b
     del dhb, tb                          #             -128 B
@@ -102,7 +102,7 @@ def backward(box):
     dha = aten.mul.Tensor(dya, ca)       # f32[8, 4]   +128 B  a
     del dya, ca                          #             -256 B
     tx = aten.t.default(x)               # &f32[4, 8]          a
-    del x                                #             -128 B
+    del x
     ga = aten.mm.default(tx, dha)        # f32[4, 4]   +64 B   a
     del tx
     ta = aten.t.default(a_weight)        # &f32[4, 4]          a
@@ -136,16 +136,16 @@ def backward(box):
         dy,                         # f32[8, 4]           tangent
     ) = unbox(box)
     tya = aten.t.default(ya)        # &f32[4, 8]          b
-    del ya                          #             -128 B
+    del ya
     gb = aten.mm.default(tya, dy)   # f32[4, 4]   +64 B   b
-    del tya
+    del tya                         #             -128 B
     tb = aten.t.default(b_weight)   # &f32[4, 4]          b
     dya = aten.mm.default(dy, tb)   # f32[8, 4]   +128 B  b
-    del dy, tb                      #             -128 B
+    del dy, tb
     dha = aten.mul.Tensor(dya, ra)  # f32[8, 4]   +128 B  a
     del ra, dya                     #             -256 B
     tx = aten.t.default(x)          # &f32[4, 8]          a
-    del x                           #             -128 B
+    del x
     ga = aten.mm.default(tx, dha)   # f32[4, 4]   +64 B   a
     del tx
     ta = aten.t.default(a_weight)   # &f32[4, 4]          a
@@ -181,12 +181,12 @@ def backward(box):
         dy,                                                                           # f32[8, 4]               tangent
     ) = unbox(box)
     tya = aten.t.default(ya)                                                          # &f32[4, 8]              b
-    del ya                                                                            #             -128 B
+    del ya
     gb = aten.mm.default(tya, dy)                                                     # f32[4, 4]   +64 B       b
-    del tya
+    del tya                                                                           #             -128 B
     tb = aten.t.default(b_weight)                                                     # &f32[4, 4]              b
     dya = aten.mm.default(dy, tb)                                                     # f32[8, 4]   +128 B      b
-    del dy, tb                                                                        #             -128 B
+    del dy, tb
     ha_1 = aten.mm.default(x, a_weight)                                               # f32[8, 4]   +128 B      a
     ra_again = ops.higher_order.run_with_rng_state(ra_state, aten.rand_like.default,  # f32[8, 4]   +128 B      a
             ha_1)
@@ -194,7 +194,7 @@ def backward(box):
     dha = aten.mul.Tensor(dya, ra_again)                                              # f32[8, 4]   +128 B      a
     del dya, ra_again                                                                 #             -256 B
     tx = aten.t.default(x)                                                            # &f32[4, 8]              a
-    del x                                                                             #             -128 B
+    del x
     ga = aten.mm.default(tx, dha)                                                     # f32[4, 4]   +64 B       a
     del tx
     ta = aten.t.default(a_weight)                                                     # &f32[4, 4]              a
@@ -230,11 +230,11 @@ def backward(box):
     cb = aten.cos.default(hb)            # f32[8, 4]   +128 B  b
     del hb                               #             -128 B
     dhb = aten.mul.Tensor(dy, cb)        # f32[8, 4]   +128 B  b
-    del dy, cb                           #             -256 B
+    del dy, cb                           #             -128 B
     tya = aten.t.default(ya)             # &f32[4, 8]          b
-    del ya                               #             -128 B
+    del ya
     gb = aten.mm.default(tya, dhb)       # f32[4, 4]   +64 B   b
-    del tya
+    del tya                              #             -128 B
     tb = aten.t.default(b_weight)        # &f32[4, 4]          b
     dya = aten.mm.default(dhb, tb)       # f32[8, 4]   +128 B  b
     del dhb, tb                          #             -128 B
@@ -244,7 +244,7 @@ def backward(box):
     dha = aten.mul.Tensor(dya, ca)       # f32[8, 4]   +128 B  a
     del dya, ca                          #             -256 B
     tx = aten.t.default(x)               # &f32[4, 8]          a
-    del x                                #             -128 B
+    del x
     ga = aten.mm.default(tx, dha)        # f32[4, 4]   +64 B   a
     del tx
     ta = aten.t.default(a_weight)        # &f32[4, 4]          a
@@ -262,7 +262,7 @@ def forward(box):
         x,                            # f32[8, 4]
     ) = unbox(box)
     y = aten.mm.default(x, a_weight)  # f32[8, 4]  +128 B  a
-    del x                             #            -128 B
+    del x
     z = aten.mm.default(y, b_weight)  # f32[8, 4]  +128 B  b
     del y                             #            -128 B
     return [z], []

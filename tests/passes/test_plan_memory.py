@@ -52,7 +52,7 @@ def backward(box):
         dy,                                      # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c_full, dy, yb)            # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                                   #                       -256 B
+    del yb, dy                                   #                       -128 B
     release(c_full)                              #                                     c
     b_gather_1 = all_gather(b, at=arena[0:256])  #                                     b
     b_full_1 = wait(b_gather_1)                  #                                     b
@@ -60,7 +60,7 @@ def backward(box):
     del ya, db                                   #                       -256 B
     release(b_full_1)                            #                                     b
     ga = region_2(da, x)                         # f32[4, 4]             +64 B         a.lin
-    del x, da                                    #                       -256 B
+    del x, da                                    #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 PLACED_AND_STORED = """
@@ -102,7 +102,7 @@ def backward(box):
         dy,                                      # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c_full, dy, yb_stored)     # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb_stored, dy                            #                       -128 B
+    del yb_stored, dy
     release(c_full)                              #                                     c
     b_gather_1 = all_gather(b, at=arena[0:256])  #                                     b
     b_full_1 = wait(b_gather_1)                  #                                     b
@@ -110,7 +110,7 @@ def backward(box):
     del ya_stored, db                            #                       -128 B
     release(b_full_1)                            #                                     b
     ga = region_2(da, x)                         # f32[4, 4]             +64 B         a.lin
-    del x, da                                    #                       -256 B
+    del x, da                                    #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 UNEVEN = CHAIN.replace("f32[4, 4]", "f32[5, 4]")
@@ -126,7 +126,9 @@ def test_checkpoints_are_stored_and_read_from_there() -> None:
 
 
 def test_what_is_returned_or_comes_from_the_caller_is_not_stored() -> None:
-    program = plan_memory(parsed(CHAIN, GATHERED.replace("return [yc]", "return [yc, ya]")), checkpoints=True)
+    program = plan_memory(
+        zcompile.parse(joined(CHAIN, GATHERED.replace("return [yc]", "return [yc, ya]"))), checkpoints=True
+    )
     assert [node.name for node in program.nodes(Store)] == ["yb_stored"]
 
 

@@ -31,20 +31,20 @@ def backward(box):
         dy,                             # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                          #                       -256 B
+    del yb, dy                          #                       -128 B
     c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
-    del gc                              #                       -64 B
+    del gc
     da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
     del ya, db                          #                       -256 B
-    c_grads = wait(c_reduce)            #                                     c
+    c_grads = wait(c_reduce)            #                       -64 B         c
     b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
-    del gb                              #                       -64 B
+    del gb
     ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
-    del x, da                           #                       -256 B
-    b_grads = wait(b_reduce)            #                                     b
+    del x, da                           #                       -128 B
+    b_grads = wait(b_reduce)            #                       -64 B         b
     a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
-    del ga                              #                       -64 B
-    a_grads = wait(a_reduce)            #                                     a
+    del ga
+    a_grads = wait(a_reduce)            #                       -64 B         a
     return [None], [c_grads, b_grads, a_grads]
 """
 
@@ -73,20 +73,20 @@ def backward(box):
         dy,                             # f32[8, 4]                           tangent
     ) = unbox(box)
     db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                          #                       -256 B
+    del yb, dy                          #                       -128 B
     c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
-    del gc                              #                       -64 B
+    del gc
     da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
     del ya, db                          #                       -256 B
     b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
-    del gb                              #                       -64 B
+    del gb
     ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
-    del x, da                           #                       -256 B
-    c_grads = wait(c_reduce)            #                                     c
+    del x, da                           #                       -128 B
+    c_grads = wait(c_reduce)            #                       -64 B         c
     a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
-    del ga                              #                       -64 B
-    b_grads = wait(b_reduce)            #                                     b
-    a_grads = wait(a_reduce)            #                                     a
+    del ga
+    b_grads = wait(b_reduce)            #                       -64 B         b
+    a_grads = wait(a_reduce)            #                       -64 B         a
     return [None], [c_grads, b_grads, a_grads]
 """
 

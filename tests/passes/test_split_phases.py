@@ -40,9 +40,9 @@ def backward(box):
     dx = aten.mm.default(dy, t_1)  # f32[8, 4]   +128 B  a
     del t_1
     t_2 = aten.t.default(dy)       # &f32[4, 8]          a
-    del dy                         #             -128 B
+    del dy
     dw = aten.mm.default(t_2, x)   # f32[4, 4]   +64 B   a
-    del x, t_2                     #             -128 B
+    del x, t_2
     return [dx], {'a.weight': dw}
 """
 
@@ -70,9 +70,9 @@ def backward(box):
     dx = aten.mm.default(dy, t_1)   # f32[8, 4]   +128 B  a
     del t_1
     t_2 = aten.t.default(dy)        # &f32[4, 8]          a
-    del dy                          #             -128 B
+    del dy
     dw = aten.mm.default(t_2, x)    # f32[4, 4]   +64 B   a
-    del x, t_2                      #             -128 B
+    del x, t_2
     return [dx], {'a.weight': dw}
 """
 
@@ -84,9 +84,9 @@ def forward(box):
     ) = unbox(box)
     w = aten._to_copy.default(a_weight, dtype=torch.bfloat16)  # bf16[4, 4]   +32 B  a
     t = aten.t.default(w)                                      # &bf16[4, 4]         a
-    del w                                                      #              -32 B
+    del w
     y = aten.mm.default(x, t)                                  # bf16[8, 4]   +64 B  a
-    del x                                                      #              -64 B
+    del x
     return [y], [t]
 
 
@@ -98,7 +98,7 @@ def backward(box):
     t_1 = aten.t.default(t)        # &bf16[4, 4]         a
     del t
     dx = aten.mm.default(dy, t_1)  # bf16[8, 4]   +64 B  a
-    del dy, t_1                    #              -64 B
+    del dy, t_1                    #              -32 B
     return [dx], []
 """
 
@@ -110,9 +110,9 @@ def forward(box):
     ) = unbox(box)
     w = aten._to_copy.default(a_weight, dtype=torch.bfloat16)  # bf16[4, 4]   +32 B  a
     t = aten.t.default(w)                                      # &bf16[4, 4]         a
-    del w                                                      #              -32 B
+    del w
     y = aten.mm.default(x, t)                                  # bf16[8, 4]   +64 B  a
-    del x, t                                                   #              -64 B
+    del x, t                                                   #              -32 B
     return [y], []
 
 
@@ -123,11 +123,11 @@ def backward(box):
     ) = unbox(box)
     w_1 = aten._to_copy.default(a_weight, dtype=torch.bfloat16)  # bf16[4, 4]   +32 B  a
     t_2 = aten.t.default(w_1)                                    # &bf16[4, 4]         a
-    del w_1                                                      #              -32 B
+    del w_1
     t_1 = aten.t.default(t_2)                                    # &bf16[4, 4]         a
     del t_2
     dx = aten.mm.default(dy, t_1)                                # bf16[8, 4]   +64 B  a
-    del dy, t_1                                                  #              -64 B
+    del dy, t_1                                                  #              -32 B
     return [dx], []
 """
 
@@ -138,7 +138,7 @@ def forward(box):
         x,                            # f32[8, 4]
     ) = unbox(box)
     y = aten.mm.default(x, a_weight)  # f32[8, 4]  +128 B  a
-    del x                             #            -128 B
+    del x
     s = aten.sin.default(y)           # f32[8, 4]  +128 B  a
     return [s], [y]
 
@@ -152,7 +152,7 @@ def backward(box):
     c = aten.cos.default(y)       # f32[8, 4]   +128 B  a
     del y                         #             -128 B
     ds = aten.mul.Tensor(dy, c)   # f32[8, 4]   +128 B  a
-    del dy, c                     #             -256 B
+    del dy, c                     #             -128 B
     t = aten.t.default(a_weight)  # &f32[4, 4]          a
     dx = aten.mm.default(ds, t)   # f32[8, 4]   +128 B  a
     del ds, t                     #             -128 B
