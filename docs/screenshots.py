@@ -32,7 +32,7 @@ def main() -> None:
         raise SystemExit("there is no Chromium: run `make browser`")
     IMAGES.mkdir(exist_ok=True)
     subject = subject_of("gpt:8x512", batch=4, sequence=512)
-    journal = of_subject(subject, Options(stage=3, prefetch=2), world=8)
+    journal = of_subject(subject, Options(stage=3, prefetch=2), world=8, hardware=load_profile("a100"))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         file = write_page(Path(folder) / "report.html", subject.name, [journal], load_profile("a100"))
         browser = started.chromium.launch(executable_path=chromium, args=FLAGS)

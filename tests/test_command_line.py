@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import zcompile
 from zcompile import SubjectError, command_line, doctor
@@ -42,7 +44,26 @@ def fails():
 def gives_none():
     return None
 
+def deep():
+    return {}["width"]
+
+def alone():
+    return nn.Linear(8, 8)
+
+def misfit():
+    return nn.Linear(8, 8), (torch.empty(3, 7),)
+
 number = 3
+"""
+CHOOSING = """
+import torch
+import zcompile
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+compiled = zcompile.compile(model, backend="eager", units=["*"], dump="own", **OPTIONS)
+compiled(torch.ones(3, 32)).sum().backward()
 """
 SCRIPT = """
 import sys
@@ -119,6 +140,9 @@ def test_a_limit_that_nothing_meets_ends_with_1(run: Run) -> None:
     code, out, err = run("plan", "fac.py:make", "-w", "2", "-m", "1 KB", *LITTLE)
     assert code == 1
     assert "too big" in out
+    assert "1e-06 GB holds nothing on 2 ranks" in out
+    code, out, err = run("plan", "fac.py:make", "-w", "2", "-m", "1000", "--json", *LITTLE)
+    assert (code, json.loads(out)["recommended"]) == (1, {"2": None})
     assert "error: memory_limit: 1e-06 GB holds nothing on 2 ranks" in err
 
 
@@ -131,12 +155,12 @@ def test_a_plan_is_written_as_a_page(run: Run, tmp_path: Path) -> None:
     assert "zcompile.compile(model, stage=3, prefetch=1" in text
 
 
-@pytest.mark.parametrize("target", ["plan.txt", "nowhere/plan.html", "taken.html"])
+@pytest.mark.parametrize("target", ["plan.txt", "/proc/plan.html", "taken.html"])
 def test_a_page_that_cannot_be_written_is_refused_before_planning(run: Run, tmp_path: Path, target: str) -> None:
     (tmp_path / "taken.html").mkdir()
     code, out, err = run("plan", "fac.py:make", "--html", target)
     assert (code, out) == (1, "")
-    assert re.search(r"html: '.*' cannot be written", err)
+    assert re.search(r"html: '.*' (cannot be written|is no .html file)", err)
 
 
 def test_inspect_writes_the_program_after_every_pass(run: Run, tmp_path: Path) -> None:
@@ -158,6 +182,59 @@ def test_inspect_runs_a_script_until_its_model_is_traced(run: Run, tmp_path: Pat
     assert "stage 2, world 4: 144 parameters" in out
     assert (tmp_path / "zcompile_dump" / "program_0" / "backward.py").exists()
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("options", ["memory_limit='27 KB', prefetch=1", "memory_limit='30 KB', prefetch=0"])
+def test_an_inspected_script_has_the_schedule_of_its_run(run: Run, tmp_path: Path, options: str) -> None:
+    (tmp_path / "script.py").write_text(CHOOSING.replace("**OPTIONS", options))
+    assert run("inspect", "script.py", "-w", "1")[0] == 0
+    subprocess.run([sys.executable, "script.py"], check=True, cwd=tmp_path)
+    for name in ("forward.py", "backward.py"):
+        inspected, ran = (tmp_path / home / "program_0" / name for home in ("zcompile_dump", "own"))
+        assert inspected.read_text() == ran.read_text()
+
+
+def test_an_inspected_limit_that_cannot_be_kept_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CHOOSING.replace("**OPTIONS", "memory_limit='1 KB'"))
+    code, _, err = run("inspect", "script.py", "-w", "2")
+    assert code == 1
+    assert err.startswith("error: memory_limit: ")
+
+
+def test_a_schedule_that_training_measures_is_that_of_the_profile(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CHOOSING.replace("**OPTIONS", "prefetch='auto', checkpoint='auto'"))
+    code, out, _ = run("inspect", "script.py", "-w", "2")
+    assert code == 0
+    assert "6 units" in out or "stage 3, world 2" in out
+
+
+def test_an_option_of_ours_that_is_misspelled_is_not_the_scripts(run: Run) -> None:
+    code, out, err = run("inspect", "script.py", "--wrold", "4")
+    assert (code, out) == (2, "")
+    assert "--wrold" in err
+
+
+def test_a_dump_takes_the_place_of_another(run: Run, tmp_path: Path) -> None:
+    assert run("inspect", "gpt:2x64", "-s", "16", "-o", "dump")[0] == 0
+    assert run("inspect", "fac.py:make", "-o", "dump", "--stage", "0")[0] == 0
+    home = tmp_path / "dump" / "program_0"
+    text = (home / "forward.py").read_text() + (home / "backward.py").read_text()
+    regions = {file.name.split(".")[0] for file in (home / "regions").iterdir()}
+    assert regions == set(re.findall(r"region_\d+", text))
+    assert len(list(home.glob("01_*.py"))) == 1
+
+
+def test_a_plan_fits_a_narrow_terminal() -> None:
+    subject = subject_of("gpt:2x64", batch=1, sequence=16)
+    made = zcompile.plan(subject.model, subject.args, stages=[3], prefetches=[1], dtypes=[None])
+    for width, kinds in ((80, False), (200, True)):
+        console = Console(width=width, file=io.StringIO())
+        made.print(console)
+        text = console.file.getvalue()
+        assert "…" not in text
+        assert ("activations" in text.split("caption")[0]) is kinds
+        assert "best" in text
+        assert "a rank's batch: i64[1, 16], i64[1, 16]" in text
 
 
 def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> None:
@@ -182,12 +259,18 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
         (["plan", "fac.py:make", "--dtype", "float61"], "dtype: 'float61' is unknown"),
         (["plan", "fac.py:make", "--checkpoint", "often"], "checkpoint: 'often' is no setting"),
         (["plan", "fac.py:make", "-m", "much"], "memory_limit: 'much' is no size"),
+        (["plan", "fac.py:deep"], "fac.py:deep: raised KeyError: 'width', at fac.py:24"),
+        (["plan", "fac.py:alone"], "args: do not fit the forward of Linear: missing a required argument: 'input'"),
+        (["plan", "fac.py:misfit"], "Linear: cannot be computed with these arguments: RuntimeError("),
+        (["plan", "fac.py::one:"], "fac.py::one:: cannot be imported"),
+        (["inspect", "script.py", "--stage", "1"], "stage: means nothing here: the script says its own"),
+        (["doctor", "--ranks", "2"], "ranks: measure, and nothing is measured"),
         (["inspect", "fac.py:make", "--", "--steps"], "--steps: means nothing here"),
         (["inspect", "fac.py:make", "-o", "fac.py"], "fac.py: cannot be written: File exists"),
-        (["inspect", "absent.py"], "absent.py: raised FileNotFoundError"),
+        (["inspect", "absent.py"], "absent.py: is no file"),
         (["inspect", "fac.py"], "fac.py: has ended without calling a compiled model"),
         (["doctor", "--write", "/proc/no/where.toml"], "write: '/proc/no/where.toml' cannot be written"),
-        (["doctor", "--write", "profile.json"], "write: 'profile.json' cannot be written"),
+        (["doctor", "--write", "profile.json"], "write: 'profile.json' is no .toml file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -230,6 +313,12 @@ def test_a_config_of_hugging_face_is_a_model_on_meta(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in subject.model.parameters())
     plan = zcompile.plan(subject.model, subject.args, subject.kwargs, stages=[3], prefetches=[1], dtypes=[None])
     assert plan.forecasts
+    small = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 16}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    subject = subject_of(str(tmp_path), batch=2, sequence=16)
+    assert zcompile.plan(
+        subject.model, subject.args, subject.kwargs, stages=[3], prefetches=[1], dtypes=[None]
+    ).forecasts
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SubjectError, match="is no config of a causal language model"):
         subject_of(str(tmp_path), batch=2, sequence=16)

@@ -15,7 +15,7 @@ from torch import nn
 
 import zcompile
 from tests.models import batch, make
-from zcompile import TimelineError, dumps
+from zcompile import OptionError, TimelineError, dumps
 from zcompile.drawing import dot_text
 from zcompile.dumps import NOTE, difference, trace
 from zcompile.hardware import Hardware
@@ -34,6 +34,16 @@ def compiled() -> zcompile.CompiledModule:
 def dumped(compiled: zcompile.CompiledModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(dumps.shutil, "which", lambda _: None)
     return compiled.dump(tmp_path / "dump", hardware=RATES)
+
+
+@pytest.mark.parametrize("folder", ["/proc/dump", "taken"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_touched(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "taken").write_text("")
+    model = make("mlp")
+    before = dict(model.named_parameters())
+    with pytest.raises(OptionError, match=r"dump: is '.*', which cannot be written: "):
+        zcompile.compile(model, dump=tmp_path / folder)
+    assert all(after is before[name] for name, after in model.named_parameters())
 
 
 def test_differences_lead_from_the_first_text_to_the_last(dumped: Path) -> None:

@@ -192,6 +192,9 @@ def test_the_memory_leads_to_its_line(page: Any) -> None:
     page.locator("button.to-line").click()
     at = page.locator("line.peak").get_attribute("x1")
     assert page.locator(".text .line.kept").first.get_attribute("data-at") == at
+    box, line = page.locator(".text").first.bounding_box(), page.locator(".text .line.kept").first.bounding_box()
+    assert box["y"] <= line["y"] <= box["y"] + 0.6 * box["height"]
+    assert "(" in page.locator("button.to-line").inner_text()
     page.locator("svg.curve").click(position={"x": 3, "y": 20})
     assert page.locator(".text .line.kept").first.get_attribute("data-at") != at
 
@@ -249,15 +252,15 @@ def test_every_choice_of_a_plan_is_there(plan: Plan) -> None:
 
 
 def test_bars_of_memory_lie_end_to_end_in_proportion(plan: Plan) -> None:
+    forecasts = [forecast for world in plan.worlds for forecast in plan.of(world)]
     rows = re.findall(r'aria-label="by kind">(.*?)</svg>', plan_page_text(plan))
-    assert len(rows) == len(plan.forecasts)
     bars = [[(float(x), float(w)) for x, w in re.findall(r'x="([\d.]+)" width="([\d.]+)"', row)] for row in rows]
-    for row in bars:
+    assert len(bars) == len(forecasts)
+    for forecast, row in zip(forecasts, bars, strict=True):
         assert row[0][0] == 0.0
         assert all(x + w == pytest.approx(after, abs=0.2) for (x, w), (after, _) in itertools.pairwise(row))
-    widths = [sum(w for _, w in row) for row, forecast in zip(bars, plan.forecasts, strict=True) if forecast.world == 2]
-    sizes = [forecast.nbytes for forecast in plan.of(2)]
-    assert [width / max(widths) for width in widths] == pytest.approx([size / max(sizes) for size in sizes], abs=1e-3)
+        largest = max(other.nbytes for other in plan.of(forecast.world))
+        assert sum(w for _, w in row) == pytest.approx(1000 * forecast.nbytes / largest, abs=0.5)
 
 
 def test_a_plan_of_a_model_with_html_in_its_name_is_text(plan: Plan) -> None:

@@ -218,6 +218,36 @@ def test_a_later_pass_that_breaks_an_earlier_fact_is_named() -> None:
         steps.run(program())
 
 
+def test_a_pass_that_changes_what_it_is_given_is_refused() -> None:
+    def rename(found: Program) -> Program:
+        found.node("yb").args = (*found.node("yb").args[:-1], found.node("x"))
+        return found
+
+    with pytest.raises(
+        PipelineError, match=r"rename: changes the program that it is given.\n  Fix: .*program.copy\(\)"
+    ):
+        built(Pass("rename", rename)).run(program())
+
+
+def test_a_pass_that_returns_no_program_is_named() -> None:
+    with pytest.raises(PipelineError, match="mine: returned NoneType"):
+        built(Pass("mine", lambda _: None)).run(program())  # type: ignore[arg-type,return-value]
+
+
+def test_a_pass_that_raises_is_named() -> None:
+    with pytest.raises(PipelineError, match="mine: raised KeyError: 'no such node'") as caught:
+        built(Pass("mine", lambda found: {}["no such node"])).run(program())
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("passes", [[], {"sink_waits": print}, "sink_waits"])
+def test_what_are_no_passes_is_refused(passes: Any) -> None:
+    with pytest.raises(
+        OptionError, match=r"passes: (is a (list|str)|has a builtin_function_or_method under 'sink_waits')"
+    ):
+        zcompile.compile(make("mlp"), passes=passes)
+
+
 def test_goals_are_checked_at_the_end() -> None:
     steps = Pipeline(STAGES[3], (step("a"),), goals=(Fact("a goal", broken),))
     with pytest.raises(ProgramError, match="at the end of the pipeline: a goal: it is so"):

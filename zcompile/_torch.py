@@ -28,6 +28,7 @@ from torch._dynamo.exc import (  # what a capture can raise
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
+    TorchRuntimeError,
     Unsupported,
     UserError,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "InternalTorchDynamoError",
     "OpOverload",
     "StridedShard",
+    "TorchRuntimeError",
     "Unsupported",
     "UserError",
     "after_backward",

@@ -23,8 +23,9 @@ from zcompile import doctor, inspection
 from zcompile.configuration import Options
 from zcompile.errors import OptionError, ZcompileError, nearest
 from zcompile.hardware import DTYPES, load_profile, profile_text, profiles
+from zcompile.options import bytes_of
 from zcompile.plan_page import write_plan_page
-from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, plan
+from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, check_choices, plan
 from zcompile.subjects import Subject, subject_of
 
 app = typer.Typer(
@@ -36,6 +37,8 @@ app = typer.Typer(
 )
 OWN = "own"
 """What a dtype is called that is the model's own."""
+PIPED = 200
+"""Columns where the output is no terminal: no table is wider."""
 
 Model = Annotated[
     str,
@@ -101,6 +104,10 @@ def plan_command(
     """
     if html is not None:
         _check_target("html", html, ".html")
+    checkpoints, dtypes = [_checkpoint(one) for one in checkpoint], [_dtype(one) for one in dtype]
+    device = load_profile(hardware)
+    check_choices(dtypes or [None], stage, checkpoints, prefetch)  # before the model is made, which takes its time
+    bytes_of("memory_limit", memory_limit)
     with _progress(quiet=as_json) as progress:
         subject = _subject(model, batch, sequence)
         made = plan(
@@ -108,12 +115,12 @@ def plan_command(
             subject.args,
             subject.kwargs,
             worlds=world,
-            hardware=hardware,
+            hardware=device,
             memory_limit=memory_limit,
             stages=stage,
             prefetches=prefetch,
-            checkpoints=[_checkpoint(one) for one in checkpoint],
-            dtypes=[_dtype(one) for one in dtype] or None,
+            checkpoints=checkpoints,
+            dtypes=dtypes or None,
             units=units or None,
             progress=progress,
         )
@@ -121,14 +128,17 @@ def plan_command(
     if as_json:
         print(json.dumps({**made.as_dict(), "batch": batch, "sequence": sequence}, indent=1))
     else:
-        made.print(Console(width=None if sys.stdout.isatty() else 140))
+        made.print(Console(width=None if sys.stdout.isatty() else PIPED))
     if html is not None:
         write_plan_page(html, made)
     for ranks in made.worlds:
-        made.best(ranks)  # an error, where nothing fits
+        if made.fastest(ranks) is None:
+            if as_json:
+                made.best(ranks)  # an error; the table has said it
+            raise typer.Exit(1)
 
 
-@app.command("inspect", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("inspect", context_settings={"allow_extra_args": True})
 def inspect_command(
     context: typer.Context,
     subject: Annotated[str, typer.Argument(help="A script that trains, or what `plan` takes.", show_default=False)],
@@ -150,17 +160,23 @@ def inspect_command(
 ) -> None:
     """Write the program of a model after every pass, without training; print what `explain()` says.
 
-    A script runs, with the arguments behind `--`, until it calls a compiled model for the first time.
+    A script runs, with the arguments behind `--`, until it calls a compiled model for the first time. What training
+    measures is taken from the profile: prefetch="auto", and the memory of checkpoint="auto".
     """
+    device = load_profile(hardware)
     if subject.endswith(".py"):
-        journal = inspection.of_script(Path(subject), context.args, world)
+        for name in ("stage", "prefetch", "checkpoint", "dtype", "batch", "sequence", "units"):
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                raise OptionError(name, "means nothing here: the script says its own", "leave it out")
+        journal = inspection.of_script(Path(subject), context.args, world, device)
     else:
         if context.args:
             fix = "leave it out; only a script takes arguments of its own"
             raise OptionError(context.args[0], "means nothing here", fix)
         options = Options(stage=stage, prefetch=prefetch, checkpoint=_checkpoint(checkpoint), dtype=_dtype(dtype))
-        journal = inspection.of_subject(_subject(subject, batch, sequence), options, world, units or None)
-    text, notes = inspection.write(journal, folder, subject, load_profile(hardware), code=code)
+        journal = inspection.of_subject(_subject(subject, batch, sequence), options, world, device, units or None)
+    text, notes = inspection.write(journal, folder, subject, device, code=code)
     print(text)
     print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")
     print("regions, and a trace for ui.perfetto.dev.")
@@ -176,21 +192,24 @@ def doctor_command(
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Processes that measure at once.")] = None,
     name: Annotated[str, typer.Option("--name", help="What the profile is called.")] = "this machine",
 ) -> None:
-    """Say what this machine has of what zcompile can use, and measure it (under torchrun, with its ranks).
+    """Say what this machine has of what zcompile can use; with --write, measure it (under torchrun, with its ranks).
 
     Exits with 1 where something is missing that is needed.
     """
+    if ranks is not None and target is None:
+        raise OptionError("ranks", "measure, and nothing is measured", "say where to: --write here.toml")
     findings = list(doctor.examine())
     if os.environ.get("RANK", "0") == "0":
-        Console().print(_findings(findings))
+        Console(emoji=False).print(_findings(findings))
     if target is not None:
         _check_target("write", target, ".toml")
         with _progress(quiet=False) as progress:
             progress("measuring this machine: half a minute", 0, None)
             found = doctor.measured(name, ranks)
         if found is not None:
-            target.write_text(profile_text(found))
-            print(f"Written to {target}: give it to `zcompile plan --hardware {target}`.")
+            text = profile_text(found)
+            target.write_text(text)
+            print(f"{text}\nWritten to {target}: give it to `zcompile plan --hardware {target}`.")
     if any(not finding.is_well and finding.is_needed for finding in findings):
         raise typer.Exit(1)
 
@@ -207,9 +226,17 @@ def _findings(findings: Sequence[doctor.Finding]) -> Table:
 
 def _check_target(option: str, target: Path, suffix: str) -> None:
     """Raise OptionError where a file cannot be written, before it takes time to find out what to write."""
-    taken = target.exists() and not (target.is_file() and os.access(target, os.W_OK))
-    if target.suffix != suffix or taken or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        raise OptionError(option, f"{str(target)!r} cannot be written", f"give a {suffix} file in a folder of yours")
+    if target.suffix != suffix:
+        raise OptionError(option, f"{str(target)!r} is no {suffix} file", f"give it a name that ends in {suffix}")
+    is_new = not target.exists()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.open("a").close()
+        if is_new:
+            target.unlink()
+    except OSError as error:
+        found = f"{str(target)!r} cannot be written: {error.strerror}"
+        raise OptionError(option, found, "give a file in a folder of yours") from error
 
 
 def main() -> None:
@@ -221,7 +248,10 @@ def main() -> None:
     except ZcompileError as error:
         if "--debug" in sys.argv:
             raise
-        Console(stderr=True).print(f"[bold red]error[/]: {escape(str(error))}", soft_wrap=True, highlight=False)
+        console = Console(stderr=True, emoji=False)
+        console.print(f"[bold red]error[/]: {escape(str(error))}", soft_wrap=True, highlight=False)
+        if error.__cause__ is not None:
+            console.print("[dim]`zcompile --debug ...` shows the traceback.[/]", highlight=False)
         raise SystemExit(1) from None
 
 
@@ -252,7 +282,7 @@ def _dtype(text: str) -> torch.dtype | None:
 def _progress(*, quiet: bool) -> Iterator[Any]:
     """A bar on stderr, which is gone at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    with Progress(*columns, console=Console(stderr=True, emoji=False), transient=True, disable=quiet) as bar:
         task = bar.add_task("making the model", total=None)
 
         def progress(what: str, done: int, total: int | None) -> None:

@@ -125,6 +125,7 @@ class Options:
         if isinstance(self.passes, Pipeline):
             self._check_alone(self.passes)
             return self.passes
+        _check_changes(self.passes)
         # Eager regions fuse nothing, so recomputing cheap operations only costs time: save what eager PyTorch saves.
         partition: Literal["min_cut", "default"] = "min_cut" if self.backend == "inductor" else "default"
         schedule = schedule or self.schedule
@@ -161,3 +162,13 @@ class Options:
             if option == "prefetch":
                 fix = "give a number, or changes to the pipeline by name"
             raise OptionError(option, "is of no use beside a pipeline given as a whole", fix)
+
+
+def _check_changes(passes: object) -> None:
+    """Raise OptionError for what are no changes to a pipeline."""
+    fix = "give a pipeline, or a dict of names to zcompile.Pass(name, function), or to None to leave one out"
+    if passes is not None and not isinstance(passes, Mapping):
+        raise OptionError("passes", f"is a {type(passes).__name__}", fix)
+    for name, step in (passes or {}).items():
+        if step is not None and not isinstance(step, Pass):
+            raise OptionError("passes", f"has a {type(step).__name__} under {name!r}", fix)

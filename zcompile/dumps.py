@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +33,7 @@ from typing import Any
 import networkx as nx
 
 from zcompile.drawing import dot_text
+from zcompile.errors import OptionError
 from zcompile.hardware import Hardware
 from zcompile.ops import Phase
 from zcompile.pipeline import Journal
@@ -42,6 +45,23 @@ from zcompile.timeline import Timeline
 NOTE = "graphviz is not installed, so programs are not drawn: install it, or run `dot -Tsvg program.dot` elsewhere"
 PATIENCE = 60.0
 """Seconds that graphviz gets for a drawing: of a very deep model it may take minutes."""
+
+
+def check_dump(folder: str | os.PathLike[str] | None) -> None:
+    """Make the folder of a dump.
+
+    Raises:
+        OptionError: it cannot be made, or nothing can be written there.
+    """
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        found = f"is {os.fspath(folder)!r}, which cannot be written: {error.strerror}"
+        raise OptionError("dump", found, "give another folder (dump=, or ZCOMPILE_DUMP)") from error
 
 
 def write_dump(
@@ -64,6 +84,8 @@ def write_dump(
     for number, journal in enumerate(journals):
         home = folder / f"program_{number}"
         home.mkdir(exist_ok=True)
+        for stale in (*home.glob("[0-9][0-9]_*"), *(home / "regions").glob("region_*")):
+            stale.unlink()  # of another dump; drawings are compared
         program = journal.entries[-1].after
         _write_passes(home, journal)
         for phase in Phase if program.has_backward else (Phase.FORWARD,):

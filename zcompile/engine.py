@@ -36,7 +36,7 @@ from zcompile.page import write_page
 from zcompile.passes.keep_within import check_fits
 from zcompile.peers import ModelPeers
 from zcompile.pipeline import Journal, Pipeline
-from zcompile.prefetching import Schedule, choose, fit
+from zcompile.prefetching import MARGIN, Schedule, choose, fit
 from zcompile.program import Program
 from zcompile.regions import RegionCache, generated_code
 from zcompile.report import Break, explain
@@ -54,9 +54,6 @@ from zcompile.runtime.updates import Updater
 from zcompile.stashes import make_stashes
 from zcompile.timeline import Timeline
 from zcompile.tracing import offer
-
-MARGIN = 0.9
-"""Share of the free memory that checkpoint="auto" fills: operations take some while they run, allocators waste some."""
 
 
 class Engine:

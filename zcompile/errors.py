@@ -17,11 +17,16 @@ class ZcompileError(RuntimeError):
 
     def __init__(self, subject: str, found: str, fix: str) -> None:
         self.subject, self.found, self.fix = subject, found, fix
-        super().__init__(f"{subject}: {found}.\n  Fix: {fix}.")
+        super().__init__(f"{subject}: {_sentence(found)}\n  Fix: {_sentence(fix)}")
 
     def __reduce__(self) -> tuple[type[ZcompileError], tuple[str, str, str]]:
         """Pickled by what it was made from, so that it can come from another rank."""
         return type(self), (self.subject, self.found, self.fix)
+
+
+def _sentence(text: str) -> str:
+    """`text` with a full stop, but for one that has its own, or ends in lines that are shown."""
+    return text if text.endswith((".", "!", "?")) or "\n" in text else f"{text}."
 
 
 class OptionError(ZcompileError, ValueError):

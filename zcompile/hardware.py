@@ -120,9 +120,16 @@ class Hardware:
             ranks *= joined
 
 
-CPU = Hardware.of(flops=50e9, memory_bandwidth=10e9, latency=200e-6, bandwidth=125e6)
+CPU = replace(
+    Hardware.of(flops=50e9, memory_bandwidth=10e9, latency=200e-6, bandwidth=125e6), name="a CPU core on 1 Gbit/s"
+)
 """One core and a 1 Gbit/s link, for choices on a CPU that was not measured: relative sizes are what counts."""
-GPU = replace(Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9), host_bandwidth=25e9)
+GPU = replace(
+    Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9),
+    name="a GPU on 200 Gbit/s",
+    device="cuda",
+    host_bandwidth=25e9,
+)
 """A GPU with a 200 Gbit/s link, likewise."""
 
 

@@ -11,48 +11,60 @@ import os
 import runpy
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from zcompile.configuration import Options
+from zcompile.cost import bucket_for
 from zcompile.dumps import write_dump
-from zcompile.errors import SubjectError
-from zcompile.hardware import Hardware
+from zcompile.errors import SubjectError, ZcompileError
+from zcompile.hardware import CPU, GPU, Hardware
 from zcompile.layout import STAGES, Layout
+from zcompile.memory import model_state
 from zcompile.page import write_page
-from zcompile.pipeline import Journal
+from zcompile.passes.keep_within import check_fits
+from zcompile.pipeline import Journal, Pipeline
+from zcompile.prefetching import MARGIN, Schedule, choose, fit
 from zcompile.program import Program
 from zcompile.regions import generated_code
 from zcompile.report import explain
-from zcompile.subjects import Subject
+from zcompile.subjects import Subject, raised
 from zcompile.tracing import Traced, intercepting, trace
 from zcompile.units import make_layout
 
 
-def of_subject(subject: Subject, options: Options, world: int, units: Sequence[str] | None = None) -> Journal:
-    """What the passes make of the model, laid out for `world` ranks."""
+def of_subject(
+    subject: Subject, options: Options, world: int, hardware: Hardware, units: Sequence[str] | None = None
+) -> Journal:
+    """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
     traced = trace(subject.model, subject.args, subject.kwargs, dtype=options.dtype, units=units)
     layout = make_layout(subject.model, STAGES[options.stage], world, units, options.precision)
-    return _rewritten(traced, layout, options)
+    return _rewritten(traced, layout, options, hardware)
 
 
-def of_script(script: Path, arguments: Sequence[str], world: int) -> Journal:
+def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware) -> Journal:
     """What the passes make of the first model that `script` calls compiled, laid out for `world` ranks.
 
     Raises:
-        SubjectError: it ends, or fails, before it has called one.
+        SubjectError: there is no such file, or it ends, or fails, before it has called one.
+        ZcompileError: what `compile` or the call has raised.
     """
+    if not script.is_file():
+        raise SubjectError(str(script), "is no file", "give the path of a script, or what `zcompile plan` takes")
     try:
         with _as_one_rank(), _as_main(script, arguments), intercepting():
             runpy.run_path(str(script), run_name="__main__")
     except Traced as traced:
-        return _rewritten(traced.program, traced.program.layout.over(world), traced.options, updates=traced.updates)
+        layout = traced.program.layout.over(world)
+        return _rewritten(traced.program, layout, traced.options, hardware, updates=traced.updates)
+    except ZcompileError:
+        raise
     except SystemExit as error:
         if error.code:
             raise SubjectError(str(script), f"ended with {error.code!r}", "give the arguments that it wants") from error
     except Exception as error:
-        found = f"raised {type(error).__name__}: {error}"
+        found = raised(error, script)
         raise SubjectError(str(script), found, "mend it; it runs as one rank until its model is traced") from error
     fix = "let it call the module that zcompile.compile gives, or name a factory in it: script.py:factory"
     raise SubjectError(str(script), "has ended without calling a compiled model", fix)
@@ -74,10 +86,47 @@ def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, cod
     return text, notes
 
 
-def _rewritten(traced: Program, layout: Layout, options: Options, *, updates: bool = False) -> Journal:
-    journal = Journal()
-    options.pipeline(updates=updates and traced.has_backward).run(replace(traced, layout=layout), journal)
+def _rewritten(
+    traced: Program, layout: Layout, options: Options, hardware: Hardware, *, updates: bool = False
+) -> Journal:
+    traced, journal = replace(traced, layout=layout), Journal()
+
+    def pipeline(schedule: Schedule) -> Pipeline:
+        free, trains = _free(options, traced, hardware), updates and traced.has_backward
+        return options.pipeline(schedule, free=free, updates=trains, peers=layout.tensor_parallel)
+
+    pipeline(_schedule(options, traced, pipeline, hardware)).run(traced, journal)
     return journal
+
+
+def _schedule(
+    options: Options, traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware
+) -> Schedule:
+    """That of training, but for what training measures: prefetch="auto" is for `hardware`.
+
+    Raises:
+        OptionError: the step takes more than the memory limit.
+    """
+    limit = options.limit
+    schedule = replace(options.schedule, bucket=bucket_for(GPU if hardware.device == "cuda" else CPU))
+    if not traced.has_backward or not options.chooses:
+        return schedule
+    if options.prefetch == "auto":
+        schedule = choose(traced, pipeline, hardware, limit)
+    if limit is None:
+        return schedule
+    least, kept = fit(traced, pipeline, schedule, limit)
+    check_fits(least, limit)
+    return replace(schedule, kept=kept)
+
+
+def _free(options: Options, traced: Program, hardware: Hardware) -> int | None:
+    """What checkpoint="auto" may use of a device that has nothing else in its memory."""
+    if options.checkpoint != "auto":
+        return None
+    state = model_state(traced.layout)
+    free = hardware.memory - state.parameters - state.moments
+    return max(int(MARGIN * min(free, sys.maxsize)), 1)
 
 
 @contextlib.contextmanager

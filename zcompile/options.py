@@ -41,6 +41,8 @@ def bytes_of(option: str, size: object) -> int | None:
     count: float | None = None
     if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[KMGT]i?)B\s*", size)):
         count = float(found[1]) * _FACTORS[found[2]]
+    elif isinstance(size, str) and size.strip().isascii() and size.strip().isdigit():
+        count = int(size)
     elif isinstance(size, int) and not isinstance(size, bool):
         count = size
     if count is None or not 1 <= count < math.inf:
@@ -94,7 +96,7 @@ def checkpoint_of(checkpoint: object) -> Literal["unit", "auto"] | int | float |
     try:
         return bytes_of("checkpoint", checkpoint)
     except OptionError as error:
-        fix = "give 'unit', 'auto', a size such as '512 MiB', or a share of the peak such as 0.5"
+        fix = "give 'unit', 'auto', a size such as '512 MiB', a share of the peak such as 0.5, or None to save all"
         raise OptionError("checkpoint", f"{checkpoint!r} is no setting", fix) from error
 
 

@@ -6,6 +6,7 @@ Nothing is fetched. Text of the program, names of modules above all, is escaped 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ MOST_CHANGED = 1500
 """Lines of a difference that are shown: passes before the outlining of regions change operations by thousands."""
 MOST_ALIVE = 60
 """Lines listed at the peak; the rest is counted."""
+LONGEST_LINE = 90
+"""Characters of a line that is named outside of the program."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Chart:
     title: str
     summary: str
     lanes: Sequence[Lane]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Curve:
     """Where each line is, by its node."""
     peak: float
     peak_node: str
+    peak_line: str
+    """The line as it is printed, or its beginning."""
     most: int
     """Bytes at the peak."""
     beside: int
@@ -163,7 +169,8 @@ def _chart(timeline: Timeline, title: str) -> Chart:
     spent = ", ".join(f"{kind} {timeline.spent(kind) * 1e3:.4g} ms" for kind in Spent if timeline.spent(kind) > 1e-9)
     order = [name for name in dict.fromkeys(_LANES.values()) if name in lanes]
     order += [name for name in lanes if name not in order]
-    return Chart(title, f"{timeline.seconds * 1e3:.4g} ms: {spent}", [Lane(name, lanes[name]) for name in order])
+    summary = f"{timeline.seconds * 1e3:.4g} ms: {spent}"
+    return Chart(title, summary, [Lane(name, lanes[name]) for name in order], timeline.seconds)
 
 
 _LANES = {Spent.COMPUTE: "compute", Spent.OPTIMIZER: "compute", Spent.EXPOSED: "waiting"}
@@ -191,7 +198,14 @@ def _curve(program: Program) -> Curve | None:
     shown = [(n.name, str(kind), human_bytes(size), data(n).source or "the root") for n, kind, size in alive]
     places = {node.name: place for node, place in zip(nodes, across, strict=True)}
     left = max(len(shown) - MOST_ALIVE, 0)
-    return Curve(bands, places, across[peak], nodes[peak].name, most, max(totals), shown[:MOST_ALIVE], left)
+    line = _line_of(program, nodes[peak].name)
+    return Curve(bands, places, across[peak], nodes[peak].name, line, most, max(totals), shown[:MOST_ALIVE], left)
+
+
+def _line_of(program: Program, node: str) -> str:
+    """The statement of a line, shortened; one over several lines in one."""
+    parts = [text.partition("  #")[0].strip() for text, of in lines_with_nodes(program) if of == node]
+    return textwrap.shorten(" ".join(parts), LONGEST_LINE, placeholder=" ...")
 
 
 def _band(across: Sequence[float], below: Sequence[float], above: Sequence[float], most: int) -> str:

@@ -10,14 +10,16 @@ import io
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import networkx as nx
 from rich.console import Console
 from rich.table import Table
 
-from zcompile.errors import PipelineError, nearest
+from zcompile.errors import PipelineError, ZcompileError, nearest
 from zcompile.facts import UNUSED_AFTER_RELEASE, VOLUME_RIGHT, WELL_FORMED, Fact, verify
 from zcompile.layout import Stage
+from zcompile.ops import data, has_data
 from zcompile.program import Program
 
 ALWAYS = (WELL_FORMED, UNUSED_AFTER_RELEASE)
@@ -59,6 +61,26 @@ class Journal:
     entries: list[Entry] = field(default_factory=list)
 
 
+def _applied(step: Pass, program: Program) -> Program:
+    """What a pass makes of `program`, which it must leave as it is: the journal shows it, and others begin with it."""
+    before = _state(program)
+    try:
+        after: object = step(program)
+    except ZcompileError:
+        raise
+    except Exception as error:
+        raise PipelineError(step.name, f"raised {type(error).__name__}: {error}", "mend the pass") from error
+    if not isinstance(after, Program):
+        raise PipelineError(step.name, f"returned {type(after).__name__}", "let the pass return the program")
+    if _state(program) != before:
+        raise PipelineError(step.name, "changes the program that it is given", "let it change program.copy()")
+    return after
+
+
+def _state(program: Program) -> list[tuple[Any, ...]]:
+    return [(node, node.target, node.args, node.kwargs, data(node)) for node in program.graph.nodes if has_data(node)]
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """Passes in the order derived from their facts; a value, printed as a table.
@@ -80,12 +102,13 @@ class Pipeline:
 
         Raises:
             ProgramError: a fact failed; the message names the pass and marks the line.
+            PipelineError: a pass raised something, returned no program, or changed the one that it was given.
         """
         journal = Journal() if journal is None else journal
         established: dict[Fact, None] = dict.fromkeys(ALWAYS)
         for step in self.passes:
             started = time.perf_counter()
-            after = step(program)
+            after = _applied(step, program)
             ran = time.perf_counter()
             established |= dict.fromkeys(step.ensures)
             verify(after, established, f"after {step.name}")

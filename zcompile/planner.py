@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from zcompile._torch import mesh_size
+from zcompile._torch import mesh_size, tree_leaves
 from zcompile.configuration import Options
 from zcompile.cost import aten_cost
 from zcompile.errors import OptionError
@@ -29,6 +30,7 @@ from zcompile.pipeline import Pass
 from zcompile.prefetching import at_schedule
 from zcompile.program import Program
 from zcompile.simulator import simulate
+from zcompile.tensor_type import TensorType
 from zcompile.tracing import trace
 from zcompile.units import Precision, make_layout
 
@@ -37,6 +39,9 @@ PREFETCHES = (0, 1, 2, 4)
 CHECKPOINTS = (None, "unit")
 RESERVED = 0.1
 """Share of a device's memory that a plan leaves to what it does not count: workspaces, fragments, libraries."""
+
+WIDE = 140
+"""Columns from which on tables say what memory is for."""
 
 Checkpoint = str | int | float | None
 Progress = Callable[[str, int, int], None]
@@ -119,7 +124,7 @@ class Forecast:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Forecasts of a model on some hardware; printed as a table for each world."""
 
@@ -129,6 +134,8 @@ class Plan:
     memory_limit: float
     """Bytes of a rank."""
     forecasts: Sequence[Forecast]
+    arguments: str = ""
+    """Types of the tensors that a rank's call is given."""
     tensor_parallel: int = 1
     """Ranks that each have a part of the model; each of them has as many data-parallel ranks as a world."""
 
@@ -181,10 +188,14 @@ class Plan:
             "parameters": self.parameters,
             "hardware": self.hardware.name,
             "memory_limit": self.memory_limit,
+            "arguments": self.arguments,
             "tensor_parallel": self.tensor_parallel,
             "recommended": {world: best and self.line(best) for world, best in fastest.items()},
             "forecasts": [{**forecast.as_dict(), "fits": self.fits(forecast)} for forecast in self.forecasts],
         }
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.model}: {len(self.forecasts)} forecasts; print it, or see .forecasts>"
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -198,8 +209,10 @@ class Plan:
             f"{self.parameters:,} parameters on {self.hardware.name}, at most {_gigabytes(self.memory_limit)} a rank"
         )
         self._say(console, f"{self.model}: {about}")
+        if self.arguments:
+            self._say(console, f"a rank's batch: {self.arguments}")
         for world in self.worlds:
-            console.print(self._table(world))
+            console.print(self._table(world, by_kind=console.width >= WIDE))
             said = "fastest that fits: " if self.fastest(world) else ""
             self._say(console, f"{said}{self.advice(world)}")
 
@@ -219,14 +232,16 @@ class Plan:
         except OptionError as error:
             return f"{error.found}.\n{error.fix}."
 
-    def _table(self, world: int) -> Table:
+    def _table(self, world: int, *, by_kind: bool) -> Table:
         forecasts = self.of(world)
-        kinds = [kind for kind in Held if any(forecast.held[kind] for forecast in forecasts)]
-        caption = "GB (10^9 bytes) at the peak of a step, of shards and optimizer state all the time"
-        table = Table(title=self.title(world), title_justify="left", caption=caption)
+        kinds = [kind for kind in forecasts[0].by_kind() if any(forecast.by_kind()[kind] for forecast in forecasts)]
+        kinds = kinds if by_kind else []
+        caption = "GB: 10^9 bytes of a rank at the peak of a step" + (", by what they are for" if kinds else "")
+        lines = box.HEAVY_HEAD if by_kind else box.SIMPLE_HEAD
+        table = Table(title=self.title(world), title_justify="left", caption=caption, box=lines, padding=(0, by_kind))
         for heading in CHOICE:
             table.add_column(heading, no_wrap=True)
-        for heading in ("shards", "optimizer", *(str(kind).split()[0] for kind in kinds), *FIGURES):
+        for heading in (*(kind.split()[0] for kind in kinds), *FIGURES):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
         for before, forecast in zip([None, *forecasts], forecasts, strict=False):
@@ -260,10 +275,9 @@ def figure_cells(forecast: Forecast) -> tuple[str, ...]:
     return f"{forecast.nbytes / 1e9:.2f}", f"{forecast.seconds:.3g}", f"{forecast.rate / 1e12:.3g}", hidden
 
 
-def _row(forecast: Forecast, kinds: Sequence[Held]) -> Iterator[str]:
+def _row(forecast: Forecast, kinds: Sequence[str]) -> Iterator[str]:
     yield from choice_cells(forecast.choice)
-    for nbytes in (forecast.parameters, forecast.optimizer, *(forecast.held[kind] for kind in kinds)):
-        yield f"{nbytes / 1e9:.2f}"
+    yield from (f"{forecast.by_kind()[kind] / 1e9:.2f}" for kind in kinds)
     yield from figure_cells(forecast)
 
 
@@ -328,11 +342,27 @@ def plan(
     tell("done", len(choices), len(choices))
     count = sum(parameter.numel() for parameter in model.parameters())
     parts = max(mesh_size(parameter) for parameter in model.parameters())
-    return Plan(type(model).__name__, count, device, limit, forecasts, parts)
+    return Plan(type(model).__name__, count, device, limit, forecasts, _types(args, kwargs or {}), parts)
+
+
+def _types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Tensors among the arguments of a call, as programs print them."""
+    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    return ", ".join(str(TensorType.make(tensor.dtype, tuple(tensor.shape))) for tensor in tensors)
 
 
 def _low_precision(hardware: Hardware) -> torch.dtype:
     return torch.bfloat16 if "bfloat16" in hardware.flops else torch.float16
+
+
+def check_choices(
+    dtypes: Sequence[torch.dtype | None],
+    stages: Sequence[int],
+    checkpoints: Sequence[Checkpoint],
+    prefetches: Sequence[int],
+) -> None:
+    """Raise OptionError for what `plan` cannot compare, without a model."""
+    _choices(dtypes, stages, checkpoints, prefetches)
 
 
 def _choices(

@@ -21,6 +21,8 @@ DEPTHS = (0, 1, 2, 3, 4, 6, 8)
 WORTH = 0.005
 """Each further unit costs memory: it must save this share of a step."""
 LEAST_PACKED = 4 * 1024
+MARGIN = 0.9
+"""Share of the free memory that checkpoint="auto" fills: operations take some while they run, allocators waste some."""
 _SCHEDULING = ("keep_full", "schedule_prefetch", "sink_waits", "keep_within")
 """From the first of these passes on, programs of different schedules differ."""
 

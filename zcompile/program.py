@@ -106,7 +106,7 @@ def _memory(node: fx.Node) -> str:
     return f"{value.dtype} {tuple(value.shape)} {tuple(value.stride())} {value.storage_offset()} {value.device}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """A step, or (cut by `phase`) its forward or its backward: what runs, readable, checkable and printable.
 
@@ -362,6 +362,11 @@ class Program:
     def add(self, target: Callable[..., Any], args: tuple[Any, ...], held: Data, name: str, **kwargs: Any) -> fx.Node:
         """Insert a call of an outer operation at the graph's insertion point."""
         return set_data(self.graph.create_node("call_function", target, args, kwargs, name=name), held)
+
+    def __repr__(self) -> str:
+        lines = sum(len(self.body(phase)) for phase in self.phases)
+        layout, phases = self.layout, " and ".join(self.phases)
+        return f"<Program of stage {layout.stage.number}, world {layout.world}: {phases}, {lines} lines; print it>"
 
     def __str__(self) -> str:
         from zcompile.printer import render  # the printer knows programs; a program only knows that it can be printed

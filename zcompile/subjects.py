@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +55,13 @@ def subject_of(name: str, *, batch: int, sequence: int) -> Subject:
     raise SubjectError(name, "names no model", fix)
 
 
+def raised(error: BaseException, file: Path) -> str:
+    """What was raised, and in which line of `file`."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.resolve()]
+    where = f", at {file.name}:{frames[-1].lineno}" if frames else ""
+    return f"raised {type(error).__name__}: {error}{where}"
+
+
 def _gpt(name: str, batch: int, sequence: int) -> Subject:
     shape = shape_of(name.removeprefix("gpt:"))
     with torch.device("meta"):
@@ -74,6 +83,8 @@ def _hugging_face(path: Path, batch: int, sequence: int) -> Subject:
         config.use_cache = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+        if model.loss_type is None:
+            model.loss_type = "ForCausalLM"  # what the library falls back to, with a warning that cannot be traced
     except Exception as error:  # whatever the library raises, it is about this file
         found = f"is no config of a causal language model: {type(error).__name__}: {error}"
         raise SubjectError(str(path), found, "give the folder of one, or a factory that makes the model") from error
@@ -87,10 +98,9 @@ def _made(name: str) -> Subject:
         with torch.device("meta"):
             made = factory()
     except Exception as error:
-        found = f"raised {type(error).__name__}: {error}"
-        raise SubjectError(
-            name, found, "mend it; it is called without arguments, under torch.device('meta')"
-        ) from error
+        found = raised(error, Path(inspect.getsourcefile(inspect.unwrap(factory)) or name))
+        fix = "mend it; it is called without arguments, under torch.device('meta')"
+        raise SubjectError(name, found, fix) from error
     parts = made if isinstance(made, tuple) else (made,)
     model, args, kwargs = (*parts, *((), (), {})[len(parts) :]) if 1 <= len(parts) <= 3 else (None, (), {})
     if not isinstance(model, nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
@@ -104,7 +114,7 @@ def _factory(name: str) -> Callable[[], Any]:
     module = _module(home, name)
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         found = f"has no function {attribute!r}" if factory is None else f"has {attribute!r}, which is no function"
         raise SubjectError(home, found, nearest(attribute, known) if known else "give the name of a factory in it")
     return factory  # type: ignore[no-any-return]

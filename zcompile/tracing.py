@@ -17,10 +17,10 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import local_tensor, tree_map_only
+from zcompile._torch import TorchRuntimeError, local_tensor, tree_map_only
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
-from zcompile.errors import CaptureError, ModelError
+from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.front_end import BREAKS, autocast, traceable, typed_errors
 from zcompile.layout import STAGES, Layout
 from zcompile.local_graphs import Local, on_locals
@@ -50,7 +50,7 @@ def trace(
         ModelError: the model has no parameters, is sharded already, or is divided otherwise than by tensor parallelism,
             over a mesh that is not on CPUs, or one whose ranks are not neighbours.
         CaptureError: it cannot be traced into one graph, or takes no gradient.
-        OptionError: `units` match no modules.
+        OptionError: `units` match no modules, or the arguments do not fit.
     """
     if next(model.parameters(), None) is None:
         raise ModelError(type(model).__name__, "has no parameters", "give a model that has something to train")
@@ -61,6 +61,7 @@ def trace(
         raise Traced(traced, Options(dtype=dtype, reduce_dtype=reduce_dtype))
 
     signature = inspect.signature(type(model).forward)
+    _check_arguments(model, signature, args, dict(kwargs or {}))
     given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
     call = traceable(model, lambda *a, **k: model(*a, **k), [type(model).__qualname__, str(layout)])
     with _without_memory(model, layout) as husks, torch.enable_grad(), autocast("cpu", dtype):
@@ -81,6 +82,9 @@ def trace(
                 compiled(*given[0], **given[1])
         except Traced as found:
             program = found.program
+        except TorchRuntimeError as error:
+            what = f"cannot be computed with these arguments: {_reason(error)}"
+            raise CaptureError(type(model).__name__, what, "give one batch that it takes") from error
         except BREAKS as error:
             broken = Break.of("", type(model).__name__, error)
             raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "mend it to plan it") from error
@@ -90,6 +94,25 @@ def trace(
         fix = "let its forward return a loss, or outputs that depend on parameters with requires_grad"
         raise CaptureError(type(model).__name__, "has no backward: what it returns has no gradient", fix)
     return program
+
+
+def _check_arguments(
+    model: nn.Module, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise OptionError for arguments that the model's forward does not take."""
+    if not isinstance(args, (tuple, list)):
+        raise OptionError("args", f"is a {type(args).__name__}", "give a tuple of what the model is called with: (x,)")
+    try:
+        signature.bind(model, *args, **kwargs)
+    except TypeError as error:
+        fix = "give one batch: what the model is called with"
+        raise OptionError("args", f"do not fit the forward of {type(model).__name__}: {error}", fix) from error
+
+
+def _reason(error: Exception) -> str:
+    """What the operation has said that failed, out of what Dynamo says of it."""
+    text = str(error).partition("got ")[2] or str(error)
+    return text.strip().splitlines()[0]
 
 
 class Traced(BaseException):

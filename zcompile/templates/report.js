@@ -21,7 +21,9 @@ for (const section of document.querySelectorAll("section.program")) {
     const line = lines.find((one) => one.dataset.node === node);
     if (!line) return;
     text.setAttribute("aria-activedescendant", line.id);
-    if (scrolls) line.scrollIntoView({ block: "nearest" });
+    if (!scrolls) return;
+    text.scrollIntoView({ block: "nearest" });
+    text.scrollTop += line.getBoundingClientRect().top - text.getBoundingClientRect().top - text.clientHeight / 3;
   };
   const node = (event) => {
     const found = event.target.closest("[data-node]");
