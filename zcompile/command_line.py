@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ from zcompile.errors import OptionError, ZcompileError, nearest
 from zcompile.hardware import DTYPES, load_profile, profile_text, profiles
 from zcompile.options import bytes_of
 from zcompile.plan_page import write_plan_page
-from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, check_choices, plan
+from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, Plan, check_choices, plan
 from zcompile.subjects import Subject, subject_of
 
 app = typer.Typer(
@@ -124,17 +124,26 @@ def plan_command(
             units=units or None,
             progress=progress,
         )
-    made = replace(made, model=subject.name)
-    if as_json:
-        print(json.dumps({**made.as_dict(), "batch": batch, "sequence": sequence}, indent=1))
+    _tell(replace(made, model=subject.name), html, {"batch": batch, "sequence": sequence} if as_json else None)
+
+
+def _tell(made: Plan, html: Path | None, beside: Mapping[str, int] | None) -> None:
+    """Print a plan, as JSON with what stands `beside` it if that is given, and write its page.
+
+    Raises:
+        OptionError: beside JSON, nothing fits; a table has said so itself.
+        typer.Exit: nothing fits.
+    """
+    if beside is not None:
+        print(json.dumps({**made.as_dict(), **beside}, indent=1))
     else:
         made.print(Console(width=None if sys.stdout.isatty() else PIPED))
     if html is not None:
         write_plan_page(html, made)
     for ranks in made.worlds:
         if made.fastest(ranks) is None:
-            if as_json:
-                made.best(ranks)  # an error; the table has said it
+            if beside is not None:
+                made.best(ranks)
             raise typer.Exit(1)
 
 

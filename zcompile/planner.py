@@ -340,15 +340,16 @@ def plan(
         fix = "let None be among them, or give units= of modules that compute something"
         raise OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
     tell("done", len(choices), len(choices))
+    return _planned(model, device, limit, forecasts, (args, dict(kwargs or {})))
+
+
+def _planned(model: nn.Module, hardware: Hardware, limit: float, forecasts: list[Forecast], given: Any) -> Plan:
+    """The plan of a model that was given these arguments."""
     count = sum(parameter.numel() for parameter in model.parameters())
     parts = max(mesh_size(parameter) for parameter in model.parameters())
-    return Plan(type(model).__name__, count, device, limit, forecasts, _types(args, kwargs or {}), parts)
-
-
-def _types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Tensors among the arguments of a call, as programs print them."""
-    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-    return ", ".join(str(TensorType.make(tensor.dtype, tuple(tensor.shape))) for tensor in tensors)
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    types = ", ".join(str(TensorType.make(tensor.dtype, tuple(tensor.shape))) for tensor in tensors)
+    return Plan(type(model).__name__, count, hardware, limit, forecasts, types, parts)
 
 
 def _low_precision(hardware: Hardware) -> torch.dtype:

@@ -77,19 +77,7 @@ def trace(
             return on_locals(module, inputs, names, locals_, lambda called: Capture(called, layout, lower))
 
         compiled = torch.compile(call, backend=capture, fullgraph=True, dynamic=False)
-        try:
-            with typed_errors():
-                compiled(*given[0], **given[1])
-        except Traced as found:
-            program = found.program
-        except TorchRuntimeError as error:
-            what = f"cannot be computed with these arguments: {_reason(error)}"
-            raise CaptureError(type(model).__name__, what, "give one batch that it takes") from error
-        except BREAKS as error:
-            broken = Break.of("", type(model).__name__, error)
-            raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "mend it to plan it") from error
-        else:
-            raise AssertionError("a backend is called for every graph")
+        program = _first_traced(type(model).__name__, lambda: compiled(*given[0], **given[1]))
     if not program.has_backward:
         fix = "let its forward return a loss, or outputs that depend on parameters with requires_grad"
         raise CaptureError(type(model).__name__, "has no backward: what it returns has no gradient", fix)
@@ -113,6 +101,22 @@ def _reason(error: Exception) -> str:
     """What the operation has said that failed, out of what Dynamo says of it."""
     text = str(error).partition("got ")[2] or str(error)
     return text.strip().splitlines()[0]
+
+
+def _first_traced(name: str, call: Callable[[], object]) -> Program:
+    """The program that is traced while `call` calls the model of this name."""
+    try:
+        with typed_errors():
+            call()
+    except Traced as found:
+        return found.program
+    except TorchRuntimeError as error:
+        what = f"cannot be computed with these arguments: {_reason(error)}"
+        raise CaptureError(name, what, "give one batch that it takes") from error
+    except BREAKS as error:
+        broken = Break.of("", name, error)
+        raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "mend it to plan it") from error
+    raise AssertionError("a backend is called for every graph")
 
 
 class Traced(BaseException):
