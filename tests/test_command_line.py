@@ -184,7 +184,10 @@ def test_inspect_runs_a_script_until_its_model_is_traced(run: Run, tmp_path: Pat
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("options", ["memory_limit='27 KB', prefetch=1", "memory_limit='30 KB', prefetch=0"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param("memory_limit='27 KB', prefetch=1", marks=pytest.mark.slow), "memory_limit='30 KB', prefetch=0"],
+)
 def test_an_inspected_script_has_the_schedule_of_its_run(run: Run, tmp_path: Path, options: str) -> None:
     (tmp_path / "script.py").write_text(CHOOSING.replace("**OPTIONS", options))
     assert run("inspect", "script.py", "-w", "1")[0] == 0

@@ -90,6 +90,7 @@ def test_the_own_pass_waits_at_the_end_and_changes_no_number(ranks: Ranks) -> No
     assert all(torch.equal(one, other) for one, other in zip(plain[1], own[1], strict=True))
 
 
+@pytest.mark.slow
 def test_the_own_pass_prints_its_program() -> None:
     for arguments in ([], ["--plain", "--stage", "1"]):
         command = [sys.executable, "examples/own_pass.py", *arguments]

@@ -103,7 +103,8 @@ def unlimited(ranks: Ranks) -> list[tuple[list[str], int]]:
     return ranks.run(2, limited, None, 0)
 
 
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), "auto"])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, "auto"])
 def test_ranks_keep_what_fits_on_all_of_them(
     ranks: Ranks, unlimited: list[tuple[list[str], int]], prefetch: int | str
 ) -> None:

@@ -207,7 +207,7 @@ def differing(rank: int, case: str, folder: str) -> list[str]:
     return found + ([] if nbytes else ["nothing was away"])
 
 
-SLOW = ("arenas", "whole")
+SLOW = ("arenas", "inductor", "unit", "whole")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +288,7 @@ def limited(folder: Path, limit: int | None) -> tuple[int, int, list[torch.Tenso
     return peak_bytes(program), len(program.nodes(Stashed)), grads
 
 
+@pytest.mark.slow
 def test_no_more_goes_away_than_exceeds_the_limit(tmp_path: Path) -> None:
     least, everything, want = limited(tmp_path, None)
     whole, nothing, _ = limited(tmp_path, 2**40)

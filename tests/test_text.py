@@ -45,7 +45,7 @@ def after_each_pass(kind: str, stage: int, prefetch: int) -> list[Program]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, 3]
+    "stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3]
 )  # the passes of stage 2 are those of stage 1
 def test_the_program_after_every_pass_parses_back_to_its_own_text(kind: str, stage: int) -> None:
     seen = set()

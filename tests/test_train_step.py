@@ -85,7 +85,7 @@ def test_a_step_is_the_loop_with_any_optimizer(ranks: Ranks) -> None:
         {"dtype": torch.bfloat16, "checkpoint": "unit"},
         pytest.param({"prefetch": 0}, marks=pytest.mark.slow),
         pytest.param({"memory_limit": "40 MiB"}, marks=pytest.mark.slow),
-        {"passes": {"gather_ahead": None}},
+        pytest.param({"passes": {"gather_ahead": None}}, marks=pytest.mark.slow),
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -165,7 +165,7 @@ def outside_the_model(rank: int, stage: int, clip: float | None) -> list[str]:
 
 @pytest.mark.parametrize(
     ("stage", "clip"),
-    [(1, None), (3, 0.05), *(pytest.param(*rare, marks=pytest.mark.slow) for rare in [(1, 0.05), (3, None)])],
+    [(1, None), *(pytest.param(*rare, marks=pytest.mark.slow) for rare in [(1, 0.05), (3, None), (3, 0.05)])],
 )
 def test_a_model_as_models_are(ranks: Ranks, stage: int, clip: float | None) -> None:
     assert ranks.run(2, outside_the_model, stage, clip) == [[], []]
