@@ -8,17 +8,20 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 import zcompile
 from zcompile import SubjectError, command_line, doctor
 from zcompile.hardware import load_profile
 from zcompile.subjects import subject_of
+from zcompile.tracing import Asked, Traced, intercepting
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -195,6 +198,23 @@ def test_an_inspected_script_has_the_schedule_of_its_run(run: Run, tmp_path: Pat
     for name in ("forward.py", "backward.py"):
         inspected, ran = (tmp_path / home / "program_0" / name for home in ("zcompile_dump", "own"))
         assert inspected.read_text() == ran.read_text()
+
+
+def test_what_is_inspected_is_asked_for_as_in_a_run() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            return self.last(x if x.sum() > 0 else -x)
+
+    for model, keeps in ((nn.Linear(8, 8), True), (Broken(), False)):
+        compiled = zcompile.compile(model, backend="eager")
+        with pytest.raises(Traced) as traced, intercepting(), warnings.catch_warnings(action="ignore"):
+            compiled(torch.ones(3, 8))
+        assert traced.value.asked == Asked(compiled._engine.options, compiled._engine.schedule, keeps)
 
 
 def test_an_inspected_limit_that_cannot_be_kept_is_refused(run: Run, tmp_path: Path) -> None:

@@ -173,7 +173,6 @@ def test_all_ranks_take_the_schedule_of_the_first(ranks: Ranks) -> None:
     [
         (None, None),
         (7, 7),
-        ("100000", 100_000),
         ("12B", 12),
         ("2 KiB", 2048),
         ("1.5MB", 1_500_000),
@@ -184,7 +183,7 @@ def test_sizes_are_numbers_or_texts(size: object, count: int | None) -> None:
     assert bytes_of("memory_limit", size) == count
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, "1.2", "2 gb", "GiB", "1e3 B", "5 iB", "9" * 400 + "B"])
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "12", "2 gb", "GiB", "1e3 B", "5 iB", "9" * 400 + "B"])
 def test_what_is_no_size_is_refused(size: object) -> None:
     with pytest.raises(OptionError, match="memory_limit"):
         zcompile.pipeline(memory_limit=size)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from zcompile.errors import OptionError, ZcompileError, nearest
 from zcompile.hardware import DTYPES, load_profile, profile_text, profiles
 from zcompile.options import bytes_of
 from zcompile.plan_page import write_plan_page
-from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, Plan, check_choices, plan
+from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, Plan, choices_of, plan
 from zcompile.subjects import Subject, subject_of
 
 app = typer.Typer(
@@ -106,8 +106,9 @@ def plan_command(
         _check_target("html", html, ".html")
     checkpoints, dtypes = [_checkpoint(one) for one in checkpoint], [_dtype(one) for one in dtype]
     device = load_profile(hardware)
-    check_choices(dtypes or [None], stage, checkpoints, prefetch)  # before the model is made, which takes its time
-    bytes_of("memory_limit", memory_limit)
+    choices_of(dtypes or [None], stage, checkpoints, prefetch)  # before the model is made, which takes its time
+    # A shell knows no numbers: digits are one.
+    limit = bytes_of("memory_limit", f"{memory_limit}B" if (memory_limit or "").isdecimal() else memory_limit)
     with _progress(quiet=as_json) as progress:
         subject = _subject(model, batch, sequence)
         made = plan(
@@ -116,7 +117,7 @@ def plan_command(
             subject.kwargs,
             worlds=world,
             hardware=device,
-            memory_limit=memory_limit,
+            memory_limit=limit,
             stages=stage,
             prefetches=prefetch,
             checkpoints=checkpoints,

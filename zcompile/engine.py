@@ -53,7 +53,7 @@ from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.updates import Updater
 from zcompile.stashes import make_stashes
 from zcompile.timeline import Timeline
-from zcompile.tracing import offer
+from zcompile.tracing import Asked, offer
 
 
 class Engine:
@@ -189,7 +189,7 @@ class Engine:
         self.recorder.end_call(split=bool(self.breaks))
 
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
-        offer(traced, self.options, updates=updater is not None)
+        offer(traced, lambda: Asked(self.options, self.schedule, self._keeps(traced), updater is not None))
         if self.peers is None:
             return self._lowered(traced, updater)
         return self.peers.together(lambda: self._lowered(traced, updater))

@@ -30,7 +30,7 @@ from zcompile.program import Program
 from zcompile.regions import generated_code
 from zcompile.report import explain
 from zcompile.subjects import Subject, raised
-from zcompile.tracing import Traced, intercepting, trace
+from zcompile.tracing import Asked, Traced, intercepting, trace
 from zcompile.units import make_layout
 
 
@@ -40,7 +40,8 @@ def of_subject(
     """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
     traced = trace(subject.model, subject.args, subject.kwargs, dtype=options.dtype, units=units)
     layout = make_layout(subject.model, STAGES[options.stage], world, units, options.precision)
-    return _rewritten(traced, layout, options, hardware)
+    schedule = replace(options.schedule, bucket=bucket_for(GPU if hardware.device == "cuda" else CPU))
+    return _rewritten(traced, layout, Asked(options, schedule), hardware)
 
 
 def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware) -> Journal:
@@ -57,7 +58,7 @@ def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hard
             runpy.run_path(str(script), run_name="__main__")
     except Traced as traced:
         layout = traced.program.layout.over(world)
-        return _rewritten(traced.program, layout, traced.options, hardware, updates=traced.updates)
+        return _rewritten(traced.program, layout, traced.asked, hardware)
     except ZcompileError:
         raise
     except SystemExit as error:
@@ -86,32 +87,28 @@ def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, cod
     return text, notes
 
 
-def _rewritten(
-    traced: Program, layout: Layout, options: Options, hardware: Hardware, *, updates: bool = False
-) -> Journal:
+def _rewritten(traced: Program, layout: Layout, asked: Asked, hardware: Hardware) -> Journal:
     traced, journal = replace(traced, layout=layout), Journal()
+    free, updates = _free(asked.options, traced, hardware), asked.updates and traced.has_backward
 
     def pipeline(schedule: Schedule) -> Pipeline:
-        free, trains = _free(options, traced, hardware), updates and traced.has_backward
-        return options.pipeline(schedule, free=free, updates=trains, peers=layout.tensor_parallel)
+        parts = layout.tensor_parallel
+        return asked.options.pipeline(schedule, keeps=asked.keeps, free=free, updates=updates, peers=parts)
 
-    pipeline(_schedule(options, traced, pipeline, hardware)).run(traced, journal)
+    pipeline(_schedule(asked, traced, pipeline, hardware)).run(traced, journal)
     return journal
 
 
-def _schedule(
-    options: Options, traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware
-) -> Schedule:
+def _schedule(asked: Asked, traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware) -> Schedule:
     """That of training, but for what training measures: prefetch="auto" is for `hardware`.
 
     Raises:
         OptionError: the step takes more than the memory limit.
     """
-    limit = options.limit
-    schedule = replace(options.schedule, bucket=bucket_for(GPU if hardware.device == "cuda" else CPU))
-    if not traced.has_backward or not options.chooses:
+    schedule, limit = asked.schedule, asked.options.limit
+    if not (traced.has_backward and asked.keeps and asked.options.chooses):
         return schedule
-    if options.prefetch == "auto":
+    if asked.options.prefetch == "auto":
         schedule = choose(traced, pipeline, hardware, limit)
     if limit is None:
         return schedule

@@ -41,8 +41,6 @@ def bytes_of(option: str, size: object) -> int | None:
     count: float | None = None
     if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[KMGT]i?)B\s*", size)):
         count = float(found[1]) * _FACTORS[found[2]]
-    elif isinstance(size, str) and size.strip().isascii() and size.strip().isdigit():
-        count = int(size)
     elif isinstance(size, int) and not isinstance(size, bool):
         count = size
     if count is None or not 1 <= count < math.inf:

@@ -59,10 +59,14 @@ class Choice:
 
     def __str__(self) -> str:
         """The line to write."""
+        return self.call("model")
+
+    def call(self, *given_first: str) -> str:
+        """The call of `zcompile.compile` with these arguments before the options."""
         given = [f"stage={self.stage}"] + ([f"prefetch={self.prefetch}"] if self.stage else [])
         given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint is not None else []
         given += [f"dtype={self.dtype}"] if self.dtype is not None else []
-        return f"zcompile.compile(model, {', '.join(given)})"
+        return f"zcompile.compile({', '.join([*given_first, *given])})"
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,7 @@ class Plan:
 
     def line(self, forecast: Forecast) -> str:
         """The call of `zcompile.compile` that makes the choice."""
-        text = str(forecast.choice)
-        return text.replace("(model, ", "(model, mesh=mesh['dp'], ") if self.tensor_parallel > 1 else text
+        return forecast.choice.call("model", *(["mesh=mesh['dp']"] if self.tensor_parallel > 1 else []))
 
     def fastest(self, world: int) -> Forecast | None:
         """The fastest choice that fits, of equals the smallest; None if none does."""
@@ -325,7 +328,7 @@ def plan(
     limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
     check_worlds(worlds)
     worlds = list(dict.fromkeys(worlds))
-    choices = _choices(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches)
+    choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches)
     tell = progress or (lambda *_: None)
     rewriters: dict[torch.dtype | None, Rewriter] = {}
     forecasts: list[Forecast] = []
@@ -356,17 +359,7 @@ def _low_precision(hardware: Hardware) -> torch.dtype:
     return torch.bfloat16 if "bfloat16" in hardware.flops else torch.float16
 
 
-def check_choices(
-    dtypes: Sequence[torch.dtype | None],
-    stages: Sequence[int],
-    checkpoints: Sequence[Checkpoint],
-    prefetches: Sequence[int],
-) -> None:
-    """Raise OptionError for what `plan` cannot compare, without a model."""
-    _choices(dtypes, stages, checkpoints, prefetches)
-
-
-def _choices(
+def choices_of(
     dtypes: Sequence[torch.dtype | None],
     stages: Sequence[int],
     checkpoints: Sequence[Checkpoint],

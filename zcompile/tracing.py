@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.front_end import BREAKS, autocast, traceable, typed_errors
 from zcompile.layout import STAGES, Layout
 from zcompile.local_graphs import Local, on_locals
+from zcompile.prefetching import Schedule
 from zcompile.program import Program
 from zcompile.report import Break
 from zcompile.runtime.placing import Placing
@@ -58,7 +60,8 @@ def trace(
     layout = make_layout(model, STAGES[3], 1, units, Precision(dtype, reduce_dtype))
 
     def lower(traced: Program) -> Runner:
-        raise Traced(traced, Options(dtype=dtype, reduce_dtype=reduce_dtype))
+        options = Options(dtype=dtype, reduce_dtype=reduce_dtype)
+        raise Traced(traced, Asked(options, options.schedule))
 
     signature = inspect.signature(type(model).forward)
     _check_arguments(model, signature, args, dict(kwargs or {}))
@@ -119,15 +122,28 @@ def _first_traced(name: str, call: Callable[[], object]) -> Program:
     raise AssertionError("a backend is called for every graph")
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a program is to be compiled with."""
+
+    options: Options
+    schedule: Schedule
+    """Before anything is chosen by what is measured."""
+    keeps: bool = True
+    """False of a part of a model, whose units are not kept full over the turn."""
+    updates: bool = False
+    """True for a train step."""
+
+
 class Traced(BaseException):
     """There is a program: nothing is to be compiled.
 
     No Exception: neither torch.compile, which traces, nor a script that trains is to catch it.
     """
 
-    def __init__(self, program: Program, options: Options, *, updates: bool = False) -> None:
+    def __init__(self, program: Program, asked: Asked) -> None:
         super().__init__("a model was traced")
-        self.program, self.options, self.updates = program, options, updates
+        self.program, self.asked = program, asked
 
 
 _INTERCEPTING: ContextVar[bool] = ContextVar("zcompile_intercepting", default=False)
@@ -143,14 +159,14 @@ def intercepting() -> Iterator[None]:
         _INTERCEPTING.reset(wanted)
 
 
-def offer(program: Program, options: Options, *, updates: bool) -> None:
-    """A model is about to be compiled with these options; `updates`: for a train step.
+def offer(program: Program, asked: Callable[[], Asked]) -> None:
+    """A program is about to be compiled as `asked` says.
 
     Raises:
         Traced: somebody only wants to see it.
     """
     if _INTERCEPTING.get():
-        raise Traced(program, options, updates=updates)
+        raise Traced(program, asked())
 
 
 def _check_neighbours(mesh: DeviceMesh | None) -> None:
