@@ -15,9 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from zcompile.forecast import Choice
 from zcompile.memory import model_state
 from zcompile.ops import AllGather, Release, WaitReduce, op_of
-from zcompile.planner import Choice, Rewriter
+from zcompile.planner import Rewriter
 from zcompile.program import Program
 from zcompile.subjects import subject_of
 from zcompile.tracing import trace

@@ -44,6 +44,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_touched(
     with pytest.raises(OptionError, match=r"dump: is '.*', which cannot be written: "):
         zcompile.compile(model, dump=tmp_path / folder)
     assert all(after is before[name] for name, after in model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"OptionError: dump: is '.*', which cannot be written: "):
+        torch.compile(model, backend=zcompile.backend(dump=tmp_path / folder))(*batch("mlp", 0, 0))
 
 
 def test_differences_lead_from_the_first_text_to_the_last(dumped: Path) -> None:

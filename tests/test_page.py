@@ -19,12 +19,12 @@ from torch import nn
 import zcompile
 from tests.models import batch, make
 from tests.test_dumps import steps
+from zcompile.forecast import Plan
 from zcompile.hardware import Hardware
 from zcompile.memory import alive_at, live_by_kind
 from zcompile.page import page_text
 from zcompile.pipeline import Journal
 from zcompile.plan_page import plan_page_text
-from zcompile.planner import Plan
 from zcompile.printer import lines_with_nodes
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)

@@ -15,12 +15,13 @@ import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import CaptureError, ModelError, OptionError, ProfileError
+from zcompile.forecast import Choice
 from zcompile.gpt import GPT, SHAPES, shape_of
 from zcompile.hardware import Hardware
 from zcompile.memory import Held, model_state, peak_bytes
 from zcompile.ops import Phase
 from zcompile.plan_page import plan_page_text
-from zcompile.planner import Choice, Rewriter
+from zcompile.planner import Rewriter
 from zcompile.simulator import simulate
 from zcompile.tracing import trace
 

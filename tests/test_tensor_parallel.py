@@ -22,8 +22,9 @@ from torch.distributed.tensor.parallel import (
 import zcompile
 from tests.ranks import Ranks
 from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
+from zcompile.forecast import Choice
 from zcompile.ops import Peers, Phase
-from zcompile.planner import Choice, Rewriter
+from zcompile.planner import Rewriter
 from zcompile.tracing import trace
 
 Values = dict[str, torch.Tensor]

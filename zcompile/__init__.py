@@ -20,11 +20,12 @@ from zcompile.errors import (
     ZcompileError,
 )
 from zcompile.facts import Fact, Violation, verify
+from zcompile.forecast import Forecast, Plan
 from zcompile.hardware import Hardware, load_profile
 from zcompile.parser import parse
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.pipelines import pipeline
-from zcompile.planner import Forecast, Plan, plan
+from zcompile.planner import plan
 from zcompile.program import Program, Region
 from zcompile.timeline import Timeline
 from zcompile.torch_backend import Backend, backend

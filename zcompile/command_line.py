@@ -22,10 +22,11 @@ import zcompile
 from zcompile import doctor, inspection
 from zcompile.configuration import Options
 from zcompile.errors import OptionError, ZcompileError, nearest
+from zcompile.forecast import Checkpoint, Plan
 from zcompile.hardware import DTYPES, load_profile, profile_text, profiles
 from zcompile.options import bytes_of
 from zcompile.plan_page import write_plan_page
-from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, Checkpoint, Plan, choices_of, plan
+from zcompile.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, choices_of, plan
 from zcompile.subjects import Subject, subject_of
 
 app = typer.Typer(

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from zcompile._torch import copyable, local_tensor
 from zcompile.configuration import Options
-from zcompile.dumps import check_dump
 from zcompile.engine import Engine
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.fragments import Tree
@@ -123,7 +122,6 @@ def _compiled(
         found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
     # What can fail comes before the model is touched.
-    agreement.attempt("the folder of the dump", lambda: check_dump(asked.dump) if not communicator.rank else None)
     memory = _shard_memory(asked, layout, agreement)
     layout = replace(layout, away=memory.is_away)
     engine = Engine(layout, {}, communicator, agreement, asked, beside, everyone)

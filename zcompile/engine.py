@@ -24,7 +24,7 @@ from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.cost import bucket_for
-from zcompile.dumps import write_dump
+from zcompile.dumps import check_dump, write_dump
 from zcompile.errors import AgreementError, OptionError, PipelineError, TimelineError
 from zcompile.front_end import autocast
 from zcompile.hardware import CPU, GPU, Hardware, load_profile
@@ -57,7 +57,11 @@ from zcompile.tracing import Asked, offer
 
 
 class Engine:
-    """What runs the programs of one sharded model."""
+    """What runs the programs of one sharded model. Making one is collective.
+
+    Raises:
+        OptionError: on every rank: the folder of the dump cannot be written.
+    """
 
     def __init__(
         self,
@@ -106,6 +110,8 @@ class Engine:
         """True within `no_sync`."""
         self._seeded_alike: bool | None = None
         self._dump = Path(options.dump) if options.dump else None
+        # Every rank asks, for the folder may be known to the first alone, from its environment.
+        agreement.attempt("the folder of the dump", lambda: None if communicator.rank else check_dump(self._dump))
         self._agreed: set[str] = set()
         self._trained: set[str] = set()
         self._ran = 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zcompile.planner import CHOICE, FIGURES, Forecast, Plan, choice_cells, figure_cells
+from zcompile.forecast import CHOICE, FIGURES, Forecast, Plan, choice_cells, figure_cells
 from zcompile.rendering import rendered, write
 
 WIDTH, HEIGHT, MARGIN = 900, 320, 46
