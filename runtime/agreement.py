@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from zcompile import errors
 from zcompile._torch import default_store, group_timeout
 from zcompile.errors import AgreementError, StateError, ZcompileError
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.waits import named
 
 T = TypeVar("T")
 
@@ -23,13 +27,16 @@ class Agreement:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.count = 0
+        self.number = 0
+        """Which of this rank's models on the group it is, from 1."""
         self.prefix = ""
         # A fake group has one real rank, which has nobody to agree with.
         self.alone = communicator.size == 1 or dist.get_backend(communicator.group) == "fake"
         if not self.alone:
             # The store counts this rank's models, so that the n-th of every rank meet.
             name = f"zcompile/{communicator.group.group_name}"
-            self.prefix = f"{name}/{default_store().add(f'{name}/models of {communicator.rank}', 1)}"
+            self.number = default_store().add(f"{name}/models of {communicator.rank}", 1)
+            self.prefix = f"{name}/{self.number}"
 
     def reach(self, what: str, lines: Sequence[str]) -> None:
         """Return once every rank came here with the same `lines`.
@@ -97,23 +104,39 @@ class Agreement:
             return [text]
         store = dist.PrefixStore(f"{self.prefix}/{self.count}", default_store())
         store.set(str(self.communicator.rank), text)
-        return [self._text(store, rank, what) for rank in range(self.communicator.size)]
+        self._await(store, what)
+        return [store.get(str(rank)).decode() for rank in range(self.communicator.size)]
 
     def _compare(self, what: str, texts: list[list[str]]) -> None:
         if difference := first_difference(dict(enumerate(texts))):
             raise AgreementError(what, difference, "run the same code, options and environment on every rank")
 
-    def _text(self, store: dist.Store, rank: int, what: str) -> str:
-        timeout = group_timeout(self.communicator.group, self.communicator.device)
-        try:
-            store.wait([str(rank)], timeout)
-        except RuntimeError as error:  # a DistStoreError from a TCPStore, a plain one from a FileStore
-            limit = f"{timeout.total_seconds():.0f} s"
-            found = f"rank {rank} did not get here within {limit}, rank {self.communicator.rank} did"
-            fix = "look for an error on that rank; every rank must make the same calls in the same order"
-            raise AgreementError(what, found, fix) from error
-        text: str = store.get(str(rank)).decode()
-        return text
+    def _await(self, store: dist.Store, what: str) -> None:
+        """Return once every rank has written its text.
+
+        Raises:
+            AgreementError: some did not within the group's timeout.
+        """
+        limit = group_timeout(self.communicator.group, self.communicator.device)
+        waits, deadline = self.communicator.waits, time.perf_counter() + limit.total_seconds()
+        keys = [str(rank) for rank in range(self.communicator.size)]
+
+        def missing() -> list[int]:
+            return [rank for rank, key in zip(waits.ranks, keys, strict=True) if not store.check([key])]
+
+        def done(seconds: float) -> bool:
+            with contextlib.suppress(RuntimeError):  # a DistStoreError from a TCPStore, a plain one from a FileStore
+                store.wait(keys, timedelta(seconds=seconds))
+                return True
+            return time.perf_counter() > deadline
+
+        waits.until(done, what, missing)
+        waits.over()
+        if late := missing():
+            seconds = f"{limit.total_seconds():.0f} s"
+            found = f"{named(late)} did not get here within {seconds}, rank {waits.rank} did"
+            fix = f"look for an error of {named(late)}; every rank must make the same calls in the same order"
+            raise AgreementError(what, found, fix)
 
 
 def first_difference(texts: dict[int, list[str]]) -> str:

@@ -8,13 +8,12 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from zcompile.errors import GroupError
+from zcompile.runtime.waits import Waits
 
 
 @dataclass
@@ -65,6 +64,7 @@ class Flight(ABC):
 
         Raises:
             GroupError: another rank failed or stayed away.
+            AgreementError: the ranks are out of step.
         """
 
 
@@ -77,14 +77,21 @@ class StreamFlight(Flight):
     """
 
     def __init__(
-        self, land: Callable[[], object], alive: Sequence[object], finish: Callable[[], None] | None = None
+        self,
+        land: Callable[[], object],
+        alive: Sequence[object],
+        finish: Callable[[], None] | None = None,
+        waits: Waits | None = None,
     ) -> None:
-        """`land` lets the current stream wait for it, then `finish` runs; `alive` is held until then."""
+        """`land` lets the current stream wait for it, then `finish` runs; `alive` is held until then.
+
+        `waits`: what explains its error, if it has to do with other ranks.
+        """
         super().__init__()
-        self._land, self._alive, self._finish = land, tuple(alive), finish
+        self._land, self._alive, self._finish, self._waits = land, tuple(alive), finish, waits
 
     def wait(self) -> None:
-        with typed():
+        with self._waits.explained("a collective") if self._waits is not None else contextlib.nullcontext():
             self._land()
         if self._finish is not None:
             self._finish()
@@ -94,11 +101,14 @@ class StreamFlight(Flight):
 class HostFlight(Flight):
     """A collective whose wait blocks the thread that waits, as gloo's do."""
 
-    def __init__(self, arrive: Callable[[], None], traffic: Traffic) -> None:
-        """`arrive` waits for the bytes (`wait_all`) and does what is to be done with them. It holds the tensors."""
+    def __init__(self, arrive: Callable[[], None], traffic: Traffic, waits: Waits, what: str) -> None:
+        """`arrive` waits for the bytes and does what is to be done with them. It holds the tensors.
+
+        `what`: what is waited for, where no line of a program says it.
+        """
         super().__init__()
         self._arrive: Callable[[], None] | None = arrive
-        self._traffic = traffic
+        self._traffic, self._waits, self._what = traffic, waits, what
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -114,14 +124,51 @@ class HostFlight(Flight):
         self.ended = time.perf_counter()
         self._done.set()
 
+    @property
+    def done(self) -> bool:
+        """True once it has landed, or failed."""
+        return self._done.is_set()
+
     def wait(self) -> None:
         before = time.perf_counter()
-        self._done.wait()
+        self._waits.until(self._done.wait, self._what)
         assert self.ended is not None, "it has landed"
         self._traffic.exposed += max(0.0, self.ended - before)
         self._traffic.count(self.started, self.ended)
         if self._error is not None:
-            raise self._error
+            with self._waits.explained(self._what):
+                raise self._error
+        self._waits.over()
+
+
+class EventFlight(Flight):
+    """What the host itself reads of a stream: it waits for the event behind it, as long as the others come."""
+
+    def __init__(self, event: torch.cuda.Event, waits: Waits, what: str) -> None:
+        super().__init__()
+        self._event, self._waits, self._what = event, waits, what
+
+    @property
+    def done(self) -> bool:
+        """True once the stream has come to the event."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._waits.until(self._within, self._what)
+        self._waits.over()
+
+    def _within(self, seconds: float) -> bool:
+        """True if the stream has come to the event after at most so many seconds."""
+        deadline = time.perf_counter() + seconds
+        while not self._event.query():
+            if time.perf_counter() > deadline:
+                return False
+            time.sleep(_GLANCE)
+        return True
+
+
+_GLANCE = 5e-5
+"""Seconds between two looks at an event."""
 
 
 class Progress:
@@ -132,12 +179,13 @@ class Progress:
     compute thread that may be waiting for something else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hang_up: Callable[[], None]) -> None:
+        """`hang_up`: ends what the thread waits for, by closing this rank's connections."""
         self._flights: queue.SimpleQueue[HostFlight | None] = queue.SimpleQueue()
         # A daemon: a rank that fails must not stay until its last message's timeout.
         thread = threading.Thread(target=_land_all, args=(self._flights,), name="zcompile progress", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._flights, thread)
+        weakref.finalize(self, _end, self._flights, thread, hang_up)
 
     def follow(self, flight: HostFlight) -> HostFlight:
         """Land `flight` after those that were given before; returns it."""
@@ -151,33 +199,16 @@ def _land_all(flights: queue.SimpleQueue[HostFlight | None]) -> None:
         del flight  # while the thread waits for the next one, nothing keeps this one's result alive
 
 
-def _end(flights: queue.SimpleQueue[HostFlight | None], thread: threading.Thread) -> None:
-    """End the thread, and give it a moment: one that returns from C++ into an interpreter that has ended aborts it."""
+def _end(flights: queue.SimpleQueue[HostFlight | None], thread: threading.Thread, hang_up: Callable[[], None]) -> None:
+    """End the thread, if need be with the connections: returning from C++ into an interpreter that has ended aborts."""
     flights.put(None)
-    if threading.current_thread() is not thread:
+    if threading.current_thread() is thread:
+        return
+    thread.join(_PATIENCE)
+    if thread.is_alive():
+        hang_up()
         thread.join(_PATIENCE)
 
 
 _PATIENCE = 2.0
 """Seconds. What is expected of a rank that fails, fails at once; a rank that merely hangs is not waited for."""
-
-
-def wait_all(works: Sequence[dist.Work]) -> None:
-    """Block this thread until all of them are done.
-
-    Raises:
-        GroupError: another rank failed or stayed away.
-    """
-    with typed():
-        for work in works:
-            work.wait()
-
-
-@contextlib.contextmanager
-def typed() -> Iterator[None]:
-    """A GroupError in place of what torch raises when another rank fails or stays away."""
-    try:
-        yield
-    except RuntimeError as error:
-        fix = "look for the first error on the other ranks; all must make the same calls in the same order"
-        raise GroupError("a collective", f"failed: {error}", fix) from error

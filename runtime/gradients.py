@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,15 +15,28 @@ from zcompile._torch import after_backward, backward_number, local_tensor, post_
 from zcompile.errors import ParameterError
 from zcompile.layout import Unit
 from zcompile.runtime.executor import BoundUnit, Gradients, all_reduce, reduce_scatter
+from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
+
+Unreached = Callable[[], Collection[str]]
+"""Gives the parameters that no gradient has flowed to, on any rank, where those that are delivered are zeros; to be
+called once the ranks are known to be in step."""
+HOLDS = 0
+"""The mark of a rank that holds gradients back, in what it tells the others of a backward."""
+
+
+def _none() -> Collection[str]:
+    return ()
 
 
 @dataclass
 class _Backward:
     """One backward while it runs: its gradients so far, and what is to be reduced at its end."""
 
-    gradients: list[Gradients] = field(default_factory=list)
+    gradients: list[tuple[Gradients, Unreached]] = field(default_factory=list)
+    calls: list[RollCall] = field(default_factory=list)
+    """What the ranks have told each other of its programs."""
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     events: list[torch.cuda.Event] = field(default_factory=list)
     may_overflow: bool = False
@@ -36,12 +50,14 @@ class Delivery:
     sum, and hooks of `register_post_accumulate_grad_hook` run once.
     """
 
-    def __init__(self, units: Mapping[str, UnitShards], *, scatter: bool, recorder: Recorder) -> None:
-        self.units, self.scatter, self.recorder = units, scatter, recorder
+    def __init__(
+        self, units: Mapping[str, UnitShards], *, scatter: bool, recorder: Recorder, lockstep: Lockstep
+    ) -> None:
+        self.units, self.scatter, self.recorder, self.lockstep = units, scatter, recorder, lockstep
         self.synchronises = True
         """False under `no_sync`: stages that keep full gradients hold them back."""
-        self.before_delivery: Callable[[], None] = lambda: None
-        """Called when a backward that communicates has ended: what it raises leaves every `.grad` as it was."""
+        self.flowing: Sequence[bool] | None = None
+        """Set before the backward of a program: to which results of its forward autograd brings a gradient."""
         self._running: dict[int, _Backward] = {}
 
     def forget(self) -> None:
@@ -49,10 +65,23 @@ class Delivery:
         if backward_number() is None:
             self._running.clear()
 
-    def add(self, gradients: Sequence[Gradients]) -> None:
+    def enter(
+        self, kind: RunKind, program: str, marks: Sequence[int] = (), variant: int = 0, *, is_new: bool = False
+    ) -> RollCall:
+        """Tell the other ranks of a part of the backward that runs now; see `Lockstep.enter`.
+
+        Raises:
+            AgreementError: a run before is known to be out of step.
+        """
+        holds = [HOLDS] if any(unit.names_held() for unit in self.units.values()) else []
+        call = self.lockstep.enter(kind, program, [*holds, *marks], variant, is_new=is_new)
+        self._current().calls.append(call)
+        return call
+
+    def add(self, gradients: Sequence[Gradients], unreached: Unreached = _none) -> None:
         """Take gradients of the backward that runs now, for delivery at its end."""
         running = self._current()
-        running.gradients += gradients
+        running.gradients += [(one, unreached) for one in gradients]
         devices = {one.shards.communicator.device for one in gradients}
         # Delivery runs on the caller's stream, which autograd joins only with the streams of its leaves. Streams are
         # those of the model's device: the caller's current device may be another one.
@@ -95,39 +124,46 @@ class Delivery:
             return
         for event in ended.events:
             torch.cuda.current_stream(event.device).wait_event(event)
-        for tensor in (tensor for gradients in ended.gradients for tensor in gradients.tensors.values()):
+        for tensor in (tensor for gradients, _ in ended.gradients for tensor in gradients.tensors.values()):
             if tensor.is_cuda:
                 # The backward's stream owns the memory: freed, it must not be used there while this one still reads.
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         for reduce in ended.late:
-            ended.gradients += reduce()
+            ended.gradients += [(one, _none) for one in reduce()]
         if self.synchronises:
-            ended.gradients += self._reduce_rest()
-            self.before_delivery()
+            self.lockstep.check()  # what it raises leaves every `.grad` as it was
+            if any(HOLDS in call.marks for call in ended.calls):
+                ended.gradients += [(one, _none) for one in self._reduce_rest()]
         for memory in {unit.memory for unit in self.units.values()}:
             memory.landed()
-        del self._running[number]
         changed: dict[nn.Parameter, nn.Parameter | None] = {}
-        for gradients in ended.gradients:
+        # All are asked before the first is delivered: what one raises leaves every `.grad` as it was.
+        delivered = [(gradients, unreached()) for gradients, unreached in ended.gradients]
+        del self._running[number]
+        for gradients, without in delivered:
             for name, tensor in gradients.tensors.items():
                 if gradients.held:
-                    gradients.shards.hold(name, tensor)
-                else:
-                    gradients.shards.settle(name, number)
+                    gradients.shards.hold(name, None if name in without else tensor)
+                    continue
+                gradients.shards.settle(name, number)
+                if name not in without:
                     _accumulate(gradients, name, tensor)
                     changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
         if ended.may_overflow:
-            _spread_overflow(changed, ended.gradients[0].shards.communicator.device)
+            _spread_overflow(changed, ended.gradients[0][0].shards.communicator.device)
         for parameter, twin in changed.items():
             for holder in (parameter, twin) if twin is not None else (parameter,):
                 run_hooks(holder)
 
     def _reduce_rest(self) -> list[Gradients]:
-        """Reduce what is held back of parameters that this backward did not reach."""
+        """Reduce what any rank holds back of parameters that this backward did not reach. Collective."""
         rest = []
         for unit in self.units.values():
-            waiting = [name for name in unit.names_held() if not unit.is_taken(name)]
-            if waiting:
+            names = list(unit.parameters)
+            held = set(unit.names_held())
+            flags = torch.tensor([name in held and not unit.is_taken(name) for name in names], dtype=torch.int32)
+            on_any = unit.communicator.any_rank(flags.to(unit.communicator.device)).tolist()
+            if waiting := set(itertools.compress(names, on_any)):
                 bound = BoundUnit(unit, Unit(unit.unit.name, tuple(p for p in unit.unit.params if p.name in waiting)))
                 # Zeros, to which the reduction adds what is held back.
                 zeros = [

@@ -3,25 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcompile._torch import backend_name
+from zcompile._torch import backend_name, close_connections
 from zcompile.errors import GroupError
-from zcompile.runtime.flights import Flight, HostFlight, Progress, StreamFlight, Traffic, typed, wait_all
+from zcompile.runtime.flights import EventFlight, Flight, HostFlight, Progress, StreamFlight, Traffic
 from zcompile.runtime.recorder import Recorder
+from zcompile.runtime.waits import RankLost, Waits
 
-_TAG = 0x7A63_0000
-"""Of messages between ranks, to tell them from the user's own on the same group. Those above it are for messages of
-another thread, a tag for each reduction, which every rank counts alike."""
+_TAG = 1 << 30
+"""In the tags of all messages between ranks, to tell them from the user's own on the same group."""
+_RUNS = 1 << 20
+"""How many runs have tags of their own. The lower bits of a tag are those of its message, which every rank counts
+alike: messages of the progress thread must not meet those that the program's thread sends meanwhile."""
+_MESSAGES = 1 << 10
+_CALLS = 1 << 29
+"""The tag of what ranks tell each other of their runs, which must meet whatever they run."""
+_SMALL = 2**15
+"""Bytes that are sent whole to every rank and summed by each: one message's latency in place of two."""
+_PIECE_BYTES = 2**22
+"""Bytes of a rank's part of an all_reduce that are sent at a time: so much memory it takes from each rank, twice."""
 Piece = Callable[[int, int], torch.Tensor]
 """Gives elements [start, stop) of every rank's padded shard, [size, stop - start]; its rows are contiguous."""
+Works = list[tuple[int, dist.Work]]
+"""Messages on their way, each with the rank of the group that it comes from or goes to."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all ranks have sent, [ranks, n], on its way."""
+
+    flight: HostFlight | EventFlight
+    rows: Callable[[], torch.Tensor]
+
+    @property
+    def arrived(self) -> bool:
+        return self.flight.done
+
+    def read(self) -> torch.Tensor:
+        """Wait for it, and give it.
+
+        Raises:
+            GroupError: another rank failed or stayed away.
+        """
+        self.flight.wait()
+        return self.rows()
 
 
 class Communicator:
@@ -37,11 +72,25 @@ class Communicator:
         backend = _backend(self.group, device)
         # gloo has no average: it sums, and the sum is divided afterwards. NCCL averages on the wire.
         self._averages = backend == "nccl"
+        self.is_fake = backend == "fake"
         self._exchanges = backend == "gloo" and device.type == "cpu"
-        self._progress = Progress() if device.type == "cpu" and self.size > 1 else None
-        self._tags = itertools.cycle(range(_TAG + 1, _TAG + 2**16))
+        self._progress = None
+        if device.type == "cpu" and self.size > 1:
+            self._progress = Progress(functools.partial(close_connections, self.group, self.rank, self.size))
+        self._tag = _TAG
+        self._tags = itertools.cycle(range(1, _MESSAGES))
         self._staging: torch.cuda.Stream | None = None
+        self._sharing: torch.cuda.Stream | None = None
         self.recorder = Recorder()
+        self.waits = Waits(self.group)
+
+    def stamp(self, run: int) -> None:
+        """What is sent from now on belongs to the run with this number, and meets nothing of another run.
+
+        On gloo it is in the tags of messages. On NCCL messages have no tags: those of different runs may meet.
+        """
+        self._tag = _TAG + (run % _RUNS) * _MESSAGES
+        self._tags = itertools.cycle(range(1, _MESSAGES))
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Flight:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
@@ -55,9 +104,9 @@ class Communicator:
         def arrive() -> None:
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
-            wait_all(works)
+            self._wait_all(works)
 
-        return self._follow(arrive)
+        return self._follow(arrive, "a gather")
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Flight:
         """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`.
@@ -74,10 +123,10 @@ class Communicator:
         works = self._exchange(list(rows), arriving)
 
         def arrive() -> None:
-            wait_all(works)
+            self._wait_all(works)
             _average(shard, arriving)
 
-        return self._follow(arrive)
+        return self._follow(arrive, "a reduction")
 
     def rows_staged(self, *, packed: bool) -> int:
         """How often a reduce_scatter takes the memory of a shard beside gradients: to pack them, for others' parts."""
@@ -103,7 +152,7 @@ class Communicator:
 
         That thread's messages have a tag of their own, so that they do not meet those that this thread sends meanwhile.
         """
-        tag, on_their_way = next(self._tags), deque[tuple[list[dist.Work], torch.Tensor, list[torch.Tensor]]]()
+        tag, on_their_way = self._own_tag(), deque[tuple[Works, torch.Tensor, list[torch.Tensor]]]()
         starts = iter(range(0, shard.numel(), width))
 
         def start() -> None:
@@ -119,12 +168,12 @@ class Communicator:
             start()
             while on_their_way:
                 works, part, arriving = on_their_way.popleft()
-                wait_all(works)
+                self._wait_all(works)
                 _average(part, arriving)
                 del works, part, arriving  # this piece is gone before the next one is made
                 start()
 
-        return self._follow(arrive)
+        return self._follow(arrive, "a reduction")
 
     def _stream_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
         """On NCCL: pieces are made on a stream of their own, which waits for the one before the last to be reduced.
@@ -148,7 +197,8 @@ class Communicator:
                 on_their_way.popleft()[0].wait()
             self._divide(shard)
             done = staging.record_event()
-        return StreamFlight(lambda: torch.cuda.current_stream(self.device).wait_event(done), (shard, piece))
+        land = lambda: torch.cuda.current_stream(self.device).wait_event(done)  # noqa: E731
+        return StreamFlight(land, (shard, piece), waits=self.waits)
 
     def _arriving(self, shard: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
         """Where each rank's part of `shard` is or arrives, in the order of ranks; one of them where the sum will be."""
@@ -156,20 +206,81 @@ class Communicator:
         return [*others[: self.rank], rows[self.rank], *others[self.rank :]]
 
     def all_reduce(self, tensor: torch.Tensor) -> Flight:
-        """Average `tensor` over the ranks in place."""
+        """Average a contiguous `tensor` over the ranks in place.
+
+        On gloo by exchanges too: its own all_reduce has no tags, so that those of different runs could meet, and ends
+        the process if their sizes differ. Summed in the order of ranks, as a reduce_scatter is.
+        """
         self._count(2 * tensor.nbytes)
+        if self._exchanges:
+            flat = tensor.view(-1)
+            return self._exchange_small(flat, _average) if flat.nbytes <= _SMALL else self._exchange_whole(flat)
         work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
+
+    def _exchange_small(self, flat: torch.Tensor, combine: Callable[[torch.Tensor, Rows], None]) -> Flight:
+        """On gloo: every rank gets the 1-D tensors of all, and combines them in their order, in place."""
+        sent, rows = flat.clone(), list(torch.empty(self.size, flat.numel(), dtype=flat.dtype))
+        rows[self.rank] = sent
+        works = self._exchange([sent] * self.size, rows)
+
+        def arrive() -> None:
+            self._wait_all(works)
+            combine(flat, rows)
+
+        return self._follow(arrive, "an all_reduce")
+
+    def _exchange_whole(self, flat: torch.Tensor) -> Flight:
+        """On gloo: each rank averages its part of a 1-D tensor, piece by piece, and sends it to all others.
+
+        On the progress thread, as `_exchange_pieces`. What has been sent of a part is written to with its average only
+        when it has left.
+        """
+        scatter, gather = self._own_tag(), self._own_tag()
+        bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
+        parts = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
+        width = max(_PIECE_BYTES // flat.itemsize, 1)
+        starts = iter(range(0, max(part.numel() for part in parts), width))
+        on_their_way = deque[tuple[Works, list[torch.Tensor], list[torch.Tensor]]]()
+
+        def start() -> None:
+            if (begin := next(starts, None)) is not None:
+                rows = [part[begin : begin + width] for part in parts]
+                arriving = [torch.empty_like(rows[self.rank]) for _ in rows]
+                works = self._exchange(rows, arriving, scatter, recorded=False)
+                on_their_way.append((works, rows, arriving))
+
+        def arrive() -> None:
+            start()
+            start()
+            returning: Works = []
+            while on_their_way:
+                works, rows, arriving = on_their_way.popleft()
+                self._wait_all(works)
+                mean = arriving[self.rank]
+                arriving[self.rank] = rows[self.rank]
+                _average(mean, arriving)
+                rows[self.rank].copy_(mean)
+                returning += self._exchange([rows[self.rank]] * self.size, rows, gather, recorded=False)
+                del works, rows, arriving, mean
+                start()
+            self._wait_all(returning)
+
+        return self._follow(arrive, "an all_reduce")
+
+    def _own_tag(self) -> int:
+        """A tag for what the progress thread sends of one message."""
+        return self._tag + next(self._tags)
 
     def _exchange(
         self,
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
-        tag: int = _TAG,
+        tag: int | None = None,
         *,
         recorded: bool = True,
-    ) -> list[dist.Work]:
-        """Send `sent[i]` to rank i and receive from it into `received[i]`, for every rank but this one.
+    ) -> Works:
+        """Send `sent[i]` to rank i and receive from it into `received[i]`, for every rank but this one, if not empty.
 
         All that is to be received is announced first: a sender waits for the announcement, which would else stand
         behind what this rank itself sends (measured on a slow line: half the rate).
@@ -178,30 +289,54 @@ class Communicator:
         the progress thread sends is not `recorded`: the program's thread does not wait for it.
         """
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        with self.recorder.span("send") if recorded else contextlib.nullcontext(), typed():
-            receives = [dist.irecv(received[i], group=self.group, group_src=i, tag=tag) for i in reversed(others)]
-            sends = [dist.isend(sent[i], group=self.group, group_dst=i, tag=tag) for i in others]
-        return [work for work in (*receives, *sends) if work is not None]
+        tag, group = self._tag if tag is None else tag, self.group
+        works: list[tuple[int, dist.Work | None]] = []
+        with self._sending() if recorded else contextlib.nullcontext():
+            for i in (i for i in reversed(others) if received[i].numel()):
+                with _of_rank(i):
+                    works.append((i, dist.irecv(received[i], group=group, group_src=i, tag=tag)))
+            for i in (i for i in others if sent[i].numel()):
+                with _of_rank(i):
+                    works.append((i, dist.isend(sent[i], group=group, group_dst=i, tag=tag)))
+        return [(i, work) for i, work in works if work is not None]
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Messages that the program's thread sends."""
+        with self.recorder.span("send"), self.waits.explained("a message"):
+            yield
+
+    def _wait_all(self, works: Works) -> None:
+        """Block this thread until all of them are done.
+
+        Raises:
+            RankLost: another rank failed or stayed away.
+        """
+        for rank, work in works:
+            self.waits.awaited = rank
+            with _of_rank(rank):
+                work.wait()
+        self.waits.awaited = None
 
     def _fly(
         self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
     ) -> Flight:
         """The flight of one collective that reads or writes `tensors`; `finish` runs once it is done."""
         if self._progress is None:
-            return StreamFlight(work.wait, tensors, finish)
+            return StreamFlight(work.wait, tensors, finish, self.waits)
         alive = list(tensors)
 
         def arrive() -> None:
-            wait_all([work])
+            work.wait()
             alive.clear()
             if finish is not None:
                 finish()
 
-        return self._follow(arrive)
+        return self._follow(arrive, "a collective")
 
-    def _follow(self, arrive: Callable[[], None]) -> Flight:
+    def _follow(self, arrive: Callable[[], None], what: str) -> HostFlight:
         assert self._progress is not None, "messages are exchanged on the host only"
-        return self._progress.follow(HostFlight(arrive, self.traffic))
+        return self._progress.follow(HostFlight(arrive, self.traffic, self.waits, what))
 
     def _divide(self, total: torch.Tensor) -> None:
         """Turn a sum into the average, in place."""
@@ -214,14 +349,45 @@ class Communicator:
         if self.size == 1 or tensor.numel() == 0:
             return
         sent = tensor.to(self.device).contiguous()
-        dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo knows few dtypes
+        with self.waits.explained("a broadcast of the first rank's values"):
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo knows few dtypes
         if sent.data_ptr() != tensor.data_ptr() and not torch.equal(sent.to(tensor.device), tensor):
             tensor.copy_(sent)
 
+    def share(self, numbers: torch.Tensor) -> Shared:
+        """Send this rank's int64 [n] on the host to all others, and get theirs, without waiting; not metered.
+
+        On CUDA by a stream of its own. Hazards: all tensors are allocated, filled and read there, behind each other;
+        the host reads the result, in pinned memory, behind the event that its copy has left.
+        """
+        if self._exchanges:
+            rows = list(torch.empty(self.size, numbers.numel(), dtype=torch.int64))
+            rows[self.rank] = numbers
+            works = self._exchange([numbers] * self.size, rows, _CALLS)
+            flight = HostFlight(lambda: self._wait_all(works), Traffic(), self.waits, "what the others run")
+            assert self._progress is not None, "messages are exchanged on the host only"
+            return Shared(self._progress.follow(flight), lambda: torch.stack(rows))
+        if self.device.type == "cpu":
+            gathered = torch.empty(self.size * numbers.numel(), dtype=torch.int64)
+            work = _all_gather(gathered, numbers, group=self.group, async_op=True)
+            return Shared(self._follow(work.wait, "what the others run"), lambda: gathered.view(self.size, -1))
+        stream = self._sharing = self._sharing or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            mine = numbers.pin_memory().to(self.device, non_blocking=True)
+            all_ = mine.new_empty(self.size * mine.numel())
+            _all_gather(all_, mine, group=self.group, async_op=True).wait()
+            host = torch.empty(all_.shape, dtype=torch.int64, pin_memory=True)
+            host.copy_(all_, non_blocking=True)
+            arrived = stream.record_event()
+        return Shared(EventFlight(arrived, self.waits, "what the others run"), lambda: host.view(self.size, -1))
+
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""
-        with self.recorder.span("wait"), typed():
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        with self.recorder.span("wait"), self.waits.explained("a comparison of the ranks"):
+            if self._exchanges and self.size > 1:
+                self._exchange_small(flags.view(-1), _largest).wait()
+            else:
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         return flags
 
     @property
@@ -242,6 +408,21 @@ def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         piece.div_(len(rows))
 
 
+def _largest(most: torch.Tensor, rows: Rows) -> None:
+    """The largest of equal 1-D `rows`, element by element."""
+    torch.amax(torch.stack(list(rows)), dim=0, out=most)
+
+
+@contextlib.contextmanager
+def _of_rank(rank: int) -> Iterator[None]:
+    """Note of what torch raises that it is about a message from or to this rank of the group."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(rank, str(error)) from error
+
+
+Rows = Sequence[torch.Tensor]
 _CACHED = 2**17
 """Elements that stay in a core's cache between the sum and the division."""
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.

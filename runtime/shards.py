@@ -146,9 +146,14 @@ class UnitShards:
 
     # -- gradients held back --------------------------------------------------------------------------------------
 
-    def hold(self, name: str, gradient: torch.Tensor) -> None:
-        """Add to the gradient that is held back for the parameter `name`; it shows in `.grad`, unreduced."""
+    def hold(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Add to the gradient that is held back for the parameter `name`; it shows in `.grad`, unreduced.
+
+        None: no gradient has flowed there.
+        """
         parameter = self.parameters[name]
+        if gradient is None:
+            return
         if (held := self.held(name)) is not None:
             held.total.add_(gradient)
             return

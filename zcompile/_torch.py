@@ -65,6 +65,7 @@ __all__ = [
     "around_compiling",
     "backend_name",
     "backward_number",
+    "close_connections",
     "compile_plainly",
     "compile_with_inductor",
     "copyable",
@@ -370,8 +371,8 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """True if `register_hook` was called on the parameter: such hooks see gradients that autograd carries, not ours."""
-    return bool(parameter._backward_hooks)
+    """True if the user has called `register_hook` on it: such hooks see gradients that autograd carries, not ours."""
+    return any(not getattr(hook, "is_own", False) for hook in (parameter._backward_hooks or {}).values())
 
 
 def unhooked_step(optimizer: Optimizer) -> None:
@@ -394,6 +395,17 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend of a group for tensors on `device`; a RuntimeError if it has none."""
     name: str = group._get_backend(device).name()
     return name.lower()
+
+
+def close_connections(group: dist.ProcessGroup, rank: int, size: int) -> None:
+    """End whatever waits for a message on a gloo group: one that times out closes the connections of this process."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    with contextlib.suppress(RuntimeError):
+        backend.recv([torch.empty(1)], (rank + 1) % size, _NEVER).wait(timedelta(milliseconds=1))
+
+
+_NEVER = (1 << 31) - 1
+"""The tag of a message that nobody sends."""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

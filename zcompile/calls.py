@@ -79,7 +79,7 @@ class _Check:
     """Where autograd would bring the gradient of one of its parameters."""
     freed: bool = False
 
-    def before(self, grads: object) -> None:
+    def before(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Runs before this part's backward.
 
         Raises:
@@ -92,6 +92,7 @@ class _Check:
             fix = "leave create_graph=True out; compute what needs gradients of gradients in plain PyTorch"
             raise BackwardError("backward", "compiled programs have no gradients of gradients", fix)
         self.call.begin(grads)
+        self.call.delivery.flowing = [gradient is not None for gradient in grads]
         if self.accumulator is not None and not wants_gradient(self.accumulator):
             self.call.delivery.discard()  # torch.autograd.grad, or backward(inputs=...)
         self.freed = not keeps_graph()

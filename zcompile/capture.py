@@ -176,6 +176,8 @@ class _Reader:
         mutated = (getattr(getattr(one, "mutated_input", None), "idx", None) for one in described)
         self.mutated = {index for index in mutated if index is not None}
         """Inputs that the forward writes to."""
+        self.described = [one for one in described if one is not None]
+        """What AOTAutograd says of each result, those of the forward first, in the order in which autograd has them."""
 
     def read(self, num_outputs: int, layout: Layout) -> Program:
         for node in self.joint.graph.find_nodes(op="placeholder"):
@@ -193,15 +195,17 @@ class _Reader:
     def _placeholder(self, node: fx.Node) -> fx.Node:
         kind = type(node.meta.get("desc")).__name__
         if kind == "TangentAOTInput":
-            held = Data(Input(Kind.TANGENT, len(self.values) - len(self.primals)), Phase.BACKWARD)
-            return self._copy(node, held, node.name)
+            of = getattr(node.meta["desc"], "output", None)
+            result = self.described.index(of) if of in self.described else None
+            op = Input(Kind.TANGENT, len(self.values) - len(self.primals), result=result)
+            return self._copy(node, Data(op, Phase.BACKWARD), node.name)
         # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors say which one it means.
         index = getattr(node.meta.get("desc"), "idx", None)
         entry = self.inputs[index] if index is not None else Entry(node.name, held="?")
         data_input = Input(Kind.DATA, len(self.primals), index in self.mutated, entry.held)
-        op = Parameter(entry.parameter) if entry.parameter else data_input
+        held = Data(Parameter(entry.parameter) if entry.parameter else data_input)
         self.primals.append((node, entry.parameter))
-        return self._copy(node, Data(op), identifier(entry.readable))
+        return self._copy(node, held, identifier(entry.readable))
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         value = _attribute(self.joint, str(node.target))

@@ -31,6 +31,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.flights import Traffic
 from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
 from zcompile.runtime.host_shards import HostShards
+from zcompile.runtime.outside import Outside
 from zcompile.runtime.placing import ModelParallel
 from zcompile.runtime.shard_file import ShardFile
 from zcompile.runtime.shard_memory import ShardMemory
@@ -128,6 +129,8 @@ def _compiled(
     shards, sites, retired = shard_model(model, layout, communicator, given, beside, memory)
     point_at_shards(optimizers, shards.values(), retired)
     engine.extend((), shards)
+    if not layout.stage.optimizer_sharded and layout.world > 1:
+        Outside(shards, engine.delivery).watch()
     engine.title = type(model).__name__
     # The model's state is that of all ranks that have a part of it.
     state = ModelState(model, everyone.communicator, everyone, asked.stage)

@@ -25,7 +25,7 @@ from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.cost import bucket_for
 from zcompile.dumps import check_dump, write_dump
-from zcompile.errors import AgreementError, OptionError, PipelineError, TimelineError
+from zcompile.errors import OptionError, PipelineError, TimelineError
 from zcompile.front_end import autocast
 from zcompile.hardware import CPU, GPU, Hardware, load_profile
 from zcompile.layout import Layout, Unit
@@ -47,6 +47,7 @@ from zcompile.runtime.device_memory import free_bytes
 from zcompile.runtime.freshness import Freshness
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.lockstep import Lockstep
 from zcompile.runtime.placing import ModelParallel
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
@@ -91,7 +92,9 @@ class Engine:
             self.regions.ready = prepare_inductor(communicator.device)
         self.freshness = Freshness(self.shards, communicator)
         self.recorder = communicator.recorder
-        self.delivery = Delivery(self.shards, scatter=layout.stage.optimizer_sharded, recorder=self.recorder)
+        self.lockstep = Lockstep(communicator, agreement.number, lambda: self.freshness.steps)
+        scatter = layout.stage.optimizer_sharded
+        self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
         self.arenas = Arenas(communicator.device)
         self.everyone = everyone or agreement
         """Of all ranks that have a part of the model: choices that are made once are theirs."""
@@ -100,7 +103,9 @@ class Engine:
             self.shards,
             self.delivery,
             self._agree,
-            self.note,
+            lambda digest: digest not in self._agreed,
+            self.peers is not None,
+            self.lockstep,
             self.freshness.refresh,
             self.recorder,
             self.arenas,
@@ -113,10 +118,6 @@ class Engine:
         # Every rank asks, for the folder may be known to the first alone, from its environment.
         agreement.attempt("the folder of the dump", lambda: None if communicator.rank else check_dump(self._dump))
         self._agreed: set[str] = set()
-        self._trained: set[str] = set()
-        self._ran = 0
-        """What has run since the last backward ended, in order, as one number."""
-        self.delivery.before_delivery = self.compare_runs
 
     def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
         """Take in parameters that were not known before."""
@@ -302,28 +303,6 @@ class Engine:
         if digest not in self._agreed:
             self.agreement.reach("the program's communications", program.communications())
             self._agreed.add(digest)
-            if program.has_backward:
-                self._trained.add(digest)
-
-    def note(self, run: str) -> None:
-        """Take note that communications of this digest run now."""
-        self._ran = (self._ran * 1_000_003 + int(run[:12], 16)) % 2**62
-
-    def compare_runs(self) -> None:
-        """Where ranks could have run different programs, which collectives of equal sizes do not tell, compare.
-
-        Raises:
-            AgreementError: on every rank: nothing has been added to any gradient.
-        """
-        ran, self._ran = self._ran, 0
-        if len(self._trained) < 2 or self.communicator.size == 1:
-            return
-        device = self.communicator.device
-        most, least = self.communicator.any_rank(torch.tensor([ran, -ran], dtype=torch.int64, device=device)).tolist()
-        if most != -least:
-            found = "ranks have run different ones, or in different orders: their gathers and gradients were mixed"
-            fix = "let every rank call the same modules in the same order, whatever its data"
-            raise AgreementError("the programs of this step", found, fix)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

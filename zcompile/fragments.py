@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import warnings
 import weakref
@@ -29,6 +30,7 @@ from zcompile.local_graphs import Locals
 from zcompile.report import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather
 from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.updates import Updater
 from zcompile.sharding import Retired, Site
 
@@ -63,6 +65,8 @@ class Tree:
                 found = "the model returns this parameter, which is not full after the call"
                 raise CaptureError(tensor.zcompile_name, found, "return a copy: .clone()")
         call.end(result)
+        if not torch.is_grad_enabled():
+            self.engine.lockstep.check()  # behind a training step, delivery does it
         return result
 
     def make_fragments(self, module: nn.Module) -> None:
@@ -205,7 +209,10 @@ class Fragment:
         engine = self.tree.engine
         trainable = {site.name: site.shard.requires_grad for site in own}
         leaves: dict[str, _Leaf] = {}
-        for unit in engine.layout.restricted(trainable).units:
+        units = engine.layout.restricted(trainable).units
+        if any(param.shards for unit in units for param in unit.params):
+            engine.lockstep.enter(RunKind.MODULE, _digest(self.path))
+        for unit in units:
             bound = BoundUnit(engine.shards[unit.name], unit)
             with torch.inference_mode(False), torch.no_grad():
                 full = all_gather(bound, dtype=unit.compute_dtype).wait()
@@ -268,12 +275,18 @@ class Leaves:
                 leaf.grad = None
             if not self.delivery.synchronises:
                 return [accumulate(self.bound, own)]
+            self.delivery.enter(RunKind.GRADIENTS, _digest(*leaves))
             reached = [g is not None or shards.held(name) is not None for name, g in zip(leaves, own, strict=True)]
             flags = torch.tensor(reached, dtype=torch.int32, device=shards.communicator.device)
             on_any = shards.communicator.any_rank(flags).tolist()
             zipped = zip(leaves.values(), own, on_any, strict=True)
             grads = [(torch.zeros_like(leaf) if g is None else g) if wanted else None for leaf, g, wanted in zipped]
             return [self.delivery.reduce(self.bound, grads)]
+
+
+def _digest(*names: str) -> str:
+    """What the ranks tell each other of code that is no program."""
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 class _Leaf(nn.Parameter):

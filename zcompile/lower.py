@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import fx
 
 from zcompile._torch import is_symbolic
+from zcompile.errors import AgreementError
 from zcompile.facts import verify
+from zcompile.flows import Flows
 from zcompile.lines import lines_of
 from zcompile.memory import arena_bytes
 from zcompile.ops import (
@@ -39,11 +41,15 @@ from zcompile.program import Program
 from zcompile.regions import RegionCache
 from zcompile.runtime.arena import Arenas, Lender
 from zcompile.runtime.executor import BoundUnit, Gradients
-from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.gradients import HOLDS, Delivery, Unreached
 from zcompile.runtime.loader import load
+from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.runtime.stash import Stash
+
+ALL = HOLDS + 1
+"""The mark of a rank on which gradients flow to all parameters of a program; behind it are those of groups of them."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,12 @@ class Session:
     delivery: Delivery
     before_first_run: Callable[[Program], None]
     """Called with the program before it communicates for the first time: the ranks agree on it."""
-    note: Callable[[str], None]
-    """Called with the program's digest whenever a phase of it that communicates runs."""
+    is_new: Callable[[str], bool]
+    """True for a digest on which the ranks have not agreed."""
+    has_peers: bool
+    """True if regions communicate, with ranks of a model-parallel mesh."""
+    lockstep: Lockstep
+    """Told of every run of a phase that communicates."""
     refresh: Callable[[], None]
     """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
     recorder: Recorder
@@ -91,7 +101,8 @@ class Step:
         }
         self._agreed = False
         self._digest = program.digest()
-        self._forward_communicates = program.phase(Phase.FORWARD).volume() > 0
+        self._communicates = {phase: program.phase(phase).volume() > 0 for phase in Phase}
+        self._flows = Flows(traced)
         self._has_copies = session.updater is not None or any(
             op_of(node, AllGather).keep for node in program.nodes(AllGather)
         )
@@ -144,11 +155,11 @@ class Step:
             return self._run_forward(box)
 
     def _run_forward(self, box: list[Any]) -> list[Any]:
-        if not self._agreed:
-            self.session.before_first_run(self.program)
-            self._agreed = True
-        if self._forward_communicates:
-            self.session.note(self._digest)
+        if self._communicates[Phase.FORWARD]:
+            kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
+            self.session.lockstep.enter(kind, self._digest, is_new=self.session.is_new(self._digest))
+        if self._communicates[Phase.FORWARD] or self.session.has_peers:
+            self._agree()
         if self._has_copies:
             self.session.refresh()
         for stash in self.session.stashes.values():
@@ -161,6 +172,12 @@ class Step:
         sizes = [v for v, n in zip(saved, self.saved, strict=True) if is_symbolic(n.meta.get("val"))]
         tensors = [v for v, n in zip(saved, self.saved, strict=True) if not is_symbolic(n.meta.get("val"))]
         return [*outputs, *tensors, *self._carried(full, husks), *sizes]
+
+    def _agree(self) -> None:
+        """Compare the program with the other ranks', once; they have been told that this is about to come."""
+        if not self._agreed:
+            self.session.before_first_run(self.program)
+            self._agreed = True
 
     def _carried(self, full: Sequence[Full], husks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What is saved as the parameters that the backward reads: kept full ones, else the husks."""
@@ -175,8 +192,7 @@ class Step:
     def backward(self, box: list[Any]) -> list[Any]:
         """Run the backward, deliver the gradients of parameters; gives those of the other inputs."""
         assert self._backward is not None, "a program without a backward has no gradients"
-        if self.session.delivery.synchronises:
-            self.session.note(self._digest)
+        unreached = self._entered()
         count = {True: 0, False: 0}
         for node in self.saved:
             count[is_symbolic(node.meta.get("val"))] += 1
@@ -193,9 +209,25 @@ class Step:
         finally:
             for memory in {bound.shards.memory for bound in self._units.values()}:
                 memory.settle()
-        self.session.delivery.add(gradients)
+        self.session.delivery.add(gradients, unreached)
         others = iter(input_gradients)
         return [None if is_parameter else next(others) for is_parameter in self._is_parameter]
+
+    def _entered(self) -> Unreached:
+        """Begin a backward; gives what tells afterwards which parameters no gradient has flowed to."""
+        delivery, flows = self.session.delivery, self._flows
+        live, delivery.flowing = flows.live(delivery.flowing), None
+        if not delivery.synchronises:
+            return lambda: flows.unreached(live)
+        live |= flows.around([name for bound in self._units.values() for name in bound.shards.names_held()])
+        if not self._communicates[Phase.BACKWARD]:
+            return lambda: flows.unreached(live)
+        # What is all of them on one rank need not be counted by groups, which another rank may have otherwise.
+        marks = [ALL] if len(live) == len(flows.groups) else [ALL + 1 + number for number in live]
+        is_new = self.session.is_new(self._digest)
+        call = delivery.enter(RunKind.BACKWARD, self._digest, marks, flows.digest, is_new=is_new)
+        self._agree()
+        return lambda: _unreached(flows, call)
 
     def _accumulating(self) -> Callable[[list[Any]], Any]:
         """The backward that holds gradients back; made when it is first needed."""
@@ -209,6 +241,20 @@ class Step:
         by_name = dict(zip(self._read, carried, strict=True))
         units = [self.program.layout.unit(name) for name in self._kept]
         return [Full(unit, [by_name.get(param.name) for param in unit.params]) for unit in units]
+
+
+def _unreached(flows: Flows, call: RollCall) -> Collection[str]:
+    """The parameters of a program that no gradient has flowed to on any rank.
+
+    Raises:
+        AgreementError: on every rank: losses leave out results on all of them, of programs that differ in these.
+    """
+    if ALL in call.marks:
+        return ()
+    if len(call.variants) > 1:
+        found = "give gradients through other results on some ranks than on others, and no loss has used them all"
+        raise AgreementError("the ranks' programs", found, "let the model return the same results on every rank")
+    return flows.unreached({mark - ALL - 1 for mark in call.marks if mark > ALL})
 
 
 def _drained(values: list[Any]) -> list[Any]:

@@ -45,6 +45,8 @@ class Input:
     """True if the forward writes to it: once it has run, the value that it read is gone."""
     held: str = ""
     """What it is if it is no argument of the call that ranks may be taken to have alike: a buffer's name, or `?`."""
+    result: int | None = None
+    """Of a tangent: the number of the forward's result that it is the gradient of, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,8 @@ class Backend:
             result = compiled(*(self._husk(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
         call.watch(result, args)
         call.end(result)
+        if not torch.is_grad_enabled():
+            engine.lockstep.check()  # behind a training step, delivery does it
         return result
 
     # -- sharding -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from zcompile.fragments import Fragment, Tree
 from zcompile.options import check_place, offload_of
 from zcompile.report import Break
 from zcompile.runtime.host_state import HostState
+from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.offload import StateFile
 from zcompile.runtime.updates import States, Updater
 
@@ -170,10 +171,12 @@ class TrainStep:
             Others: as a call of the compiled model.
         """
         self._check()
+        lockstep = self._engine.lockstep
+        lockstep.enter(RunKind.STEP, "0")
         with torch.enable_grad():
             loss = _checked(self._fragment.tree.run(self._fragment, batch, named))
             if self._updater is not None:
-                self._engine.compare_runs()  # behind the backward it would be too late
+                lockstep.check()  # the backward updates: behind it, it would be too late
                 self._updater.begin()
             loss.backward()
         if self._updater is not None:

@@ -1,0 +1,194 @@
+"""Lockstep: what every rank runs, numbered, and compared before anything that was mixed is used.
+
+A rank that runs one program more or less than the others meets their messages with its own: of the same sizes, they
+would be taken for each other's. So the ranks number what they run, and tell each other the number and the kind of each
+run in a small message beside those of the run itself. Nobody waits for it: it is read when the run's own messages have
+arrived, of a training step before gradients are delivered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import torch
+
+from zcompile.errors import AgreementError
+from zcompile.runtime.groups import Communicator, Shared
+from zcompile.runtime.waits import named
+
+NUMBERS = 6
+"""Numbers of a message that say where a rank is."""
+MARKS = 10
+"""Numbers of a message that hold marks, and the bits in each."""
+BITS = 62
+
+
+class RunKind(IntEnum):
+    """What a rank runs."""
+
+    EVALUATION = 0
+    FORWARD = 1
+    BACKWARD = 2
+    STEP = 3
+    MODULE = 4
+    GRADIENTS = 5
+
+    def __str__(self) -> str:
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    RunKind.EVALUATION: "an evaluation",
+    RunKind.FORWARD: "a forward that trains",
+    RunKind.BACKWARD: "a backward",
+    RunKind.STEP: "a train step",
+    RunKind.MODULE: "a forward of plain Python",
+    RunKind.GRADIENTS: "a backward of plain Python",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a rank runs, as it tells the others: `number` of the run, and what has been before."""
+
+    model: int
+    number: int
+    kind: RunKind
+    program: int
+    """The first 48 bits of the digest of the program's communications."""
+    steps: int
+    """Steps of optimizers so far."""
+    is_new: bool = False
+    """True if the ranks are about to compare the program's communications, line by line."""
+
+    def meets(self, other: Position) -> bool:
+        """True for ranks that are at the same run, or are about to say in what its program differs."""
+        program = self.program if self.is_new and other.is_new else other.program
+        return self == replace(other, program=program, is_new=self.is_new)
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Position:
+        """What `numbers` gave."""
+        model, number, kind, program, steps, is_new = numbers
+        return cls(model, number, RunKind(kind), program, steps, bool(is_new))
+
+    def __str__(self) -> str:
+        steps = f"{self.steps} optimizer step{'s' if self.steps != 1 else ''}"
+        model = f" of model {self.model}"
+        of = f" of program {self.program:012x}" if self.program else ""
+        return f"run {self.number}{model}, {self.kind}{of}, behind {steps}"
+
+    def numbers(self) -> list[int]:
+        return [self.model, self.number, int(self.kind), self.program, self.steps, int(self.is_new)]
+
+
+@dataclass
+class RollCall:
+    """What all ranks have said of one run, once it is read."""
+
+    position: Position
+    shared: Shared | None
+    """What they have sent, int64 [ranks, numbers]; None where there are no others."""
+    marks: frozenset[int] = frozenset()
+    """Those that any rank has set; known once it was read."""
+    variants: frozenset[int] = frozenset()
+    """What the ranks have said of their variant of the program."""
+
+
+@dataclass
+class Lockstep:
+    """The runs of one model on one rank."""
+
+    communicator: Communicator
+    model: int
+    steps: Callable[[], int]
+    """How many steps optimizers have taken."""
+    number: int = 0
+    _open: deque[RollCall] = field(default_factory=deque)
+    """Roll calls that have not been read."""
+    _error: AgreementError | None = None
+
+    def __post_init__(self) -> None:
+        self.alone = self.communicator.size == 1 or self.communicator.is_fake
+        self.communicator.waits.check = self._look
+
+    def enter(
+        self, kind: RunKind, program: str, marks: Sequence[int] = (), variant: int = 0, *, is_new: bool = False
+    ) -> RollCall:
+        """Begin a run of the program with this digest, and tell the others of it.
+
+        Beside it `marks`, numbers below 620, and a `variant`, of 62 bits, in which ranks may differ. `is_new`: no
+        program with this digest has run before, and it is compared with those of the other ranks next.
+
+        Raises:
+            AgreementError: a run before is known to be out of step.
+        """
+        self.number += 1
+        position = Position(self.model, self.number, kind, int(program[:12], 16), self.steps(), is_new)
+        if self.alone:
+            return RollCall(position, None, frozenset(marks), frozenset({variant}))
+        self._look()
+        self.communicator.waits.run = str(position)
+        shared = self.communicator.share(
+            torch.tensor([*position.numbers(), variant, *_packed(marks)], dtype=torch.int64)
+        )
+        self._open.append(call := RollCall(position, shared))
+        self.communicator.stamp(hash((self.model, self.number, int(kind), self.steps())))
+        return call
+
+    def check(self) -> None:
+        """Return once all ranks are known to have made the same runs.
+
+        Raises:
+            AgreementError: they have not: on every rank.
+        """
+        self._look()
+        while self._open:
+            self._read(self._open.popleft())
+
+    def _look(self) -> None:
+        """Read what has arrived."""
+        if self._error is not None:
+            raise self._error
+        while self._open and (shared := self._open[0].shared) is not None and shared.arrived:
+            self._read(self._open.popleft())
+
+    def _read(self, call: RollCall) -> None:
+        assert call.shared is not None, "a rank that is alone has nothing to read"
+        rows = call.shared.read()
+        said = [Position.of(row) for row in rows[:, :NUMBERS].tolist()]
+        if any(not position.meets(call.position) for position in said):
+            self._error = _out_of_step(dict(zip(self.communicator.waits.ranks, said, strict=True)))
+            self.communicator.waits.refuse(self._error)
+            raise self._error
+        call.variants = frozenset(rows[:, NUMBERS].tolist())
+        call.marks = frozenset(itertools.chain.from_iterable(_unpacked(row) for row in rows[:, NUMBERS + 1 :].tolist()))
+
+
+def _packed(marks: Sequence[int]) -> list[int]:
+    words = [0] * MARKS
+    for mark in marks:
+        words[min(mark, MARKS * BITS - 1) // BITS] |= 1 << (min(mark, MARKS * BITS - 1) % BITS)
+    return words
+
+
+def _unpacked(words: Sequence[int]) -> set[int]:
+    return {index * BITS + bit for index, word in enumerate(words) if word for bit in range(BITS) if word >> bit & 1}
+
+
+def _out_of_step(said: dict[int, Position]) -> AgreementError:
+    """The error for ranks of which some are elsewhere: those that are fewer are named first."""
+    together: dict[Position, list[int]] = {}
+    for rank, position in said.items():
+        together.setdefault(position, []).append(rank)
+    parts = sorted(together.items(), key=lambda item: (len(item[1]), item[1]))
+    found = "; ".join(f"{named(ranks)}: {position}" for position, ranks in parts)
+    fix = (
+        "let every rank call the model, its backward and the optimizer equally often and in the same order: evaluate on"
+        " all ranks or on none, and give each as many batches. No gradient of this run was delivered"
+    )
+    return AgreementError("the ranks are out of step", found, fix)

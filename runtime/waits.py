@@ -1,0 +1,243 @@
+"""Waits: what a rank says, and learns of the others, when it waits for them for long or in vain.
+
+A rank that has waited for a while writes into the store behind the process group for whom it waits, and where. So those
+who wait for it know that it is not the one to blame, and an error names the rank at the end of the chain: the one that
+stays away without waiting for anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import linecache
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from zcompile._torch import default_store
+from zcompile.errors import AgreementError, GroupError
+
+T = TypeVar("T")
+
+POLL = 0.1
+"""Seconds between two looks at what is waited for, by a rank that waits."""
+TOLD = 4.0
+"""Seconds after which a rank that waits says so in the store."""
+WARNED = 10.0
+"""Seconds after which it says so to its user."""
+GRACE = 1.0
+"""Seconds that a rank which has closed its connections has to say why."""
+ANSWERED = 3.0
+"""Seconds within which the store answers; its host may be the rank that is gone."""
+
+
+class RankLost(RuntimeError):
+    """A message from or to a rank has failed; within the runtime, until it is known who is to blame."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(cause)
+        self.rank = rank
+        """Its number in the group."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has written into the store."""
+
+    awaited: Sequence[int] = ()
+    """The ranks that it waits for, or waited for in vain."""
+    where: str = ""
+    """What it waits for."""
+    run: str = ""
+    """What it runs, by number and kind."""
+    refusal: Sequence[str] = ()
+    """The AgreementError that it has raised: subject, found, fix."""
+
+
+class Waits:
+    """The waits of one rank for the others of a group, and what these have reported of theirs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        """The group's ranks, by the numbers that they have in the whole world: errors name these."""
+        self.rank = dist.get_rank()
+        self.awaited: int | None = None
+        """Whose message is waited for on the progress thread, by its number in the group."""
+        self.run = ""
+        """What this rank runs, by number and kind."""
+        self.check: Callable[[], None] = lambda: None
+        """Raises what is known by now to be wrong; called while this rank waits."""
+        self._prefix = f"zcompile/{group.group_name}/waits"
+        self._told = False
+
+    def until(
+        self, done: Callable[[float], bool], what: str, awaited: Callable[[], Sequence[int]] | None = None
+    ) -> None:
+        """Return once `done`, which waits for as many seconds as it is given, says so; call `over` behind it.
+
+        `what`: what is waited for, where no line of a program is. `awaited`: for which ranks of the world; by default
+        for the one whose message the progress thread waits for.
+
+        Raises:
+            AgreementError: the ranks are out of step.
+        """
+        if done(POLL):
+            return
+        started, warned = time.perf_counter() - POLL, False
+        while not done(POLL):
+            self.check()
+            waited = time.perf_counter() - started
+            if waited > TOLD and not self._told:
+                self._tell(Report(self._missing(awaited), where_of(what), self.run))
+            if waited > WARNED and not warned:
+                self._warn(waited, where_of(what), self._missing(awaited))
+                warned = True
+
+    def over(self) -> None:
+        """What was waited for has come: take the report back, if there was one."""
+        if self._told:
+            self._tell(None)
+
+    @contextlib.contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """A typed error, in place of what torch raises when another rank fails or stays away.
+
+        Raises:
+            GroupError: naming the rank that is gone or has not come, and the line or unit.
+            AgreementError: another rank has found the ranks out of step.
+        """
+        try:
+            yield
+        except (GroupError, AgreementError):
+            raise
+        except RuntimeError as error:
+            raise self.explanation(error, what) from error
+
+    def explanation(self, error: RuntimeError, what: str) -> GroupError | AgreementError:
+        """Who is to blame for a message that has failed; the others are told."""
+        self.check()  # a rank that is out of step says more than a broken connection
+        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        awaited = [self.ranks[error.rank]] if isinstance(error, RankLost) else self._missing(None)
+        self._tell(Report(awaited, where_of(what), self.run))
+        reports = self._reports(() if timed_out else awaited)
+        if refusal := next((report.refusal for report in reports.values() if report.refusal), None):
+            return AgreementError(*refusal)
+        culprits = to_blame(awaited, reports, self.rank)
+        self._tell(Report(culprits, where_of(what), self.run))
+        return GroupError(where_of(what), self._found(culprits, reports, timed_out=timed_out), _fix(culprits, reports))
+
+    def refuse(self, error: AgreementError) -> None:
+        """Tell the others of an error that is theirs too, should the message that shows it not reach them."""
+        self._tell(Report(run=self.run, refusal=(error.subject, error.found, error.fix)))
+
+    def _missing(self, awaited: Callable[[], Sequence[int]] | None) -> Sequence[int]:
+        """The ranks of the world that are waited for; all others where that is not known."""
+        if awaited is not None:
+            return awaited()
+        index = self.awaited
+        return [self.ranks[index]] if index is not None else [rank for rank in self.ranks if rank != self.rank]
+
+    def _found(self, culprits: Sequence[int], reports: Mapping[int, Report], *, timed_out: bool) -> str:
+        names = named(culprits)
+        here = f" ({self.run})" if self.run else ""
+        waiting = {rank: report for rank, report in reports.items() if rank in culprits}
+        if waiting:
+            found = "; ".join(f"rank {rank} waits in {r.where} ({r.run})" for rank, r in sorted(waiting.items()))
+            return f"rank {self.rank} waits there{here}, and {found}: the ranks have come out of step"
+        if timed_out:
+            return f"rank {self.rank} waited there{here} until the group's timeout, and {names} never came"
+        return f"rank {self.rank} waited there{here}, and {names} {'is' if len(culprits) == 1 else 'are'} gone"
+
+    def _warn(self, seconds: float, where: str, awaited: Sequence[int]) -> None:
+        reports = self._reports(())
+        culprits = to_blame(awaited, reports, self.rank)
+        found = f"zcompile: rank {self.rank} has waited {seconds:.0f} s for {named(culprits)}, at {where}"
+        if self.run:
+            found += f" ({self.run})"
+        advice = "it is slow, or does not make the same calls: every rank must, evaluation and checkpoints included"
+        warnings.warn(f"{found}; {advice}", RuntimeWarning, stacklevel=2)
+
+    # -- the store ------------------------------------------------------------------------------------------------
+
+    def _tell(self, report: Report | None) -> None:
+        text = json.dumps(asdict(report)) if report is not None else ""
+        _within(ANSWERED, lambda: default_store().set(f"{self._prefix}/{self.rank}", text))
+        self._told = report is not None
+
+    def _reports(self, expected: Sequence[int]) -> dict[int, Report]:
+        """What the others have reported, by rank; those `expected` have a moment to do so."""
+        deadline, found = time.perf_counter() + GRACE, dict[int, Report]()
+        while True:
+            for rank in (rank for rank in self.ranks if rank not in found and rank != self.rank):
+                text = _within(ANSWERED, functools.partial(_read, f"{self._prefix}/{rank}"))
+                if text is None:
+                    return found
+                if text:
+                    found[rank] = Report(**json.loads(text))
+            if all(rank in found for rank in expected) or time.perf_counter() > deadline:
+                return found
+            time.sleep(POLL)
+
+
+def to_blame(awaited: Sequence[int], reports: Mapping[int, Report], me: int) -> list[int]:
+    """Who is at the end of the chain: those of `awaited` who wait for nobody, else of whom these wait for, and so on.
+
+    Ranks that wait for each other are to blame all together, but for `me`.
+    """
+    seen: set[int] = set()
+    suspects = set(awaited)
+    while suspects - seen:
+        if silent := {rank for rank in suspects if rank not in reports and rank != me}:
+            return sorted(silent)
+        seen |= suspects
+        suspects = {rank for suspect in suspects if suspect in reports for rank in reports[suspect].awaited}
+    return sorted(seen - {me}) or sorted(awaited)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 1` or `ranks 1, 2`."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def where_of(what: str) -> str:
+    """The line of a program that waits now, with what is in its margin; `what` where none does."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if (file := frame.f_code.co_filename).startswith("<zcompile "):
+            line = " ".join(linecache.getline(file, frame.f_lineno).split())
+            return f"line {frame.f_lineno} of {file[len('<zcompile ') : -1]}, `{line}`"
+        frame = frame.f_back
+    return what
+
+
+def _fix(culprits: Sequence[int], reports: Mapping[int, Report]) -> str:
+    if any(rank in reports for rank in culprits):
+        return "let every rank make the same calls in the same order"
+    return f"look for the first error of {named(culprits)}; every rank must make the same calls in the same order"
+
+
+def _read(key: str) -> str:
+    store = default_store()
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """What `ask` gives; None if it fails, or has not answered in time. The store may be with a rank that is gone."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="zcompile store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None

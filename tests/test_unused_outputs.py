@@ -1,0 +1,135 @@
+"""Results that a loss leaves out: parameters that are reached through them alone have no gradient, on any rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from tests.ranks import Ranks
+
+
+class Heads(nn.Module):
+    """A body and three heads, of which a loss uses some; `scale` is written to in place, the last result is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 7)
+        self.heads = nn.ModuleList(nn.Linear(7, 3) for _ in range(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.calls += 1
+        hidden = torch.tanh(self.body(x))
+        first, second, third = (head(hidden) for head in self.heads)
+        return first, second, third.t()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Heads()
+
+
+def given(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+Uses = Callable[[int, int], tuple[int, ...]]
+"""Which results the loss of a rank uses at a step."""
+
+
+def alternating(rank: int, step: int) -> tuple[int, ...]:
+    return (step % 2,)
+
+
+def by_rank(rank: int, step: int) -> tuple[int, ...]:
+    return ((rank + step) % 2,)
+
+
+def one_then_all(rank: int, step: int) -> tuple[int, ...]:
+    return (0, 1, 2) if step == 1 and rank == 0 else (2,)
+
+
+USES = {"alternating": alternating, "by rank": by_rank, "one, then all": one_then_all}
+
+
+def loss_of(results: tuple[torch.Tensor, ...], used: tuple[int, ...]) -> torch.Tensor:
+    return sum(results[index].square().mean() for index in used)  # type: ignore[return-value]
+
+
+def expected(world: int, uses: Uses, steps: int, micro: int) -> tuple[list[dict[str, bool]], list[torch.Tensor]]:
+    """By plain PyTorch: whether each gradient is None at each step, and the parameters at the end."""
+    reference = model()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.5)
+    missing = []
+    for step in range(steps):
+        copies = [copy.deepcopy(reference) for _ in range(world)]
+        for rank, own in enumerate(copies):
+            for part in range(micro):
+                loss_of(own(given(rank, step * micro + part)), uses(rank, step * micro + part)).backward()
+        for name, parameter in reference.named_parameters():
+            found = [own.get_parameter(name).grad for own in copies]
+            grads = [grad for grad in found if grad is not None]
+            parameter.grad = sum(grads) / world if grads else None  # type: ignore[assignment]
+        missing.append({name: p.grad is None for name, p in reference.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return missing, [p.detach() for p in reference.parameters()]
+
+
+def trained(rank: int, stage: int, uses: str, micro: int, way: str) -> tuple[list[dict[str, bool]], list[Any]]:
+    plain = model()
+    backend = zcompile.backend(stage=stage, backend="eager") if way == "backend" else None
+    if backend is not None:
+        called: Any = torch.compile(plain, backend=backend)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+        holder: nn.Module = plain
+    else:
+        called = holder = zcompile.compile(plain, stage=stage, backend="eager")
+        optimizer = torch.optim.AdamW(holder.parameters(), lr=0.1, weight_decay=0.5)
+    missing = []
+    for step in range(3):
+        for part in range(micro):
+            number = step * micro + part
+            last = part == micro - 1
+            if last or way != "no_sync":
+                loss_of(called(given(rank, number)), USES[uses](rank, number)).backward()
+            else:
+                with called.no_sync():
+                    loss_of(called(given(rank, number)), USES[uses](rank, number)).backward()
+        missing.append({name: p.grad is None for name, p in holder.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    shards = backend.shards().values() if backend is not None else holder.parameters()
+    return missing, [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in shards]
+
+
+CASES = [
+    (2, stage, uses, micro, way)
+    for stage in range(4)
+    for uses, micro, way in (
+        ("alternating", 1, "loop"),
+        ("by rank", 1, "loop"),
+        ("one, then all", 3, "no_sync"),
+        ("alternating", 2, "accumulation"),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "uses", "micro", "way"),
+    [*CASES, (3, 3, "by rank", 1, "loop"), (2, 0, "alternating", 1, "backend"), (2, 3, "alternating", 1, "backend")],
+)
+def test_no_gradient_where_none_flows(ranks: Ranks, world: int, stage: int, uses: str, micro: int, way: str) -> None:
+    missing, values = expected(world, USES[uses], 3, micro)
+    assert any(any(step.values()) for step in missing), "the case is about gradients that are None"
+    for found, parameters in ranks.run(world, trained, stage, uses, micro, way):
+        assert found == missing
+        for ours, theirs in zip(parameters, values, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
