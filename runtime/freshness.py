@@ -37,9 +37,7 @@ class Freshness:
 
         Collective where there are copies that no step has outdated. What was gathered ahead was so after the step.
 
-        A step is taken to be every rank's, without asking: the answer would cost a message in every step and, on CUDA,
-        a wait of the host for the optimizer's kernels. A rank that steps alone gathers alone, which ends in a
-        GroupError on all of them once the group's timeout is over.
+        A step is taken to be every rank's, without asking: `Lockstep` compares their number with that of the run.
         """
         stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
         if stepped:

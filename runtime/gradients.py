@@ -150,7 +150,9 @@ class Delivery:
                     _accumulate(gradients, name, tensor)
                     changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
         if ended.may_overflow:
-            _spread_overflow(changed, ended.gradients[0][0].shards.communicator.device)
+            communicator = self.lockstep.communicator
+            with communicator.waits.explained("a comparison of float16 gradients"):
+                _spread_overflow(changed, communicator.device)
         for parameter, twin in changed.items():
             for holder in (parameter, twin) if twin is not None else (parameter,):
                 run_hooks(holder)

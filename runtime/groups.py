@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ class Communicator:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
         self._count(full.nbytes)
         if not self._exchanges:
-            work = _all_gather(full, shard, group=self.group, async_op=True)
+            work = self._launched(_all_gather, full, shard)
             return self._fly(work, (full, shard))
         rows = list(full.view(self.size, -1))
         works = self._exchange([shard] * self.size, rows)
@@ -116,7 +117,7 @@ class Communicator:
         """
         self._count(full.nbytes)
         if not self._exchanges:
-            work = _reduce_scatter(shard, full, op=self._op, group=self.group, async_op=True)
+            work = self._launched(_reduce_scatter, shard, full, op=self._op)
             return self._fly(work, (shard, full), lambda: self._divide(shard))
         rows = full.view(self.size, -1)
         arriving = self._arriving(shard, rows)
@@ -144,7 +145,7 @@ class Communicator:
         if self.device.type == "cuda":
             return self._stream_pieces(shard, piece, width)
         sent = piece(0, shard.numel()).reshape(-1)
-        work = _reduce_scatter(shard, sent, op=self._op, group=self.group, async_op=True)
+        work = self._launched(_reduce_scatter, shard, sent, op=self._op)
         return self._fly(work, (shard, sent), lambda: self._divide(shard))
 
     def _exchange_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
@@ -191,7 +192,7 @@ class Communicator:
                     on_their_way.popleft()[0].wait()
                 part = shard[begin : begin + width]
                 rows = piece(begin, begin + part.numel()).contiguous()
-                work = _reduce_scatter(part, rows.view(-1), op=self._op, group=self.group, async_op=True)
+                work = self._launched(_reduce_scatter, part, rows.view(-1), op=self._op)
                 on_their_way.append((work, rows))
             while on_their_way:
                 on_their_way.popleft()[0].wait()
@@ -215,7 +216,7 @@ class Communicator:
         if self._exchanges:
             flat = tensor.view(-1)
             return self._exchange_small(flat, _average) if flat.nbytes <= _SMALL else self._exchange_whole(flat)
-        work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
+        work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
     def _exchange_small(self, flat: torch.Tensor, combine: Callable[[torch.Tensor, Rows], None]) -> Flight:
@@ -318,6 +319,10 @@ class Communicator:
                 work.wait()
         self.waits.awaited = None
 
+    def _launched(self, collective: Callable[..., dist.Work], *args: Any, **options: Any) -> dist.Work:
+        with self.waits.explained("a collective"):
+            return collective(*args, group=self.group, async_op=True, **options)
+
     def _fly(
         self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
     ) -> Flight:
@@ -327,7 +332,7 @@ class Communicator:
         alive = list(tensors)
 
         def arrive() -> None:
-            work.wait()
+            _ended(work)
             alive.clear()
             if finish is not None:
                 finish()
@@ -364,18 +369,19 @@ class Communicator:
             rows = list(torch.empty(self.size, numbers.numel(), dtype=torch.int64))
             rows[self.rank] = numbers
             works = self._exchange([numbers] * self.size, rows, _CALLS)
-            flight = HostFlight(lambda: self._wait_all(works), Traffic(), self.waits, "what the others run")
+            landing = HostFlight(lambda: self._wait_all(works), Traffic(), self.waits, "what the others run")
             assert self._progress is not None, "messages are exchanged on the host only"
-            return Shared(self._progress.follow(flight), lambda: torch.stack(rows))
+            return Shared(self._progress.follow(landing), lambda: torch.stack(rows))
         if self.device.type == "cpu":
             gathered = torch.empty(self.size * numbers.numel(), dtype=torch.int64)
-            work = _all_gather(gathered, numbers, group=self.group, async_op=True)
-            return Shared(self._follow(work.wait, "what the others run"), lambda: gathered.view(self.size, -1))
+            work = self._launched(_all_gather, gathered, numbers)
+            flight = self._follow(lambda: _ended(work), "what the others run")
+            return Shared(flight, lambda: gathered.view(self.size, -1))
         stream = self._sharing = self._sharing or torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             mine = numbers.pin_memory().to(self.device, non_blocking=True)
             all_ = mine.new_empty(self.size * mine.numel())
-            _all_gather(all_, mine, group=self.group, async_op=True).wait()
+            self._launched(_all_gather, all_, mine).wait()
             host = torch.empty(all_.shape, dtype=torch.int64, pin_memory=True)
             host.copy_(all_, non_blocking=True)
             arrived = stream.record_event()
@@ -411,6 +417,11 @@ def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
 def _largest(most: torch.Tensor, rows: Rows) -> None:
     """The largest of equal 1-D `rows`, element by element."""
     torch.amax(torch.stack(list(rows)), dim=0, out=most)
+
+
+def _ended(work: dist.Work) -> None:
+    """Block this thread until it is done."""
+    work.wait()
 
 
 @contextlib.contextmanager

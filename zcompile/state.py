@@ -92,11 +92,14 @@ class ModelState:
     @torch.no_grad()
     def full(self, rank0_only: bool) -> Values:
         """`compiled.full_state_dict`."""
+        # A rank that asks alone would wait within a collective, which knows no names.
+        self.agreement.share("full_state_dict", "")
         whole: Values = {}
         keeps = self.communicator.rank == 0 or not rank0_only
         for name, value in self.model.state_dict().items():
             if isinstance(value, DTensor):
-                value = whole_of(value, self.communicator.device)
+                with self.communicator.waits.explained(f"the gather of {name}"):
+                    value = whole_of(value, self.communicator.device)
             elif isinstance(value, torch.Tensor) and not rank0_only:
                 value = value.clone()
                 self.communicator.broadcast(value)  # buffers may differ between ranks
@@ -150,7 +153,8 @@ class ModelState:
                 rows[name] = part.clone() if isinstance(target, DTensor) else part
             else:
                 box = [first.get(name)]
-                dist.broadcast_object_list(box, group=self.communicator.group, group_src=0)
+                with self.communicator.waits.explained(f"the value of {name}"):
+                    dist.broadcast_object_list(box, group=self.communicator.group, group_src=0)
                 rows[name] = box[0]
         return rows
 

@@ -1,6 +1,7 @@
 """Facts: named properties of a program, each a generator of violations. The verifier is the loop over them.
 
-A fact is what passes require and ensure; being checkable, it is also what proves the rewritten program right.
+A fact is what passes require and ensure, and it is checked after every pass. Facts are about structure: what is
+gathered, reduced and released, and where. That a program computes the values that were traced is not checked by them.
 """
 
 from zcompile.facts.fact import Fact, Violation, in_training, verify
