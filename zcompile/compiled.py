@@ -347,9 +347,10 @@ class CompiledModule(nn.Module):
         """Save the model, an optimizer and what else a run needs, to be loaded in any stage and world. Collective.
 
         The folder holds the previous checkpoint until the new one is complete on all ranks, whenever a rank is killed.
+        Other files in it stay as they are.
 
         Args:
-            folder: On a file system that all ranks share.
+            folder: On a file system that all ranks share; where it is a symbolic link, the one that it leads to.
             optimizer: Any torch optimizer over `compiled.parameters()`, or over some of them.
             extra: What this rank wants back: its random state, its place in the data. Anything that pickles; its
                 tensors come back on the CPU.
@@ -358,7 +359,7 @@ class CompiledModule(nn.Module):
         Returns the save; `result()` waits for its end and raises its error. A later save or load waits for it too.
 
         Raises:
-            StateError: on every rank: it cannot be written.
+            StateError: on every rank: it cannot be written, such as to a full disk; nothing of it is left there.
             OptimizerError: the optimizer holds other parameters than this model's.
         """
         return self._model_state.save(folder, optimizer, extra, asynchronous)

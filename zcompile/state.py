@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -23,7 +24,8 @@ from zcompile._torch import group_timeout, local_tensor, with_local
 from zcompile.errors import StateError, nearest
 from zcompile.optimizer_state import Shape, Slots, empty_slots, put_together, take_apart
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.checkpoint import Place, Writer, check_files, put_in_place, read_manifest, typed
+from zcompile.runtime.checkpoint import Place, Writer, check_files, clear, read_manifest, typed
+from zcompile.runtime.disk import real, whole_file
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.placing import part_of, whole_of
 
@@ -35,7 +37,7 @@ Values = dict[str, Any]
 class Save:
     """A checkpoint on its way to the disk."""
 
-    def __init__(self, folder: Path, future: Future[Any]) -> None:
+    def __init__(self, folder: Path, future: Future[None]) -> None:
         self.folder = folder
         self._future = future
         self._asked = False
@@ -115,9 +117,8 @@ class ModelState:
 
         def put() -> None:
             if self.communicator.rank == 0:
-                beside = file.with_name(f".{file.name}.new")
-                write(whole, beside)
-                put_in_place(beside, file)
+                with whole_file(file) as beside:
+                    write(whole, beside)
 
         self._together(what, put)
 
@@ -182,27 +183,50 @@ class ModelState:
     def save(self, folder: str | os.PathLike[str], optimizer: Optimizer | None, extra: Any, asynchronous: bool) -> Save:
         """`compiled.save_checkpoint`."""
         self._settle()
-        place = Place(Path(os.path.abspath(folder)))
+        what = f"save_checkpoint({os.fspath(folder)!r})"
         buffers = self._share("the buffers", lambda: _buffer_digests(self.model))
         differing = {n for n, digest in buffers[self.communicator.rank].items() if digest != buffers[0].get(n)}
-
-        def prepare() -> dict[str, Any]:
-            content = self._content(set(buffers[0]), differing, optimizer, extra)
-            if self.communicator.rank == 0:
-                place.prepare()
-            return content
-
-        content = self._together(f"save_checkpoint({os.fspath(folder)!r})", prepare)
+        content = self._together(what, lambda: self._content(set(buffers[0]), differing, optimizer, extra))
+        place = self._place(what, real(folder))
         writer = Writer(place, {"world": self.communicator.size, "stage": self.stage, "torch": torch.__version__})
-        with typed(str(place.folder)):
+        done: Future[None] = Future()
+        save, group = Save(Path(os.path.abspath(folder)), done), self._own_group()
+        try:
             if asynchronous:
-                future = dcp.async_save(content, storage_writer=writer, process_group=self._own_group())
-                assert isinstance(future, Future), "a writer that stages by itself gives one future"
-                self._pending = Save(place.folder, future)
-                return self._pending
-            done: Future[Any] = Future()
-            done.set_result(dcp.save(content, storage_writer=writer, process_group=self._own_group()))
-            return Save(place.folder, done)
+                written: Any = dcp.async_save(content, storage_writer=writer, process_group=group)
+                written.add_done_callback(lambda ended: self._end(done, place, ended.exception()))
+                self._pending = save
+                return save
+            dcp.save(content, storage_writer=writer, process_group=group)
+        except (Exception, CheckpointException) as error:
+            self._end(done, place, error)
+            save.result()  # raises it
+        self._end(done, place, None)
+        return save
+
+    def _place(self, what: str, folder: Path) -> Place:
+        """Where this save writes: the first rank makes room for it."""
+
+        def begin() -> list[Any]:
+            if self.communicator.rank:
+                return []
+            place = Place.begin(folder)
+            return [place.token, place.fresh]
+
+        return Place(folder, *self._share(what, begin)[0])
+
+    def _end(self, done: Future[None], place: Place, failure: BaseException | None) -> None:
+        """Let a save be done, once what a failed one has written is gone."""
+        if failure is None:
+            done.set_result(None)
+            return
+        try:
+            if self.communicator.rank == 0:
+                clear(place.folder)
+        except OSError:
+            pass  # it goes with the next save
+        finally:
+            done.set_exception(failure)
 
     def _content(
         self, buffers: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any
@@ -232,7 +256,7 @@ class ModelState:
         """`compiled.load_checkpoint`."""
         self._settle()
         what, rank, size = f"load_checkpoint({os.fspath(folder)!r})", self.communicator.rank, self.communicator.size
-        found = Place(Path(os.path.abspath(folder))).found()
+        found = Path(os.path.abspath(folder))
         self._together(what, lambda: check_files(found, read_manifest(found), rank, size))
         content = self._together(what, lambda: self._skeleton(found, optimizer))
         with typed(str(found)):
@@ -417,7 +441,7 @@ def _empty_blob(saved: Shape) -> torch.Tensor:
 def _writer_for(path: Path) -> Callable[[Values, Path], None]:
     """What writes a file of this suffix."""
     if path.suffix != ".safetensors":
-        return torch.save
+        return _save_by_torch
     try:
         from safetensors.torch import save_file  # an optional dependency
     except ImportError as error:
@@ -425,3 +449,8 @@ def _writer_for(path: Path) -> Callable[[Values, Path], None]:
         raise StateError(str(path), found, "pip install 'zcompile[safetensors]', or save to a .pt file") from error
     # Hugging Face refuses a file that does not say what its tensors are.
     return lambda state, beside: save_file(state, beside, metadata={"format": "pt"})
+
+
+def _save_by_torch(state: Values, beside: Path) -> None:
+    with beside.open("wb") as file:  # torch's own file would not say why it cannot be written
+        torch.save(state, file)
