@@ -684,6 +684,24 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(ranks: Ranks, tmp_path
     assert kinds(tmp_path / "c") == WHOLE
 
 
+CALLS = [("os", "mkdir"), ("posix", "mkdir"), ("torch", "os.mkdir"), ("torch.distributed.checkpoint.metadata", "os.mkdir")]
+
+
+@pytest.mark.parametrize(("module", "name"), CALLS)
+def test_metadata_that_calls_what_no_checkpoint_consists_of_is_refused(
+    ranks: Ranks, tmp_path: Path, module: str, name: str
+) -> None:
+    ranks.run(2, save_one, str(tmp_path / "c"))
+    content = f"\x80\x04c{module}\n{name}\n(V{tmp_path / 'called'}\ntR.".encode("latin-1")
+    (tmp_path / "c" / ".metadata").write_bytes(content)
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    forge(tmp_path / "c", lambda manifest: manifest["files"].update({".metadata": entry}))
+    one, two = ranks.run(2, load_damaged, [str(tmp_path / "c")])
+    assert one == two
+    assert f".metadata: names {module}.{name}, which no checkpoint" in one[0]
+    assert not (tmp_path / "called").exists()
+
+
 def link_whole(rank: int, path: str) -> None:
     model = compiled(make("mlp"), 3)
     model.save_full_state_dict(path)

@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
+    "METADATA_TYPES",
     "BackendCompilerFailed",
     "FailOnRecompileLimitHit",
     "FakeTensorMode",
@@ -105,6 +106,24 @@ __all__ = [
     "wants_gradient",
     "with_local",
 ]
+
+
+METADATA_TYPES: Mapping[str, frozenset[str]] = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        ["BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"]
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.distributed._shard.sharded_tensor.metadata": frozenset({"MEM_FORMAT_ENCODING", "TensorProperties"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch": frozenset({"Size"}),
+    "collections": frozenset({"OrderedDict"}),
+    "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
+    "pathlib._local": frozenset({"Path", "PosixPath", "PurePosixPath"}),  # Python 3.13
+}
+"""What the `.metadata` of torch.distributed.checkpoint is pickled from beside dtypes, by module; torch 2.1 and newer.
+
+None of these does more than to keep what it is given.
+"""
 
 
 def no_donated_buffers() -> contextlib.AbstractContextManager[None]:

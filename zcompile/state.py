@@ -28,6 +28,7 @@ from zcompile.runtime.checkpoint import Place, Writer, check_files, clear, read_
 from zcompile.runtime.disk import real, whole_file
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.placing import part_of, whole_of
+from zcompile.runtime.reader import Reader
 
 Result = TypeVar("Result")
 Values = dict[str, Any]
@@ -260,7 +261,7 @@ class ModelState:
         self._together(what, lambda: check_files(found, read_manifest(found), rank, size))
         content = self._together(what, lambda: self._skeleton(found, optimizer))
         with typed(str(found)):
-            dcp.load(content, storage_reader=dcp.FileSystemReader(found), process_group=self._own_group())
+            dcp.load(content, storage_reader=Reader(found), process_group=self._own_group())
 
         def read() -> tuple[Any, Values, dict[str, Any] | None]:
             (blob,) = content["ranks"].values()
@@ -283,7 +284,7 @@ class ModelState:
 
         They are new ones: if loading fails halfway, the model and the optimizer are as they were.
         """
-        metadata = dcp.FileSystemReader(folder).read_metadata()
+        metadata = Reader(folder).read_metadata()
         saved: dict[tuple[str, ...], Shape] = {
             tuple(metadata.planner_data[key]): Shape(tuple(value.size), value.properties.dtype)
             for key, value in metadata.state_dict_metadata.items()

@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from zcompile.errors import OptionError
+from zcompile.errors import OptionError, StateError
+from zcompile.runtime.reader import Reader
 
 Source = str | os.PathLike[str] | Mapping[str, torch.Tensor]
 """What `weights=` takes: a mapping from names to tensors, or the path of a file or folder."""
@@ -152,14 +153,17 @@ def _from_torch_file(path: Path) -> Weights:
 
 
 def _from_checkpoint(folder: Path) -> Weights:
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    try:
+        stored = Reader(folder).read_metadata().state_dict_metadata
+    except StateError as error:
+        raise OptionError("weights", f"{error.subject} {error.found}", error.fix) from error
     tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
     def read(name: str) -> torch.Tensor:
         tensor = torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
         with warnings.catch_warnings():  # that it assumes one process is what is asked for
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load({name: tensor}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+            dcp.load({name: tensor}, storage_reader=Reader(folder), no_dist=True)
         return tensor
 
     return Weights(str(folder), {name: tuple(entry.size) for name, entry in tensors.items()}, read)

@@ -1,0 +1,65 @@
+"""Reading what torch.distributed.checkpoint wrote without running code that the folder brings.
+
+Its `.metadata` is a pickle, which can name any function to be called while it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from zcompile._torch import METADATA_TYPES
+from zcompile.errors import StateError
+
+_FIX = "load what torch.distributed.checkpoint.save or compiled.save_checkpoint wrote"
+
+
+class Reader(FileSystemReader):
+    """torch's reader of a folder; in `.metadata` it takes the types of which torch's own consists, and no other."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """What the folder holds.
+
+        Raises:
+            StateError: `.metadata` is missing, damaged, holds other types, or names files outside of the folder.
+        """
+        metadata = _metadata(Path(self.path) / ".metadata")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def _metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file, path).load()
+        files = {PurePath(os.path.normpath(entry.relative_path)) for entry in metadata.storage_data.values()}
+    except StateError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise StateError(str(path), f"cannot be read: {type(error).__name__}: {error}", _FIX) from error
+    for file_name in sorted(files):
+        if file_name.is_absolute() or ".." in file_name.parts:
+            raise StateError(str(path), f"names '{file_name}', which does not lie in its folder", _FIX)
+    if not isinstance(metadata, Metadata):
+        raise StateError(str(path), f"holds a {type(metadata).__name__} in place of metadata", _FIX)
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self.path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The type of this name, if the metadata of checkpoints consists of it."""
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and name not in METADATA_TYPES.get(module, ()):
+            found = f"names {module}.{name}, which no checkpoint of torch.distributed.checkpoint consists of"
+            raise StateError(str(self.path), found, f"do not trust this file; {_FIX}")
+        return super().find_class(module, name)
