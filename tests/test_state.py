@@ -684,7 +684,12 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(ranks: Ranks, tmp_path
     assert kinds(tmp_path / "c") == WHOLE
 
 
-CALLS = [("os", "mkdir"), ("posix", "mkdir"), ("torch", "os.mkdir"), ("torch.distributed.checkpoint.metadata", "os.mkdir")]
+CALLS = [
+    ("os", "mkdir"),
+    ("posix", "mkdir"),
+    ("torch", "os.mkdir"),
+    ("torch.distributed.checkpoint.metadata", "os.mkdir"),
+]
 
 
 @pytest.mark.parametrize(("module", "name"), CALLS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.fragments import Tree
 from zcompile.hardware import Hardware
 from zcompile.layout import STAGES, Layout
+from zcompile.materialise import check_weights
 from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.options import check_place, offload_of
 from zcompile.pipeline import Journal, Pass, Pipeline
@@ -111,10 +113,10 @@ def _compiled(
     optimizers: Sequence[Optimizer],
     weights: Source | None,
 ) -> CompiledModule:
-    given = None if weights is None else open_weights(weights)
     beside, communicator = model_parallel(model, mesh), _communicator(model, mesh)
     layout = make_layout(model, STAGES[asked.stage], communicator.size, units, asked.precision)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
+    given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
     everyone = agreement
     if beside is not None:
         everyone = Agreement(Communicator(beside.ranks, communicator.device))
@@ -123,6 +125,8 @@ def _compiled(
         found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
     # What can fail comes before the model is touched.
+    if given is not None:
+        _check_weights(given, model, agreement)
     memory = _shard_memory(asked, layout, agreement)
     layout = replace(layout, away=memory.is_away)
     engine = Engine(layout, {}, communicator, agreement, asked, beside, everyone)
@@ -135,6 +139,13 @@ def _compiled(
     # The model's state is that of all ranks that have a part of it.
     state = ModelState(model, everyone.communicator, everyone, asked.stage)
     return CompiledModule(model, engine, sites, retired, state)
+
+
+def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> None:
+    """Compare the weights with the model on all ranks; the first one says what will be rounded."""
+    rounded, _ = agreement.attempt("the weights", lambda: check_weights(weights, model))
+    if rounded and agreement.communicator.rank == 0:
+        warnings.warn(f"zcompile: weights {rounded}", stacklevel=4)
 
 
 def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:
@@ -368,7 +379,8 @@ class CompiledModule(nn.Module):
         """Load what `save_checkpoint` wrote, in any stage and world, after all of it was found right. Collective.
 
         Returns this rank's `extra`; a rank that the saving world did not have gets the first rank's. So it is with
-        buffers that differ between ranks. Load checkpoints that you trust only: `extra` is unpickled.
+        buffers that differ between ranks. Load checkpoints that you trust only: `extra` is unpickled, which runs
+        code that it names.
 
         Raises:
             StateError: on every rank, with the model and the optimizer as they were: no checkpoint, a partial or a

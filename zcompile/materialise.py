@@ -23,7 +23,7 @@ from torch import nn
 from zcompile.errors import ModelError, OptionError
 from zcompile.layout import Layout, Param, Unit
 from zcompile.runtime.groups import Communicator
-from zcompile.weights import Weights
+from zcompile.weights import Weights, rounds, takes
 
 Method = Callable[..., Any]
 
@@ -105,27 +105,30 @@ class Materialiser:
     def _stored(self, original: torch.Tensor) -> torch.Tensor:
         """The weights for `original`, in its own memory if it has any; on other ranks memory that is broadcast to."""
         device = self.device if original.is_meta else original.device
-        value = self._read(self.stored[id(original)])
+        value = self._read(self.stored[id(original)], original)
         if value is None:
             return torch.empty(original.shape, dtype=original.dtype, device=device) if original.is_meta else original
         return value.to(device, original.dtype) if original.is_meta else original.copy_(value)
 
-    def _read(self, name: str) -> torch.Tensor | None:
-        """The weights called `name`, on the first rank. Collective.
+    def _read(self, name: str, original: torch.Tensor) -> torch.Tensor | None:
+        """The weights called `name`, for `original`, on the first rank. Collective.
 
         Raises:
-            OptionError: on every rank: the first one cannot read them.
+            OptionError: on every rank: the first one cannot read them, or they are none.
         """
         assert self.weights is not None, "only weights are read"
-        value, why = None, "the first rank cannot read it"
+        value, problem, why = None, "", "the first rank cannot read it"
         try:
             value = None if self.communicator.rank else self.weights.read(name)
+            problem = "" if value is None else _problem(value, original)
         except Exception as error:  # a disk, a network, a file that somebody cuts while it is read
-            why = f"{type(error).__name__}: {error}"
-        failed = self.communicator.rank == 0 and value is None
-        if self.communicator.any_rank(torch.tensor([failed], dtype=torch.int32, device=self.device)).item():
-            fix = "mend the source, build the model again and repeat: values of this one may be gone"
-            raise OptionError("weights", f"{name} of {self.weights.source} cannot be read: {why}", fix)
+            problem, why = PROBLEMS[0], f"{type(error).__name__}: {error}"
+        codes = torch.tensor([problem == one for one in PROBLEMS], dtype=torch.int32, device=self.device)
+        for one, found in zip(PROBLEMS, self.communicator.any_rank(codes).tolist(), strict=True):
+            if found:
+                said = one.format(dtype=original.dtype, why=why)
+                fix = "fix the source, build the model again and repeat: values of this one may be gone"
+                raise OptionError("weights", f"{name} of {self.weights.source} {said}", fix)
         return value
 
     # -- the model's own code -------------------------------------------------------------------------------------
@@ -361,11 +364,42 @@ def trim() -> None:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
+PROBLEMS = ("cannot be read: {why}", "holds NaN, which no {dtype} parameter starts from", "is too large for {dtype}")
+
+
+def _problem(value: torch.Tensor, original: torch.Tensor) -> str:
+    """Which of PROBLEMS a value has that is to become `original`; infinity may be meant, and in buffers NaN too."""
+    if not value.numel() or not _has_nan(value):
+        return ""
+    ends = torch.stack(
+        (torch.view_as_real(value) if value.is_complex() else value).aminmax()
+    )  # no mask: see _is_written
+    if isinstance(original, nn.Parameter) and ends.isnan().any():
+        return PROBLEMS[1]
+    cast = ends.to(original.dtype.to_real()).double()
+    return PROBLEMS[2] if bool((~cast.isfinite() & ends.isfinite()).any()) else ""
+
+
+def check_weights(weights: Weights, model: nn.Module) -> str:
+    """Compare names, shapes and dtypes with the model's; what is to be said of values that will be rounded.
+
+    Raises:
+        ModelError: a name is missing, has no place in the model, or has another shape or kind of numbers there.
+    """
+    places = list(_places(model))
+    stored, first = _match(weights, places), _first_places(places)
+    rounded = [name for key, name in stored.items() if rounds(first[key].value.dtype, weights.dtypes[name])]
+    if not rounded:
+        return ""
+    kept = {place.name: place.value.dtype for place in places}[rounded[0]]
+    return f"rounded from {weights.dtypes[rounded[0]]} to the model's {kept}: {_some(rounded)} of {weights.source}"
+
+
 def _match(weights: Weights, places: list[Place]) -> dict[int, str]:
     """For each parameter and persistent buffer, by identity, the name under which the weights have it.
 
     Raises:
-        ModelError: a name is missing, has no place in the model, or has another shape there.
+        ModelError: a name is missing, has no place in the model, or has another shape or kind of numbers there.
     """
     stored: dict[int, str] = {}
     saved = [place for place in places if place.saved]
@@ -376,6 +410,10 @@ def _match(weights: Weights, places: list[Place]) -> dict[int, str]:
             if shape != wanted:
                 found = f"has shape {list(shape)} in {weights.source}, the model's is {list(wanted)}"
                 raise ModelError(place.name, found, "give the weights of this model, or build the model for them")
+            if not takes(place.value.dtype, weights.dtypes[place.name]):
+                found = f"is {weights.dtypes[place.name]} in {weights.source}, the model's is {place.value.dtype}"
+                fix = f"give a mapping in which it is converted on purpose, such as by value.to({place.value.dtype})"
+                raise ModelError(place.name, found, fix)
     missing = [place.name for place in _first_places(saved).values() if id(place.value) not in stored]
     unexpected = sorted(weights.shapes.keys() - {place.name for place in saved})
     if missing or unexpected:

@@ -12,7 +12,7 @@ import struct
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -58,11 +58,13 @@ class Weights:
     Attributes:
         source: Where they come from, in words.
         shapes: The names there are, with the shape of each.
+        dtypes: The dtype of each.
         read: Gives the tensor of a name, on the CPU or where a mapping holds it, in memory of its own.
     """
 
     source: str
     shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], torch.Tensor]
 
 
@@ -103,7 +105,8 @@ def _from_mapping(mapping: Mapping[str, Any], source: str) -> Weights:
             fix = "give the model's own state_dict, names to tensors"
             raise OptionError("weights", f"{name} of {source} is {kind}", fix)
     shapes = {name: tuple(value.shape) for name, value in mapping.items()}
-    return Weights(source, shapes, lambda name: mapping[name].detach().clone())
+    dtypes = {name: value.dtype for name, value in mapping.items()}
+    return Weights(source, shapes, dtypes, lambda name: mapping[name].detach().clone())
 
 
 def _from_safetensors(path: Path) -> Weights:
@@ -131,15 +134,22 @@ def _from_safetensors(path: Path) -> Weights:
                 file.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
         return tensor
 
-    return Weights(str(path), {name: tuple(entry["shape"]) for name, entry in header.items()}, read)
+    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return Weights(
+        str(path), shapes, {name: SAFETENSORS_DTYPES[entry["dtype"]] for name, entry in header.items()}, read
+    )
 
 
 def _from_index(path: Path) -> Weights:
     files: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    for file in sorted(set(files.values())):
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise OptionError("weights", f"{path} names {file!r}, which does not lie in its folder", FORMS)
     parts = {file: _from_safetensors(path.parent / file) for file in sorted(set(files.values()))}
     return Weights(
         str(path),
         {name: parts[file].shapes[name] for name, file in files.items()},
+        {name: parts[file].dtypes[name] for name, file in files.items()},
         lambda name: parts[files[name]].read(name),
     )
 
@@ -149,7 +159,8 @@ def _from_torch_file(path: Path) -> Weights:
         return _from_mapping(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
 
     # Opened anew for each tensor: what a mapped file has shown once stays in memory for as long as it is mapped.
-    return Weights(str(path), load().shapes, lambda name: load().read(name))
+    found = load()
+    return Weights(str(path), found.shapes, found.dtypes, lambda name: load().read(name))
 
 
 def _from_checkpoint(folder: Path) -> Weights:
@@ -166,4 +177,31 @@ def _from_checkpoint(folder: Path) -> Weights:
             dcp.load({name: tensor}, storage_reader=Reader(folder), no_dist=True)
         return tensor
 
-    return Weights(str(folder), {name: tuple(entry.size) for name, entry in tensors.items()}, read)
+    shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
+    return Weights(str(folder), shapes, {name: entry.properties.dtype for name, entry in tensors.items()}, read)
+
+
+def takes(wanted: torch.dtype, given: torch.dtype) -> bool:
+    """True if a value of one dtype may become one of another: it is a number of the same kind, and integers fit.
+
+    Floating-point numbers may be rounded; see `rounds`.
+    """
+    if wanted == given:
+        return True
+    if _is_integer(wanted) and _is_integer(given):
+        there, here = torch.iinfo(given), torch.iinfo(wanted)
+        return here.min <= there.min and there.max <= here.max
+    real = wanted.is_floating_point and given.is_floating_point
+    return real or (wanted.is_complex and given.is_complex)
+
+
+def rounds(wanted: torch.dtype, given: torch.dtype) -> bool:
+    """True if numbers of `given`, floating-point or complex, lose digits or range as `wanted`."""
+    if _is_integer(wanted) or torch.bool in (wanted, given):
+        return False
+    kept, had = torch.finfo(wanted), torch.finfo(given)
+    return kept.eps > had.eps or kept.max < had.max
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
