@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import traceback
+from pathlib import Path
 
 import networkx as nx
 import pytest
@@ -20,6 +21,7 @@ from zcompile._torch import local_tensor
 from zcompile.hardware import Hardware
 from zcompile.ops import Call, Phase, data
 from zcompile.pipeline import Journal
+from zcompile.printer import region_text
 from zcompile.runtime.loader import load
 from zcompile.tensor_type import Dim, TensorType
 
@@ -269,3 +271,84 @@ def test_what_margins_say_is_what_is_alive() -> None:
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
     margins = re.findall(r"#.*? ([+-][\d.]+) (B|KiB|MiB)", compiled.programs[0].text())
     assert sum(float(number) * units[unit] for number, unit in margins) == pytest.approx(alive, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.os.system('touch {file}')",
+        "torch.os.mkdir('{file}')",
+        "torch.serialization.os.mkdir('{file}')",
+        "aten.add.Tensor(ya, torch.os.mkdir('{file}'))",
+        "aten.add.Tensor(ya, torch.device(torch.os.mkdir('{file}')))",
+        "aten.__class__.__init__.__globals__['os'].mkdir('{file}')",
+        "aten.add.__class__.__base__.__subclasses__()",
+        "ops.load_library('{file}')",
+        "ops.aten.add.Tensor.__init__(ya)",
+        "operator.call(ya, yb)",
+        "operator.methodcaller('mkdir')(ya)",
+        "torch.load('{file}')",
+        "torch.float32(ya)",
+        "math.inf(ya)",
+        "__import__('os').mkdir('{file}')",
+        "eval('1')",
+        "(lambda: 0)()",
+    ],
+)
+def test_parsing_looks_up_and_calls_nothing_but_known_operations(call: str, tmp_path: Path) -> None:
+    error = broken("yb = region_0(b, ya)", f"yb = {call.format(file=tmp_path / 'made')}")
+    assert error.subject == line_of("yb = region_0(b, ya)")
+    assert "is not defined here" in error.found
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["units = open('x')", "stage = -print(3)", "units = {torch.os: 3}"])
+def test_a_head_that_is_no_literal_is_refused_with_its_line(text: str) -> None:
+    with pytest.raises(ParseError, match=r"^line 1: .* is not defined here"):
+        zcompile.parse(text)
+
+
+@pytest.mark.parametrize("kind", ["f33[8]", "os[8]", "manual_seed[8]", "f32[x]"])
+def test_a_margin_without_a_dtype_is_refused_with_its_line(kind: str) -> None:
+    with pytest.raises(ParseError, match=r"^line 2: no type: "):
+        zcompile.parse(f"def forward(box):\n    (x,) = unbox(box)  # {kind}\n    return [x], []\n")
+
+
+def test_a_text_without_a_forward_is_refused() -> None:
+    with pytest.raises(ParseError, match="has no function `forward`"):
+        zcompile.parse("world = 2")
+
+
+def test_what_programs_are_printed_with_parses_back() -> None:
+    text = """\
+def region_0(box):
+    (
+        x,                                       # f32[4]                  argument 0
+    ) = unbox(box)
+    a = aten.mul.Tensor(x, float('-inf'))        # f32[4]       +16 B
+    b = aten.to.dtype_layout(a, dtype=torch.bfloat16, layout=torch.strided, device=torch.device('cuda:0'))  # bf16[4]
+    c = aten.clone.default(b, memory_format=torch.contiguous_format)  # bf16[4]
+    d = aten.__and__.Scalar(c, -3)               # bf16[4]
+    e = ops.prims.convert_element_type.default(d, torch.float64)  # f64[4]
+    f = aten.mul.Tensor(e, (1+2j))               # c128[4]
+    g = aten.sym_size.int(f, 0)                  # int[]
+    h = torch.sym_max(g, 3)                      # int[]
+    i = operator.floordiv(h, 2)                  # int[]
+    j = math.ceil(i)                             # int[]
+    k, *_ = ops.higher_order.run_and_save_rng_state(aten.bernoulli.p, f, 0.5)  # i64[4]
+    return [k]
+
+
+def forward(box):
+    (
+        x,                                       # f32[4]
+    ) = unbox(box)
+    y = region_0(x)                              # i64[4]
+    return [y], []
+"""
+    calls = re.findall(r"^    (\w[\w, *]* = (?:aten|ops|torch|operator|math)\..*?)  ", text, re.MULTILINE)
+    assert len(calls) == 11
+    parsed = zcompile.parse(text)
+    printed = "\n".join(region_text(region) for region in parsed.regions.values())
+    for call in calls:
+        assert call in printed

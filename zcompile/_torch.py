@@ -35,7 +35,12 @@ from torch._dynamo.exc import (  # what a capture can raise
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing  # a graph compiled again for other parameters
-from torch._ops import HigherOrderOperator, OpOverload  # kinds of call targets in an ATen graph
+from torch._ops import (  # kinds of call targets in an ATen graph, and where their names lead
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+)
+from torch._ops import _OpNamespace as OpNamespace
 from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op, ...) -> generator's state, result
 from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (state, op, ...) -> the same result
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
@@ -56,7 +61,9 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "InternalTorchDynamoError",
+    "OpNamespace",
     "OpOverload",
+    "OpOverloadPacket",
     "StridedShard",
     "TorchRuntimeError",
     "Unsupported",

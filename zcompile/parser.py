@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import io
-import math
 import operator
 import re
 import tokenize
@@ -21,6 +20,7 @@ from torch import fx
 from zcompile import ops
 from zcompile._torch import FakeTensorMode
 from zcompile.errors import ParseError
+from zcompile.known import known
 from zcompile.layout import STAGES, Layout, Param, Unit
 from zcompile.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, op_of, set_data
 from zcompile.program import Program, Region, set_results
@@ -34,14 +34,6 @@ _KEPT: dict[str, Op] = {"arena": ops.Arena(), "stack": ops.Stack(), "away": ops.
 _UNARY: dict[Any, Op] = {
     ops.copy: ops.Copy(), ops.store: ops.Store(), ops.stash: ops.Stash(), ops.fetch: ops.Fetch()
 }  # fmt: skip
-_NAMESPACE: dict[str, Any] = {
-    "aten": torch.ops.aten,
-    "ops": torch.ops,
-    "torch": torch,
-    "operator": operator,
-    "math": math,
-    "float": float,
-}
 
 
 def parse(text: str) -> Program:
@@ -95,7 +87,11 @@ def _margins(text: str) -> dict[int, _Margin]:
     margins = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and (found := _MARGIN.match(token.string)):
-            types = tuple(map(_Type.parse, re.findall(r"=?&?\w+\[[^\]]*\](?:@\d+)?", found["types"])))
+            try:
+                types = tuple(map(_Type.parse, re.findall(r"=?&?\w+\[[^\]]*\](?:@\d+)?", found["types"])))
+            except ValueError as error:
+                fix = "write it as programs are printed, such as f32[8, s0=256]"
+                raise ParseError(f"line {token.start[0]}", f"no type: {error}", fix) from error
             margins[token.start[0]] = _Margin(types, found["source"].strip())
     return margins
 
@@ -114,7 +110,7 @@ class _Parser:
         self.margins = margins
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.constants = {
-            target.id: ast.literal_eval(statement.value)
+            target.id: _literal(statement.value)
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             for target in statement.targets
@@ -134,6 +130,8 @@ class _Parser:
             if function.name in ("forward", "backward"):
                 scope.phase = Phase(function.name)
                 self._phase(function, scope, results)
+        if "outputs" not in results:
+            raise ParseError("the text", "has no function `forward`", "parse what Program.text(regions=True) printed")
         for unit in self.layout.units if self.regions else ():
             if unit.name not in {op_of(n, Shards).unit for n in graph.find_nodes(op="placeholder") if _is_shards(n)}:
                 name = unit.identifier
@@ -259,7 +257,9 @@ class _Parser:
         elif text in ops.NAMES:
             target = getattr(ops, text)
         else:
-            target = self._value(call.func, scope)
+            target = known(text)
+            if not callable(target):
+                raise _undefined(call.func)
         node = scope.graph.create_node("call_function", target, tuple(args), kwargs, name=name or _default_name(text))
         node.meta["partitioner_tag"] = f"is_{scope.phase}"
         op = _op(node, self.layout, self.regions, margin.source)
@@ -269,27 +269,24 @@ class _Parser:
         match expression:
             case ast.Name(id=name) if name in scope.names:
                 return scope.names[name]
-            case ast.Name(id=name) if name in _NAMESPACE:
-                return _NAMESPACE[name]
             case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
                 return (self._value(value, scope), self._value(lower, scope), self._value(upper, scope))
-            case ast.Attribute(value=value, attr=attribute):
-                return getattr(self._value(value, scope), attribute)
-            case ast.Call(func=function, args=args):
-                return self._value(function, scope)(*(self._value(arg, scope) for arg in args))
+            case ast.Call(func=function, args=[ast.Constant(value=str() as text)], keywords=[]):
+                return _made(ast.unparse(function), text, expression)
             case ast.List(elts=elements):
                 return [self._value(element, scope) for element in elements]
             case ast.Tuple(elts=elements):
                 return tuple(self._value(element, scope) for element in elements)
             case ast.Dict(keys=keys, values=values):
-                return {ast.literal_eval(k): self._value(v, scope) for k, v in zip(keys, values, strict=True) if k}
+                return {_literal(k): self._value(v, scope) for k, v in zip(keys, values, strict=True) if k}
             case ast.Constant(value=value):
                 return value
-            case ast.UnaryOp():
-                return ast.literal_eval(expression)
+            case ast.UnaryOp() | ast.BinOp():
+                return _literal(expression)
+            case ast.Attribute() if (found := known(ast.unparse(expression))) is not None:
+                return found
             case _:
-                text, line = (ast.unparse(expression), expression.lineno) if expression else ("nothing", "?")
-                raise ParseError(f"line {line}", f"{text!r} is not defined here", "define it above, or spell it right")
+                raise _undefined(expression)
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -301,6 +298,31 @@ class _Parser:
             with self.mode:
                 node.meta["val"] = torch.empty(held.type.shape, dtype=held.type.dtype)
         return set_data(node, held)
+
+
+def _made(function: str, text: str, expression: ast.expr) -> Any:
+    """What the calls that are printed as arguments give: `torch.device('cuda:0')`, `float('inf')`."""
+    try:
+        if function == "torch.device":
+            return torch.device(text)
+        if function == "float":
+            return float(text)
+    except (RuntimeError, ValueError) as error:
+        raise ParseError(f"line {expression.lineno}", str(error).partition("\n")[0], "spell it right") from error
+    raise _undefined(expression)
+
+
+def _literal(expression: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(expression)
+    except ValueError:
+        raise _undefined(expression) from None
+
+
+def _undefined(expression: ast.expr | None) -> ParseError:
+    text, line = (ast.unparse(expression), expression.lineno) if expression else ("nothing", "?")
+    fix = "define it above, or spell it right: operators, dtypes and what else programs are printed with are known"
+    return ParseError(f"line {line}", f"{text!r} is not defined here", fix)
 
 
 def _is_shards(node: fx.Node) -> bool:

@@ -97,8 +97,14 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """The dtype that `dtype_text` calls so."""
-    found: torch.dtype = _LONG.get(text) or getattr(torch, text)
+    """The dtype that `dtype_text` calls so.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = _LONG.get(text) or vars(torch).get(text)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{text!r} is no dtype")
     return found
 
 
