@@ -16,6 +16,8 @@ import zcompile
 from tests import zoo
 from tests.models import batch, make
 from tests.ranks import Ranks
+from zcompile import torch_backend
+from zcompile._torch import modules_given_to
 
 Values = dict[str, torch.Tensor]
 
@@ -203,6 +205,122 @@ def partly_compiled(rank: int) -> str:
 def test_a_gradient_that_no_graph_has_averaged_is_refused(ranks: Ranks) -> None:
     for message in ranks.run(2, partly_compiled):
         assert "was in no compiled graph, so its gradient is this rank's own" in message
+
+
+class Recurrent(nn.Module):
+    """Dynamo compiles nothing of an LSTM; of the head it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6)
+        self.head = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.lstm(x)[0])
+        return out
+
+
+def through_module(model: nn.Module, backend: Any) -> nn.Module:
+    return torch.compile(model, backend=backend)  # type: ignore[return-value]
+
+
+def in_place(model: nn.Module, backend: Any) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def by_method(model: nn.Module, backend: Any) -> nn.Module:
+    model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+    return model
+
+
+GIVEN = {given.__name__: given for given in (through_module, in_place, by_method)}
+
+
+def step_error(optimizer: torch.optim.Optimizer) -> str:
+    try:
+        optimizer.step()
+    except zcompile.OptimizerError as error:
+        return str(error)
+    return ""
+
+
+def nothing_compiled(rank: int, given: str, stage: int) -> list[str]:
+    model = nn.LSTM(4, 4)
+    before = [param.detach().clone() for param in model.parameters()]
+    backend = zcompile.backend(stage=stage, backend="eager")
+    called, optimizer = GIVEN[given](model, backend), sgd(model)
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    errors = [step_error(sgd(other))]
+    called(torch.randn(2, 3, 4))[0].sum().backward()
+    errors += [step_error(optimizer), step_error(optimizer)]
+    unchanged = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    return [*errors, str(unchanged)]
+
+
+@pytest.mark.parametrize(
+    ("given", "stage"), [("through_module", 3), ("through_module", 0), ("in_place", 3), ("by_method", 3)]
+)
+def test_a_module_of_which_nothing_is_compiled_is_refused_by_the_step(ranks: Ranks, given: str, stage: int) -> None:
+    for other, first, second, unchanged in ranks.run(2, nothing_compiled, given, stage):
+        assert other == "", "an optimizer over something else steps as before"
+        assert first == second
+        assert first.startswith(
+            "weight_ih_l0: was in no compiled graph, so its gradient is this rank's own.\n  Fix: use"
+        )
+        assert "zcompile.compile" in first
+        assert unchanged == "True"
+
+
+def test_alone_a_module_of_which_nothing_is_compiled_trains_as_before(ranks: Ranks) -> None:
+    ((other, first, second, unchanged),) = ranks.run(1, nothing_compiled, "through_module", 3)
+    assert (other, first, second, unchanged) == ("", "", "", "False")
+
+
+def two_optimizers(rank: int, named: bool) -> list[str]:
+    model = Recurrent()
+    options: Any = {"backend": "eager"}
+    backend: Any = "zcompile" if named else zcompile.backend(**options)
+    called = torch.compile(model, backend=backend, **({"options": options} if named else {}))
+    head, lstm = sgd(model.head), sgd(model.lstm)
+    called(torch.randn(2, 3, 4)).sum().backward()
+    return [step_error(head), step_error(lstm)]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizer_over_what_was_left_out_of_graphs_alone_is_refused(ranks: Ranks, named: bool) -> None:
+    for head, lstm in ranks.run(2, two_optimizers, named):
+        assert head == ""
+        assert lstm.startswith("lstm.weight_ih_l0: was in no compiled graph")
+
+
+def count_searches(rank: int) -> list[int]:
+    other, count = nn.Linear(2, 2), 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return modules_given_to(*args)
+
+    backend = zcompile.backend(backend="eager")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_backend, "modules_given_to", counted)
+        optimizer = sgd(other)
+        counts = []
+        for step in range(4):
+            if step:  # without gradients there is nothing to ask
+                other(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            counts.append(count)
+    del backend
+    return counts
+
+
+def test_compiled_modules_are_looked_for_once_an_optimizer(ranks: Ranks) -> None:
+    for none, first, second, third in ranks.run(2, count_searches):
+        assert none == 0
+        assert 0 < first == second == third
 
 
 def test_a_second_and_a_stale_backward_are_refused() -> None:

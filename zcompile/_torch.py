@@ -7,13 +7,15 @@ module imports from a module of torch whose path has a part beginning with an un
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_grap
 from torch._dispatch.python import enable_python_dispatcher  # kernels that can do with sizes that vary
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
 from torch._dynamo.callback import callback_handler  # called around each compilation
+from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext  # what torch.compile makes
 from torch._dynamo.exc import (  # what a capture can raise
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -90,6 +93,7 @@ __all__ = [
     "keeps_graph",
     "local_tensor",
     "min_cut_rematerialization_partition",
+    "modules_given_to",
     "no_donated_buffers",
     "no_step_hooks",
     "no_torch_function",
@@ -206,6 +210,47 @@ def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
 def retracing(context: Any) -> contextlib.AbstractContextManager[Any]:
     """Compile once more a graph that Dynamo has compiled with `context`, as AOTAutograd does for late backwards."""
     return tracing(context)
+
+
+def modules_given_to(backends: Sequence[object]) -> Iterator[torch.nn.Module]:
+    """The modules that `torch.compile` was called with, themselves or by a method of theirs, and one of `backends`.
+
+    They are looked for among all objects that live, which takes a tenth of a second.
+    """
+    for found in gc.get_objects():
+        contexts: Iterable[Any] = ()
+        module = None
+        if issubclass(type(found), OptimizedModule):
+            module, contexts = found._orig_mod, [found.dynamo_ctx]
+        elif type(found) is FunctionType and "_torchdynamo_orig_callable" in vars(found):  # module.compile(), forward
+            module = _owner(vars(found)["_torchdynamo_orig_callable"])
+            contexts = [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]
+        if isinstance(module, torch.nn.Module) and any(_backend_of(context) in backends for context in contexts):
+            yield module
+
+
+def _owner(method: Any) -> Any:
+    """Whose method it is, past the functions that Dynamo wraps around it; None of a function."""
+    while method is not None and not isinstance(getattr(method, "__self__", None), torch.nn.Module):
+        method = getattr(method, "__wrapped__", None)
+    return getattr(method, "__self__", None)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _backend_of(context: Any) -> Any:
+    """The backend in what Dynamo makes of it, past its wrappers and that of `torch.compile`; None of anything else."""
+    if not isinstance(context, _TorchDynamoContext):
+        return None
+    inner: Any = context.callback
+    while hasattr(inner, "_torchdynamo_orig_backend"):
+        inner = inner._torchdynamo_orig_backend
+    return getattr(inner, "compiler_fn", inner)
 
 
 def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ from zcompile._torch import (
     compile_plainly,
     copyable,
     has_gradient_hooks,
+    modules_given_to,
     of_fixed_sizes,
     path_of_input,
     retracing,
@@ -73,6 +75,8 @@ class Backend:
         self._versions: dict[int, int] = {}
         self._hidden: dict[int, torch.Tensor] = {}
         self._nan: dict[torch.dtype, torch.Tensor] = {}
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that hold nothing of a module which was given to this backend."""
         self._watch_steps()
 
     # -- compiling ------------------------------------------------------------------------------------------------
@@ -262,24 +266,51 @@ class Backend:
         """Point an optimizer at the shards of parameters that it holds.
 
         Raises:
-            OptimizerError: it holds others that have a gradient, which nobody has averaged.
+            OptimizerError: it holds others that have a gradient, which nobody has averaged: of a module that this
+                backend was given for, or beside those that it has sharded.
             ParameterError: a parameter was written to, or given a gradient that is no shard's.
         """
         known = self._known.keys() | {id(param) for param in self.shards().values()}
         if not any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
+            self._refuse_unseen(optimizer)
             return
         self._follow_users()
         self._refuse_strangers(optimizer)
         twins = {id(known.parameter): (known.parameter, known.name) for known in self._known.values()}
         point_at_shards([optimizer], self.engine.shards.values(), twins)
 
+    def _refuse_unseen(self, optimizer: Optimizer) -> None:
+        """Refuse a step over parameters of a module that was given to this backend, where no graph has brought them.
+
+        Dynamo runs what it does not trace as it is: nobody averages such gradients.
+        """
+        if self._world == 1 or optimizer in self._others:
+            return
+        params = {id(param) for group in optimizer.param_groups for param in group["params"] if _is_plain(param)}
+        if not params:
+            return
+        for module in modules_given_to((self, compiler)):
+            for name, param in module.named_parameters():
+                if id(param) in params:
+                    found = "was in no compiled graph, so its gradient is this rank's own"
+                    fix = f"use zcompile.compile, which serves what Dynamo skips in {type(module).__name__}; "
+                    raise OptimizerError(name, found, f"{fix}TORCH_LOGS=graph_breaks says why it does")
+        self._others.add(optimizer)
+
+    @property
+    def _world(self) -> int:
+        if self._engine is not None:
+            return self._engine.layout.world
+        if self.mesh is not None:
+            return self.mesh.size()
+        return dist.get_world_size() if dist.is_initialized() else 1
+
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         known = {id(param) for param in self.shards().values()} | self._known.keys()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if self.engine.layout.world > 1:
             for index, param in enumerate(params):
-                others = isinstance(param, DTensor) or hasattr(param, "zcompile_backend")
-                if id(param) not in known and not others and param.grad is not None:
+                if id(param) not in known and _is_plain(param):
                     found = "was in no compiled graph, so its gradient is this rank's own"
                     fix = "let torch.compile trace the code that reads it, or use zcompile.compile"
                     raise OptimizerError(f"parameter {index} of {type(optimizer).__name__}", found, fix)
@@ -418,6 +449,11 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
     found = (value.zcompile_backend() for value in inputs if hasattr(value, "zcompile_backend"))
     made: Backend = next((one for one in found if one is not None), None) or backend(**(options or {}))
     return made(module, inputs)
+
+
+def _is_plain(param: torch.Tensor) -> bool:
+    """True for a parameter with a gradient that nobody shards: neither a backend of ours nor DTensors."""
+    return param.grad is not None and not isinstance(param, DTensor) and not hasattr(param, "zcompile_backend")
 
 
 def _check(fresh: Mapping[str, nn.Parameter]) -> None:
