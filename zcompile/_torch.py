@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CellType, FunctionType
@@ -87,6 +87,7 @@ __all__ = [
     "group_timeout",
     "has_gradient_hooks",
     "has_step_pre_hooks",
+    "hook_tables",
     "inductor_decompositions",
     "is_symbolic",
     "joint_mesh",
@@ -453,6 +454,13 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """True if the user has called `register_hook` on it: such hooks see gradients that autograd carries, not ours."""
     return any(not getattr(hook, "is_own", False) for hook in (parameter._backward_hooks or {}).values())
+
+
+def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Collection[Any]]:
+    """Where hooks of calls and of their backwards are: those of all modules there are, then those of `modules`."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    everywhere = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
+    return [*everywhere, *(getattr(module, f"_{kind}_hooks") for module in modules for kind in kinds)]
 
 
 def unhooked_step(optimizer: Optimizer) -> None:

@@ -229,6 +229,11 @@ class CompiledModule(nn.Module):
     It shows the model's own tree: parameters, buffers, modules and state under the model's own names.
     """
 
+    _model: nn.Module
+    _engine: Engine
+    _tree: Tree
+    _model_state: ModelState
+
     def __init__(
         self, model: nn.Module, engine: Engine, sites: Sequence[Site], retired: Retired, state: ModelState
     ) -> None:
@@ -237,11 +242,11 @@ class CompiledModule(nn.Module):
         object.__setattr__(self, "_model", model)
         for tree in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, tree, getattr(model, tree))
-        self.training = model.training
-        self._engine = engine
-        self._tree = Tree(model, engine, sites, retired)
+        object.__setattr__(self, "training", model.training)
+        object.__setattr__(self, "_engine", engine)
+        object.__setattr__(self, "_tree", Tree(model, engine, sites, retired))
+        object.__setattr__(self, "_model_state", state)
         watch_optimizers(self, engine, dict(retired))
-        self._model_state = state
 
     # -- calling --------------------------------------------------------------------------------------------------
 
@@ -272,7 +277,7 @@ class CompiledModule(nn.Module):
 
     def train(self, mode: bool = True) -> CompiledModule:
         self._model.train(mode)
-        self.training = mode
+        object.__setattr__(self, "training", mode)
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
@@ -288,6 +293,27 @@ class CompiledModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(object.__getattribute__(self, "_model"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the model, unless it is this module's own; programs that read it are traced again.
+
+        Raises:
+            ParameterError: the value is a parameter, or a module with parameters, that was never sharded.
+        """
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        if name == "training" or not self._is_own(name):
+            self._tree.refuse_stranger(name, value)
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def _is_own(self, name: str) -> bool:
+        return name in vars(self) or hasattr(type(self), name)
 
     def extra_repr(self) -> str:
         stage, world = self.layout.stage.number, self.layout.world

@@ -33,6 +33,7 @@ from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.updates import Updater
 from zcompile.sharding import Retired, Site
+from zcompile.watching import HookWatch, TreeWatch
 
 
 @dataclass(repr=False)
@@ -49,10 +50,15 @@ class Tree:
         self.call: ModelCall | None = None
         self._paths = {id(module): path for path, module in self.model.named_modules()}
         self._fragments: dict[int, Fragment] = {id(self.model): self.root}
+        self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.husk)}
+        self.watch = TreeWatch(self.model)
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a module of it; what its backward needs is watched."""
         self.engine.delivery.forget()
+        if self.watch.has_changed():
+            self.refuse_strangers(self.model, "")
+            self.watch.accept()
         try:
             with self.engine.random_numbers(), self.engine.autocast():
                 self.call = call = self.engine.new_call()
@@ -79,6 +85,25 @@ class Tree:
                 self._fragments[id(child)] = fragment
                 # An attribute of the instance, as wrappers of forward are commonly put on modules; hooks still run.
                 object.__setattr__(child, "forward", _function(fragment))
+
+    def refuse_strangers(self, module: nn.Module, path: str) -> None:
+        """Refuse parameters in `module`, which is at `path`, that were not in the model when it was compiled.
+
+        Raises:
+            ParameterError: there is one: its gradient would be this rank's own.
+        """
+        for name, parameter in module.named_parameters(prefix=path):
+            self.refuse_stranger(name, parameter)
+
+    def refuse_stranger(self, path: str, value: object) -> None:
+        """The same of what is to be at `path`: a parameter, a module, or anything else."""
+        if isinstance(value, nn.Module):
+            self.refuse_strangers(value, path)
+        if isinstance(value, nn.Parameter) and id(value) not in self._known and not isinstance(value, _Leaf):
+            found = "was put into the model after zcompile.compile, so that it is not sharded"
+            raise ParameterError(
+                path, found, "change the model before zcompile.compile; values of what is there in place"
+            )
 
     def names(self, path: str, signature: inspect.Signature) -> Names:
         """What the inputs of a graph are called that a function of `signature`, at `path`, was traced into."""
@@ -107,6 +132,7 @@ class Fragment:
         owners = {id(owner) for owner in module.modules()}
         self.sites = [site for site in tree.sites if id(site.owner) in owners]
         self.is_split = False
+        self._hooks = HookWatch(module, itself=not path)
         # DTensors of sizes that vary are beyond Dynamo: a program for each.
         dynamic = False if any(site.local is not None for site in tree.sites) else None
         lines = [f"{path} {type(module).__qualname__}"]
@@ -124,7 +150,7 @@ class Fragment:
         if not self.is_split:
             try:
                 with self._husks_in_place(), typed_errors():
-                    result = self._traced(*args, **kwargs)
+                    result = self._traced(self._hooks.text(self.tree.watch.version), *args, **kwargs)
             except BREAKS as error:
                 self._split(error)
             else:
@@ -141,6 +167,7 @@ class Fragment:
             if name := self.tree.retired.get(id(value), (None, ""))[1]:
                 found = "the model's code reads this parameter past its module, where it is empty now"
                 raise ParameterError(name, found, "read it as an attribute of its module, not from a list or a closure")
+        self.tree.refuse_strangers(self.module, self.path)
         trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
         return self.tree.engine.capture(
             module,
@@ -234,10 +261,10 @@ class Fragment:
         """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
         found: list[nn.Parameter | None] = []
         for site in sites:
-            current = site.owner._parameters[site.key]
+            current = site.owner._parameters.get(site.key)
             if current is not site.shard and not isinstance(current, _Leaf):
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
-                raise ParameterError(site.name, "was replaced after zcompile.compile", fix)
+                raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
             if has_gradient_hooks(site.shard):
                 fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
                 raise ParameterError(site.name, "has a hook of register_hook, which would not run", fix)

@@ -30,9 +30,12 @@ def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[st
     It has a code object of its own, and a name that follows from `about`. torch.compile counts recompilations by code
     object, and remembers by name which sizes have varied: under a name in common, a second model would be traced with
     sizes that vary, though it never saw but one.
+
+    Its first argument is a text: with another one it is traced again, since torch.compile guards on what is compared.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(watched: str, /, *args: Any, **kwargs: Any) -> Any:
+        assert watched != "nothing", "compared"
         # Parameters are husks here: run as plain Python, the model's code would read memory that is not there.
         if not torch.compiler.is_compiling():
             fix = "leave torch.compile enabled (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"

@@ -80,7 +80,7 @@ def trace(
             return on_locals(module, inputs, names, locals_, lambda called: Capture(called, layout, lower))
 
         compiled = torch.compile(call, backend=capture, fullgraph=True, dynamic=False)
-        program = _first_traced(type(model).__name__, lambda: compiled(*given[0], **given[1]))
+        program = _first_traced(type(model).__name__, lambda: compiled("", *given[0], **given[1]))
     if not program.has_backward:
         fix = "let its forward return a loss, or outputs that depend on parameters with requires_grad"
         raise CaptureError(type(model).__name__, "has no backward: what it returns has no gradient", fix)
