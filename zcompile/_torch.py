@@ -108,6 +108,7 @@ __all__ = [
     "real_tensors",
     "replayed_random",
     "retracing",
+    "root_mesh",
     "saved_random",
     "supports_foreach",
     "tracing_again",
@@ -523,9 +524,21 @@ def joint_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([first, second])
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was sliced or flattened from; itself if from none."""
+    return mesh._get_root_mesh()
+
+
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """All ranks of a mesh as one dimension. Collective over the mesh that it was sliced from."""
-    return mesh._flatten()
+    """All ranks of a mesh as one dimension. Collective over the mesh that it was sliced from.
+
+    `_flatten` takes it that this is all ranks there are: where others do the same with theirs at once, as the stages of
+    a pipeline do, it calls both groups alike, and they meet in each other's connections.
+    """
+    if root_mesh(mesh).size() == dist.get_world_size():
+        return mesh._flatten()
+    group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    return DeviceMesh.from_group(group, mesh.device_type)
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:

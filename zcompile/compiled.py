@@ -99,7 +99,7 @@ def compile(
         PipelineError: a pass that is unknown, missing or out of place.
         ModelError: no parameters, several devices, sharded, on meta without values, or weights of another model.
         OptimizerError: `optimizer` holds none of the model's parameters.
-        GroupError: several ranks and no process group, or a mesh that does not fit.
+        GroupError: several ranks and no process group, or a mesh that does not fit, or leaves ranks out.
         AgreementError: the ranks hold different models or options.
     """
     return _compiled(model, Options.among(locals()), mesh, units, _optimizers(optimizer, model), weights)
@@ -113,7 +113,8 @@ def _compiled(
     optimizers: Sequence[Optimizer],
     weights: Source | None,
 ) -> CompiledModule:
-    beside, communicator = model_parallel(model, mesh), _communicator(model, mesh)
+    beside = model_parallel(model, mesh)
+    communicator = _communicator(model, mesh, beside)
     layout = make_layout(model, STAGES[asked.stage], communicator.size, units, asked.precision)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
@@ -148,9 +149,9 @@ def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> 
         warnings.warn(f"zcompile: weights {rounded}", stacklevel=4)
 
 
-def _communicator(model: nn.Module, mesh: DeviceMesh | None) -> Communicator:
+def _communicator(model: nn.Module, mesh: DeviceMesh | None, beside: ModelParallel | None) -> Communicator:
     device = _device(model, mesh)
-    return Communicator(resolve_mesh(mesh, device), device)
+    return Communicator(resolve_mesh(mesh, device, None if beside is None else beside.mesh), device)
 
 
 def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> ShardMemory:

@@ -45,7 +45,7 @@ from zcompile.pipeline import Pass, Pipeline
 from zcompile.program import Program
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients import Refusal
-from zcompile.runtime.groups import Communicator, resolve_mesh
+from zcompile.runtime.groups import Communicator, check_mesh, resolve_mesh
 from zcompile.runtime.shards import UnitShards
 from zcompile.sharding import husk_of
 from zcompile.timeline import Timeline
@@ -432,8 +432,12 @@ def backend(
     Raises:
         OptionError: a stage, prefetch, dtype or backend that cannot be meant.
         PipelineError: a pass that is unknown, missing or out of place.
+        GroupError: a mesh of several dimensions, or one that leaves ranks out.
     """
-    return Backend(Options.among(locals()), mesh)
+    asked = Options.among(locals())
+    if mesh is not None:
+        check_mesh(mesh)
+    return Backend(asked, mesh)
 
 
 def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:

@@ -1,0 +1,142 @@
+"""Which meshes data parallelism takes, and what it says of those that would let ranks train apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zcompile
+from tests.ranks import Ranks
+from zcompile import GroupError
+
+PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def trained(rank: int, model: nn.Module, mesh: DeviceMesh | None) -> list[float]:
+    """A weight after one step on a batch that each rank of the data-parallel mesh has for itself."""
+    compiled = zcompile.compile(model, mesh=mesh, backend="eager")
+    place = rank if mesh is None else mesh.get_local_rank()
+    torch.optim.SGD(compiled.parameters(), lr=0.1).zero_grad()
+    compiled(torch.full((2, 4), float(place + 1))).square().sum().backward()
+    torch.optim.SGD(compiled.parameters(), lr=0.1).step()
+    weight: torch.Tensor = compiled.full_state_dict(rank0_only=False)["2.weight"]
+    found: list[float] = weight.flatten().tolist()
+    return found
+
+
+def plainly(ranks: int) -> list[float]:
+    model = small()
+    for rank in range(ranks):
+        (model(torch.full((2, 4), float(rank + 1))).square().sum() / ranks).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    weight: list[float] = model[2].weight.detach().flatten().tolist()
+    return weight
+
+
+def refused(make: Callable[[], object]) -> str:
+    try:
+        make()
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+def sliced(rank: int) -> tuple[str, str, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    part = mesh["shard"]
+    return (
+        refused(lambda: zcompile.compile(small(), mesh=part, backend="eager")),
+        refused(lambda: zcompile.backend(mesh=part, backend="eager")),
+        refused(lambda: zcompile.compile(small(), mesh=mesh, backend="eager")),
+    )
+
+
+def test_a_dimension_of_a_larger_mesh_is_refused_with_both_meshes_and_the_ways_out(ranks: Ranks) -> None:
+    for part, backend, whole in ranks.run(4, sliced):
+        assert part == backend
+        assert "DeviceMesh((shard=2)" in part
+        assert "DeviceMesh((replicate=2, shard=2)" in part
+        assert "train apart" in part
+        assert "init_device_mesh('cpu', (world,)), or none" in part
+        assert "DeviceMesh.from_group(mesh['shard'].get_group(), 'cpu')" in part
+        assert "wants one dimension" in whole
+        assert "mesh[" not in whole
+
+
+def whole(rank: int) -> list[list[float]]:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    flat = mesh._flatten()
+    narrow = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    return [trained(rank, small(), one) for one in (None, flat, narrow["dp"])]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_ranks_flattened_or_beside_dimensions_of_one_train_together(ranks: Ranks) -> None:
+    want = plainly(4)
+    for found in ranks.run(4, whole):
+        for one in found:
+            assert one == pytest.approx(want, abs=1e-6)
+
+
+def of_groups(rank: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    assert refused(lambda: zcompile.compile(small(), mesh=mesh["dp"], backend="eager"))
+    return trained(rank, small(), DeviceMesh.from_group(mesh["dp"].get_group(), "cpu"))
+
+
+def test_groups_that_are_meant_train_by_themselves(ranks: Ranks) -> None:
+    for found in ranks.run(4, of_groups):
+        assert found == pytest.approx(plainly(2), abs=1e-6)
+
+
+def divided(rank: int, shape: tuple[int, int, int], suffix: str) -> tuple[str, list[float]]:
+    """DTensor remembers meshes of processes whose groups are gone by their names: `suffix` makes new ones."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=(f"pp{suffix}", f"dp{suffix}", f"tp{suffix}"))
+    model = parallelize_module(small(), mesh[f"tp{suffix}"], PLAN)
+    found: list[float] = []
+
+    def train() -> None:
+        found.extend(trained(rank, model, mesh[f"dp{suffix}"]))
+
+    return refused(train), found
+
+
+@pytest.mark.parametrize(("shape", "suffix"), [((1, 2, 2), "_a"), ((1, 2, 1), "_b")])
+def test_a_tensor_parallel_dimension_counts_and_one_of_size_one_does_not(
+    ranks: Ranks, shape: tuple[int, int, int], suffix: str
+) -> None:
+    for error, found in ranks.run(torch.Size(shape).numel(), divided, shape, suffix):
+        assert not error
+        assert found == pytest.approx(plainly(shape[1]), abs=1e-6)
+
+
+def test_a_third_dimension_beside_a_tensor_parallel_one_is_refused(ranks: Ranks) -> None:
+    for error, _ in ranks.run(4, divided, (2, 1, 2), "_c"):
+        assert re.search(r"DeviceMesh\(\(dp_c=1\).*a dimension of DeviceMesh\(\(pp_c=2, dp_c=1, tp_c=2\)", error)
+        assert "DeviceMesh.from_group([mesh['dp_c'].get_group(), mesh['tp_c'].get_group()], 'cpu'" in error
+
+
+def stages(rank: int) -> list[float]:
+    """As the error says: a mesh of the groups of data and tensor parallelism alone, for each pipeline stage."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp_d", "dp_d", "tp_d"))
+    groups = [mesh["dp_d"].get_group(), mesh["tp_d"].get_group()]
+    members = torch.tensor(dist.get_process_group_ranks(groups[1])).view(1, 2)
+    own = DeviceMesh.from_group(groups, "cpu", mesh=members, mesh_dim_names=("dp_d", "tp_d"))
+    return trained(rank, parallelize_module(small(), own["tp_d"], PLAN), own["dp_d"])
+
+
+def test_pipeline_stages_of_tensor_parallel_models_have_meshes_of_their_own(ranks: Ranks) -> None:
+    for found in ranks.run(4, stages):
+        assert found == pytest.approx(plainly(1), abs=1e-6)
