@@ -21,9 +21,10 @@ from torch import fx
 from zcompile._torch import aot_autograd, is_symbolic, no_donated_buffers, promise_no_donated_buffers
 from zcompile.derived import is_view
 from zcompile.errors import CaptureError
-from zcompile.layout import Layout, identifier
-from zcompile.ops import NAMES, Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
+from zcompile.layout import Layout
+from zcompile.ops import Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
 from zcompile.program import Program, set_results
+from zcompile.spelling import free, identifier
 from zcompile.tensor_type import TensorType
 
 
@@ -231,7 +232,7 @@ class _Reader:
             node.target,
             fx.map_arg(node.args, self.values.__getitem__),
             fx.map_arg(node.kwargs, self.values.__getitem__),
-            name=f"{name}_" if name in NAMES else name,
+            name=free(name),
         )
         copied.meta = dict(node.meta)
         found = TensorType.of(node.meta.get("val"))

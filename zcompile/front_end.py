@@ -43,7 +43,7 @@ def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[st
         return forward(*args, **kwargs)
 
     assert isinstance(call, types.FunctionType), "a plain function"
-    digest = hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
+    digest = hashlib.sha256("\n".join(about).encode(errors="backslashreplace")).hexdigest()[:12]
     code = call.__code__.replace(co_name=f"zcompile_call_{digest}")
     return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from zcompile.errors import ModelError
+from zcompile.spelling import identifier
 
 SMALL_BYTES = 64 * 1024
 """A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
@@ -223,9 +224,3 @@ class Layout:
                 for unit in self.units
             )
         )
-
-
-def identifier(name: str) -> str:
-    """`name` as a Python identifier: `blocks.0` becomes `blocks_0`. Lower case: FX respells capitals when it copies."""
-    text = "".join(char if char.isalnum() else "_" for char in name)
-    return text.lower() if text and not text[0].isdigit() else f"u{text.lower()}"

@@ -24,6 +24,7 @@ from zcompile.known import known
 from zcompile.layout import STAGES, Layout, Param, Unit
 from zcompile.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, op_of, set_data
 from zcompile.program import Program, Region, set_results
+from zcompile.spelling import unescaped
 from zcompile.tensor_type import TensorType, dtype_of
 
 _MARGIN = re.compile(
@@ -70,7 +71,9 @@ class _Type:
 
     def data(self, op: Op, phase: Phase, source: str) -> Data:
         """The data of a value of this type."""
-        return Data(op, phase, self.type, source, view=self.view, replicated=self.replicated, storage=self.storage)
+        return Data(
+            op, phase, self.type, unescaped(source), view=self.view, replicated=self.replicated, storage=self.storage
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class _Parser:
         _placeholders_first(graph)
         set_results(graph, **results)
         flagged = (text.split() for texts in self.constants.get("units", {}).values() for text in texts)
-        unused = frozenset(words[0] for words in flagged if "unused" in words)
+        unused = frozenset(unescaped(words[0]) for words in flagged if "unused" in words[1:])
         return Program(graph, self.layout, self.regions, unused=unused)
 
     # -- units ----------------------------------------------------------------------------------------------------
@@ -200,7 +203,7 @@ class _Parser:
         if kind == "unit":
             op = Shards(rest)
         elif kind == "parameter":
-            op = Parameter(rest)
+            op = Parameter(unescaped(rest))
         elif kind in _KEPT:
             op = _KEPT[kind]
         elif kind == "peers":
@@ -214,7 +217,9 @@ class _Parser:
         prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
         node = scope.graph.create_node("placeholder", f"{prefix}_{index}", name=name)
         node.meta["partitioner_tag"] = "is_backward" if kind == "tangent" else "is_forward"
-        return self._typed(node, Data(op, phase, found.type, source, view=found.view, replicated=found.replicated))
+        return self._typed(
+            node, Data(op, phase, found.type, unescaped(source), view=found.view, replicated=found.replicated)
+        )
 
     # -- statements -----------------------------------------------------------------------------------------------
 
@@ -413,7 +418,13 @@ def _param(text: str, world: int) -> Param:
     dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced) in (\w+)", rest)}
     shards = 0 if rest.endswith("whole") else world
     return Param(
-        name, found.shape, found.dtype, "frozen" not in rest, shards, dtypes.get("computed"), dtypes.get("reduced")
+        unescaped(name),
+        found.shape,
+        found.dtype,
+        "frozen" not in rest,
+        shards,
+        dtypes.get("computed"),
+        dtypes.get("reduced"),
     )
 
 

@@ -53,6 +53,7 @@ from zcompile.ops import (
     op_of,
 )
 from zcompile.program import Program, Region, after_items
+from zcompile.spelling import escaped
 from zcompile.tensor_type import TensorType, dtype_text, human_bytes
 
 _TEMPLATE = """\
@@ -178,7 +179,7 @@ def _param_text(param: Param, unused: frozenset[str]) -> str:
         + ("" if param.trainable else " frozen")
         + ("" if param.shards else " whole")
     )
-    return f"{param.name} {TensorType.make(param.dtype, param.shape)}{flags}"
+    return f"{escaped(param.name)} {TensorType.make(param.dtype, param.shape)}{flags}"
 
 
 def _function(name: str, arguments: list[Line], body: list[Line]) -> Function:
@@ -254,7 +255,7 @@ def _argument(program: Program, node: fx.Node) -> Line:
             count = len(program.layout.unit(unit).params)
             return Line(f"{node.name},", delta=f"{count} parameters", source=f"unit {unit}")
         case Parameter(name):
-            return Line(f"{node.name},", _type_text(held), source=f"parameter {name}")
+            return Line(f"{node.name},", _type_text(held), source=f"parameter {escaped(name)}")
         case WaitGather(unit):
             return Line(f"{node.name},", source=f"full unit {unit}")
         case Arena():
@@ -268,7 +269,7 @@ def _argument(program: Program, node: fx.Node) -> Line:
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
             return Line(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
         case _:
-            return Line(f"{node.name},", _type_text(held), source=held.source)
+            return Line(f"{node.name},", _type_text(held), source=_source_text(held))
 
 
 def _type_text(held: Data) -> str:
@@ -280,11 +281,16 @@ def _type_text(held: Data) -> str:
     return f"{'=' if held.replicated else ''}{'&' if held.view else ''}{held.type}{kept}" if held.type else "int[]"
 
 
+def _source_text(held: Data) -> str:
+    """Where a value comes from, one word for each module."""
+    return " + ".join(map(escaped, held.source.split(" + ")))
+
+
 def _statement(node: fx.Node, delta: int) -> list[Line]:
     """The line of a call; where it gives many values, their names and types over several lines."""
     held = data(node)
     items = items_of(node)
-    margin = (_delta_text(delta), held.source)
+    margin = (_delta_text(delta), _source_text(held))
     if isinstance(held.op, (Release, Update, GatherAhead)):
         return _wrapped(Line(_call_text(node), "", *margin))
     if not items:

@@ -246,7 +246,7 @@ class Program:
 
     def digest(self) -> str:
         """SHA-256 of the communications: equal on all ranks, or the program must not run."""
-        return hashlib.sha256("\n".join(self.communications()).encode()).hexdigest()
+        return hashlib.sha256("\n".join(self.communications()).encode(errors="backslashreplace")).hexdigest()
 
     def payload(self, node: fx.Node) -> int:
         """Bytes of the tensors that one communication moves, padding included; an all_reduce moves them twice.
