@@ -19,7 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from zcompile._torch import default_partition, min_cut_rematerialization_partition
+from zcompile._torch import (
+    default_partition,
+    min_cut_rematerialization_partition,
+    random_states_as_tensors,
+    saved_random,
+)
 from zcompile.derived import derived_values, is_view
 from zcompile.ops import Compute, Data, Item, Parameter, Phase, Results, data, has_data, set_data
 from zcompile.program import Program, set_results
@@ -43,9 +48,10 @@ def _partitioned(program: Program, partition: str) -> Program:
     results = program.results
     joint = _joint_module(program)
     static = [i for i, n in enumerate(program.graph.find_nodes(op="placeholder")) if isinstance(data(n).op, Parameter)]
-    forward, backward = _PARTITIONS[partition](
-        joint, (), num_fwd_outputs=len(results.outputs), static_lifetime_input_indices=static
-    )
+    with random_states_as_tensors():
+        forward, backward = _PARTITIONS[partition](
+            joint, (), num_fwd_outputs=len(results.outputs), static_lifetime_input_indices=static
+        )
     graph = fx.Graph()
     values: dict[str, fx.Node] = {}
     for node in program.graph.find_nodes(op="placeholder"):
@@ -107,7 +113,9 @@ def _known(node: fx.Node) -> Data:
     if has_data(node):
         return data(node)
     source = node.all_input_nodes[0] if node.target is operator.getitem else None
-    several = source is not None and isinstance(source.meta.get("val"), (tuple, list))
+    several = source is not None and (
+        source.target is saved_random or isinstance(source.meta.get("val"), (tuple, list))
+    )
     op = Item(int(str(node.args[1]))) if several else Compute()
     return Data(op, type=TensorType.of(node.meta.get("val")), view=is_view(node))
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.models import GPT, batch, make
@@ -161,6 +165,38 @@ def with_dropout(rank: int, backend: str) -> list[str]:
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_states_of_random_numbers_stay_where_torch_can_read_them(ranks: Ranks, backend: str) -> None:
     assert ranks.run(1, with_dropout, backend) == [[]]
+
+
+class Recomputing(nn.Module):
+    """Units of which the user's own checkpoint computes a part again, random numbers of two kinds in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8)]) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(first: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(first(x).sigmoid(), 0.5) * torch.rand_like(x).mean()
+
+        for first, second in self.parts:  # type: ignore[misc]
+            x = x + torch.tanh(second(checkpoint(inner, first, x.sin(), use_reentrant=False)))
+        return x.sum()
+
+
+def with_checkpoints_of_the_user(rank: int, backend: str, folder: str) -> list[list[str]]:
+    every: list[dict[str, Any]] = [{}, {"arenas": True}, {"offload_activations": f"disk:{folder}"}]
+    found = []
+    for options in every:
+        torch.manual_seed(0)
+        compiled = zcompile.compile(Recomputing(), backend=backend, checkpoint="unit", units=["parts.*"], **options)
+        compiled(torch.ones(4, 8)).backward()
+        found.append({name: param.grad.to_local() for name, param in compiled.named_parameters()})
+    return [[name for name, gradient in found[0].items() if not torch.equal(gradient, other[name])] for other in found]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_states_that_the_users_checkpoint_saves_stay_where_they_are(ranks: Ranks, backend: str, tmp_path: Path) -> None:
+    assert ranks.run(1, with_checkpoints_of_the_user, backend, str(tmp_path)) == [[[], [], []]]
 
 
 def test_a_limit_beside_them_is_refused() -> None:

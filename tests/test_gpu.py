@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.models import batch, make
@@ -222,3 +223,29 @@ def test_activations_on_the_host_give_the_same_numbers(options: dict[str, object
             loss.backward()
         found.append([full(param.grad) for param in compiled.parameters() if param.grad is not None])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Recomputing(nn.Module):
+    """The user's own checkpoint computes its dropout again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(self.inner(x).relu(), 0.5)
+
+        return checkpoint(inner, x, use_reentrant=False).sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_checkpoint_of_the_users_draws_the_same_numbers_again(backend: str) -> None:
+    compiled = zcompile.compile(Recomputing().cuda(), backend=backend)
+    x = torch.ones(4, 16, device="cuda", requires_grad=True)
+    loss = compiled(x)
+    loss.backward()
+    bias = full(next(p.grad for name, p in compiled.named_parameters() if name.endswith("bias")))
+    kept = bias / 2  # how many of the four rows kept each column, and were positive
+    assert torch.equal(kept, kept.round())
+    assert ((loss == 0) == (kept.sum() == 0)).all()

@@ -105,6 +105,7 @@ __all__ = [
     "prepare_inductor",
     "promise_no_donated_buffers",
     "random_state",
+    "random_states_as_tensors",
     "real_tensors",
     "replayed_random",
     "retracing",
@@ -166,6 +167,15 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
 def partitioner_budget(share: float) -> contextlib.AbstractContextManager[None]:
     """While torch compiles: the share of activations that its own partitioner saves, 0 to 1; for comparisons."""
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(activation_memory_budget=share)
+    return patched
+
+
+def random_states_as_tensors() -> contextlib.AbstractContextManager[None]:
+    """While torch partitions: states of generators are saved like other values, on GPUs too.
+
+    There it would add generators to the inputs of both graphs, which only torch's own runtime wrapper passes.
+    """
+    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(graphsafe_rng_functionalization=False)
     return patched
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
-from zcompile._torch import HigherOrderOperator
+from zcompile._torch import saved_random
 from zcompile.memory import may_show
 from zcompile.ops import Call, Item, Phase, data, op_of
 from zcompile.program import Program, Region
@@ -28,8 +30,7 @@ def maker_of(program: Program, node: fx.Node) -> fx.Node | None:
 
 
 def _is_random_state(region: Region, node: fx.Node) -> bool:
-    """True for a result of a higher-order operator, as that one's which saves the state and runs an operation."""
+    """True for the first result of what saves the state of a random number generator and draws."""
     op = data(node).op
     made = region.outputs[op.index if isinstance(op, Item) else 0]
-    sources = (made, *made.all_input_nodes) if isinstance(data(made).op, Item) else (made,)
-    return any(isinstance(source.target, HigherOrderOperator) for source in sources)
+    return made.target is operator.getitem and made.args[1] == 0 and made.all_input_nodes[0].target is saved_random
