@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from zcompile._torch import compile_with_inductor, inductor_code, is_symbolic, replayed_random, saved_random
+from zcompile.eager import fit_kernels
 from zcompile.program import Region
 from zcompile.strides import keep_strides
 
@@ -83,6 +84,8 @@ def _module(found: Region) -> fx.GraphModule:
 def _compile(found: Region, backend: str) -> Callable[..., Any]:
     """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values."""
     root = _module(found)
+    if backend == "eager":
+        fit_kernels(root.graph)
     run = _by_inductor(root.graph, root) if backend == "inductor" else _boxed(root, root.graph)
     takes, single = found.takes, len(found.outputs) == 1
 

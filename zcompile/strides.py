@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from zcompile._torch import inductor_decompositions, is_symbolic, tracing_again
+from zcompile._torch import OpOverload, inductor_decompositions, is_symbolic, tracing_again
 
 Order = tuple[int, ...]
 """Dimensions from the one with the largest stride to the one with the smallest."""
@@ -43,7 +43,7 @@ class _Decomposed(fx.Interpreter):
         result, recorded = super().run_node(n), n.meta.get("val")
         if not isinstance(result, Tensor) or not isinstance(recorded, Tensor) or _same_strides(result, recorded):
             return result
-        order = _order(recorded)
+        order = order_of(recorded)
         if order is None:
             return result
         self.differing[n] = order
@@ -58,7 +58,7 @@ def _same_strides(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _order(value: Tensor) -> Order | None:
+def order_of(value: Tensor) -> Order | None:
     """The order of a traced value; None if it is not dense.
 
     A varying size counts as it was traced, and says the same as any other: the strides of a dense tensor are products
@@ -86,14 +86,21 @@ def _inverse(order: Order) -> Order:
 
 def _copy(node: fx.Node, order: Order) -> None:
     """Let the users of `node` read a copy of it that is dense in `order`."""
-    graph, users = node.graph, list(node.users)
-    with graph.inserting_after(node):
-        first = graph.call_function(torch.ops.aten.permute.default, (node, order))
-    with graph.inserting_after(first):
-        contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
-        copied = graph.call_function(torch.ops.aten.clone.default, (first,), contiguous)
-    with graph.inserting_after(copied):
-        last = graph.call_function(torch.ops.aten.permute.default, (copied, _inverse(order)))
-    last.meta = dict(node.meta)
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        copied = reordered(node, order, torch.ops.aten.clone.default)
     for user in users:
-        user.replace_input_with(node, last)
+        user.replace_input_with(node, copied)
+
+
+def reordered(node: fx.Node, order: Order, how: OpOverload) -> fx.Node:
+    """`node` dense in `order`, by `how` made contiguous: operations put in where its graph inserts."""
+    graph = node.graph
+    kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    first = graph.call_function(torch.ops.aten.permute.default, (node, order))
+    with graph.inserting_after(first):
+        dense = graph.call_function(how, (first,), kwargs)
+    with graph.inserting_after(dense):
+        last = graph.call_function(torch.ops.aten.permute.default, (dense, _inverse(order)))
+    last.meta = dict(node.meta)
+    return last

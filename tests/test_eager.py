@@ -1,0 +1,132 @@
+"""backend="eager": models whose kernels lay out, or take, what the fakes that are traced do not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from tests.ranks import Ranks
+from zcompile._torch import FakeTensorMode
+from zcompile.eager import fit_kernels
+
+aten = torch.ops.aten
+
+
+class Turned(nn.Module):
+    """Modules with dimensions exchanged between them."""
+
+    def __init__(self, *parts: nn.Module | tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
+        self.order = [None if isinstance(part, nn.Module) else part for part in parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = iter(self.parts)
+        for turn in self.order:
+            x = next(left)(x) if turn is None else x.permute(turn)
+        return x
+
+
+ROWS, IMAGE = (0, 2, 1), (0, 3, 1, 2)
+TRANSPOSED: dict[str, Callable[[], nn.Module]] = {
+    "at the end": lambda: Turned(nn.Linear(8, 8), ROWS, nn.BatchNorm1d(8)),
+    "between": lambda: Turned(nn.Linear(8, 8), ROWS, nn.BatchNorm1d(8), ROWS, nn.Linear(8, 4)),
+    "flat": lambda: Turned(nn.Linear(8, 8), ROWS, nn.BatchNorm1d(8), nn.Flatten(), nn.Linear(48, 4)),
+    "before groups": lambda: Turned(nn.Linear(8, 8), ROWS, nn.BatchNorm1d(8), nn.GroupNorm(2, 8)),
+    "after a convolution": lambda: Turned(ROWS, nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), ROWS, nn.LayerNorm(8)),
+    "image": lambda: Turned(nn.Linear(8, 8), nn.Unflatten(1, (2, 3)), IMAGE, nn.BatchNorm2d(8), nn.Conv2d(8, 4, 2)),
+}
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)),
+    "layer alone": lambda: nn.LayerNorm(8),
+    "layer without bias": lambda: nn.Sequential(nn.LayerNorm(8, bias=False), nn.Linear(8, 8)),
+    "root mean square": lambda: nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8)),
+    "group": lambda: nn.Sequential(nn.GroupNorm(2, 6), nn.Linear(8, 8)),
+    "instance": lambda: nn.Sequential(nn.InstanceNorm1d(6, affine=True), nn.Linear(8, 8)),
+    "batch": lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(8, 8)),
+    "layers": lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
+}
+
+
+def trained(model: nn.Module, call: Callable[[Tensor], Tensor], oracle: bool) -> dict[str, Tensor]:
+    """Results and gradients, oneself's of two ranks, or those of plain PyTorch averaged over both batches."""
+    torch.manual_seed(1)
+    batches = torch.randn(2, 4, 6, 8)
+    mine = list(batches) if oracle else [batches[torch.distributed.get_rank()]]
+    for x in mine:
+        y = call(x)
+        weights = torch.arange(y.numel()).view(y.shape).cos()
+        ((y.float() * weights).sum() / len(mine)).backward()
+    found = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}  # type: ignore[union-attr]
+
+
+def against_plain(rank: int, kind: str, name: str, stage: int, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    reference = (TRANSPOSED if kind == "transposed" else NORMS)[name]()
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    model = copy.deepcopy(reference)
+
+    def plain(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            result: Tensor = reference(x)
+        return result
+
+    expected = trained(reference, plain, oracle=True)
+    compiled = zcompile.compile(model, stage=stage, backend="eager", dtype=dtype)
+    found = trained(compiled, compiled, oracle=False)
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=0, atol=largest * (1e-5 if dtype is None else 0.03))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_a_normalization_of_a_transposed_value_trains_as_plain_pytorch(ranks: Ranks, name: str, stage: int) -> None:
+    ranks.run(2, against_plain, "transposed", name, stage, None)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normalization_first_trains_in_bfloat16(ranks: Ranks, name: str, stage: int) -> None:
+    ranks.run(2, against_plain, "norms", name, stage, torch.bfloat16)
+
+
+def graph_of(target: Any, recorded: Tensor, *args: Any) -> fx.Graph:
+    """A region's graph with one operation on a value that was recorded so."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = FakeTensorMode().from_tensor(recorded)
+    graph.output(graph.call_function(target, (x, *args)))
+    fit_kernels(graph)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.view.default, ([6, 2],)),
+        (aten._unsafe_view.default, ([12],)),
+        (aten.as_strided.default, ([2, 2], [4, 1])),
+        (aten.view.dtype, (torch.float16,)),
+        (aten.view_as_complex.default, ()),
+    ],
+    ids=str,
+)
+def test_what_reads_memory_finds_the_layout_that_was_recorded(target: Any, args: tuple[Any, ...]) -> None:
+    recorded = torch.arange(12.0).view(2, 3, 2)
+    otherwise = recorded.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    run = fx.GraphModule(nn.Module(), graph_of(target, recorded, *args))
+    expected = target(recorded, *args)
+    assert torch.equal(run(otherwise), expected)
+    result = run(recorded)
+    assert result.untyped_storage().data_ptr() == recorded.untyped_storage().data_ptr(), "what fits is not copied"
