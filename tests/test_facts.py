@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ import pytest
 from torch import fx
 
 import zcompile
+from tests.models import batch, make
 from tests.passes.programs import CHAIN, OUTLINED, at_stage, joined
 from zcompile import Pass, Pipeline, Program, ProgramError, facts, ops
 from zcompile.layout import STAGES
@@ -16,6 +19,7 @@ from zcompile.ops import (
     AllGather,
     Call,
     GatherAhead,
+    Item,
     Phase,
     Reduce,
     Release,
@@ -77,6 +81,127 @@ def release_of(program: Program, full: str) -> fx.Node:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_right_program_is_accepted(stage: int) -> None:
     zcompile.verify(right(at_stage(CHAIN, stage)), ALL, "after all")
+
+
+# -- whatever is broken -----------------------------------------------------------------------------------------------
+
+
+def moved(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    other.append(line) if rng.random() < 0.5 else other.prepend(line)
+
+
+def deleted(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    line.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
+    if not line.users:
+        program.graph.erase_node(line)
+
+
+def doubled(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    with program.graph.inserting_after(other):
+        program.graph.node_copy(line)
+
+
+def swapped(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    if line.all_input_nodes and other.all_input_nodes:
+        one, two = rng.choice(line.all_input_nodes), rng.choice(other.all_input_nodes)
+        line.replace_input_with(one, two)
+        other.replace_input_with(two, one)
+
+
+def given_another(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    if line.all_input_nodes:
+        line.replace_input_with(rng.choice(line.all_input_nodes), other)
+
+
+def given_more(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    line.args = (*line.args, other)
+
+
+def given_less(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    line.args = line.args[:-1]
+
+
+def released(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    with program.graph.inserting_after(other):
+        program.add(ops.release, (line,), replace(data(other), op=Release("a"), type=None), "another")
+
+
+def misnamed(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    op = data(line).op
+    if isinstance(op, (AllGather, WaitGather, Release, Reduce, WaitReduce)):
+        set_data(line, replace(data(line), op=replace(op, unit=rng.choice(["a", "b", "c", "nowhere"]))))
+    if isinstance(op, Call):
+        set_data(line, replace(data(line), op=replace(op, region=f"region_{rng.randrange(4)}")))
+
+
+def kept(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    op = data(line).op
+    if isinstance(op, AllGather):
+        set_data(line, replace(data(line), op=replace(op, keep=not op.keep)))
+        line.kwargs = {**line.kwargs, "keep": not op.keep}
+
+
+def returned(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
+    end = program.graph.output_node()
+    end.replace_input_with(rng.choice(end.all_input_nodes), line)
+
+
+MISTAKES = (
+    moved, deleted, doubled, swapped, given_another, given_more, given_less, released, misnamed, kept, returned,
+)  # fmt: skip
+
+
+def error_of(program: Program, rng: random.Random) -> ProgramError | None:
+    """What the verifier says of `program`, if anything; any other exception comes through."""
+    try:
+        zcompile.verify(program, (facts.WELL_FORMED, *rng.sample(ALL, len(ALL))), "after it")
+    except ProgramError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_program_is_printed_and_judged_however_broken_it_is(mistake: Callable[..., None]) -> None:
+    rng = random.Random(0)
+    correct, judged = [right(at_stage(CHAIN, stage)) for stage in (1, 3)], 0
+    for _ in range(60):
+        program = rng.choice(correct).copy()
+        for _ in range(rng.choice([1, 1, 2])):
+            lines = [node for node in program.graph.nodes if node.op == "call_function"]
+            mistake(program, *rng.sample([line for line in lines if not isinstance(data(line).op, Item)], 2), rng)
+        assert program.text(regions=True)
+        if (error := error_of(program, rng)) is not None:
+            judged += 1
+            assert "so broken" not in error.found, error.found
+            assert "-->" in error.fix, error
+    assert judged > 5
+
+
+def test_a_reduction_behind_its_wait_is_told_in_few_lines() -> None:
+    def late(program: Program) -> Program:
+        program = program.copy()
+        reduce = program.nodes(Reduce)[0]
+        next(iter(reduce.users)).append(reduce)
+        return program
+
+    passes = zcompile.pipeline(prefetch=1).with_pass(Pass("late", late, (facts.WAITS_SUNK,)))
+    model = make("mlp")
+    with pytest.raises(ProgramError, match=r"after late(.|\n)*before it is there(.|\n)*-->") as caught:
+        zcompile.compile(model, backend="eager", passes=passes)(*batch("mlp", 0, 0))
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_nothing_is_kept_beyond_the_step_in_stage_three(released: bool) -> None:
+    program = right().copy()
+    gather = program.node("a_gather")
+    kept(program, gather, gather, random.Random(0))
+    if not released:
+        program.graph.erase_node(release_of(program, "a_full"))
+    assert refusal(program) == (
+        "after it: gathers released exactly once: a_gather keeps a full beyond the step; stage 3 gathers it anew",
+        "a_gather = all_gather(a, keep=True)",
+    )
 
 
 # -- gathers ----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def typed_errors() -> Iterator[None]:
         yield
     except BackendCompilerFailed as error:
         if isinstance(inner := error.inner_exception, ZcompileError):
-            raise inner from None
+            raise inner.with_traceback(None) from inner.__cause__  # without a hundred lines of the compiler's
         raise
     except FailOnRecompileLimitHit as error:
         found = "\n".join(line for line in str(error).splitlines() if line.strip())

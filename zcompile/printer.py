@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import torch
@@ -103,6 +103,10 @@ WIDTH = 84
 """Columns of code; what is longer is broken at its commas."""
 _MARK = "\0"
 """Stands between a line and the name of its node, where they are printed together."""
+
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,17 +229,27 @@ def _result_nodes(program: Program, phase: Phase) -> Iterator[fx.Node]:
 def _phase_lines(program: Program, phase: Phase) -> tuple[list[Line], list[Line]]:
     arguments = [_argument(program, node) for node in inputs_of(program, phase)]
     body = program.body(phase)
-    deaths, freed = _deaths(program, phase, body), _freed(program)
+    deaths = _deaths(program, phase, body)
+    freed: dict[fx.Node, int] = _if_sound(_freed, program, {})
     lines: list[Line] = []
     for node in body:
-        end, dead = after_items(node), deaths.get(node)
+        end, dead = _if_sound(after_items, node, node), deaths.get(node)
         if not isinstance(data(node).op, Item):
             # What nobody can name any more may be freed later: a view shows it, or it is being sent.
             at_once = 0 if deaths.get(end) else freed.get(end, 0)
-            lines += [replace(line, node=node.name) for line in _statement(node, program.memory(node) - at_once)]
+            delta = _if_sound(program.memory, node, 0) - at_once
+            lines += [replace(line, node=node.name) for line in _statement(node, delta)]
         if dead:
             lines += _delete(dead, freed.get(node, 0))
     return arguments, [*lines, *_wrapped(Line(_return(program, phase)))]
+
+
+def _if_sound(find: Callable[[A], T], of: A, otherwise: T) -> T:
+    """What `find` finds; `otherwise` in a program so broken that it raises, which is printed to show where."""
+    try:
+        return find(of)
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError):
+        return otherwise
 
 
 def _freed(program: Program) -> dict[fx.Node, int]:
@@ -378,7 +392,7 @@ def _deaths(program: Program, phase: Phase, body: list[fx.Node]) -> dict[fx.Node
             continue
         if isinstance(data(node).op, (Parameter, Arena)) or (isinstance(data(node).op, Item) and end is node):
             continue
-        deaths.setdefault(after_items(end), []).append(node)
+        deaths.setdefault(_if_sound(after_items, end, end), []).append(node)
     return deaths
 
 

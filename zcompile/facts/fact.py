@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -42,21 +43,29 @@ def verify(program: Program, facts: Iterable[Fact], where: str) -> None:
         ProgramError: naming the fact, what is wrong, and the line with a mark in the printed program.
     """
     for fact in facts:
-        for violation in fact.violations(program):
-            raise ProgramError(
-                f"{where}: {fact.name}",
-                violation.message,
-                f"mend the pass that ran last, or the program\n{_marked(program, violation.node)}",
-            )
+        if (violation := _first(fact, program)) is not None:
+            fix = f"fix the pass that ran last, or the program\n{_marked(program, violation.node)}"
+            raise ProgramError(f"{where}: {fact.name}", violation.message, fix)
+
+
+def _first(fact: Fact, program: Program) -> Violation | None:
+    """The first violation of `fact`; a program that the check cannot even be made of is one, too."""
+    try:
+        return next(fact.violations(program), None)
+    except Exception as error:
+        return Violation(None, f"the program is so broken that this cannot be checked: {type(error).__name__}: {error}")
 
 
 def _marked(program: Program, node: fx.Node | None) -> str:
     """The printed lines around `node`, its own with an arrow; nothing for no node."""
-    lines = lines_with_nodes(program) if node is not None else []
-    at = [index for index, (_, name) in enumerate(lines) if node is not None and name == node.name]
-    if not at:
+    if node is None:
         return ""
-    shown = range(max(0, at[0] - 3), min(len(lines), at[-1] + 4))
+    lines = lines_with_nodes(program)
+    at = [index for index, (_, name) in enumerate(lines) if name == node.name]
+    if not at:  # one of several results, on the line of its call; an argument; or what only a result names
+        named = re.compile(rf"\b{re.escape(node.name)}\b")
+        at = [index for index, (text, _) in enumerate(lines) if named.search(text.partition("#")[0])][:1]
+    shown = range(max(0, at[0] - 3), min(len(lines), at[-1] + 4)) if at else ()
     return "\n".join(f"{'-->' if i in at else '   '} {i + 1:4} {lines[i][0]}" for i in shown)
 
 

@@ -66,8 +66,12 @@ def _released_once(program: Program) -> Iterator[Violation]:
         if len(waits) != 1:
             yield Violation(gather, f"{gather.name} is waited for {len(waits)} times; want once")
             continue
+        if op_of(gather, AllGather).keep and program.layout.stage.parameters_sharded:
+            found = f"{gather.name} keeps {op_of(gather, AllGather).unit} full beyond the step"
+            yield Violation(gather, f"{found}; stage {program.layout.stage.number} gathers it anew")
+            continue
         releases = [user for user in waits[0].users if isinstance(data(user).op, Release)]
-        want = 0 if op_of(gather, AllGather).keep and not program.layout.stage.parameters_sharded else 1
+        want = 0 if op_of(gather, AllGather).keep else 1
         if len(releases) != want:
             found = f"{len(releases)} releases of {waits[0].name}"
             yield Violation(gather, f"{found}; want {(want and 'one, after its last use') or 'none, it is kept'}")

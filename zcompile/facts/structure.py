@@ -9,17 +9,31 @@ from torch import fx
 from zcompile.derived import derived_values
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ops import (
+    Accumulate,
     AllGather,
     Arena,
+    Away,
     Call,
     Compute,
+    Copy,
+    Fetch,
     GatherAhead,
+    Item,
+    Op,
     Parameter,
+    Peers,
     Phase,
     Reduce,
+    Release,
     Results,
     Shards,
+    Stack,
+    Stash,
+    Store,
+    Update,
+    WaitFetch,
     WaitGather,
+    WaitReduce,
     all_gather,
     all_reduce,
     data,
@@ -37,10 +51,97 @@ def _well_formed(program: Program) -> Iterator[Violation]:
             if source not in seen:
                 yield Violation(node, f"{label(node)} uses {source.name} before it is there")
         seen.add(node)
+        yield from _built_as_meant(program, node)
         yield from _spelled_as_meant(node)
     for value in program.results.outputs:
         if isinstance(value, fx.Node) and isinstance(data(value).op, (Shards, AllGather, WaitGather)):
             yield Violation(value, f"{value.name} is returned, but is no value of the model's")
+    for value in program.results.reduced:
+        if not isinstance(data(value).op, (WaitReduce, Accumulate)):
+            yield Violation(value, f"{value.name} is returned as reduced gradients, which it is not")
+
+
+_TAKES: dict[type[Op], tuple[tuple[type[Op], ...], ...]] = {
+    AllGather: ((Shards,),),
+    WaitGather: ((AllGather,),),
+    Release: ((WaitGather,),),
+    WaitReduce: ((Reduce,),),
+    Update: ((Shards,), (WaitReduce,)),
+    GatherAhead: ((Shards,),),
+    Copy: ((),),
+    Store: ((), (Stack,)),
+    Stash: ((), (Away, Peers)),
+    Fetch: ((), (Away, Peers)),
+    WaitFetch: ((Fetch,),),
+}
+"""What each line of the outer program takes, by kind; () for what other facts look at."""
+
+
+def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:
+    """A line has the arguments of its kind, and names units, parameters and regions that are there."""
+    op = data(node).op
+    takes, given = _TAKES.get(type(op)), node.args
+    if takes is not None:
+        sources = [data(arg).op for arg in given if isinstance(arg, fx.Node)]
+        fits = len(sources) == len(given) == len(takes)
+        if not fits or any(kinds and not isinstance(op, kinds) for op, kinds in zip(sources, takes, strict=True)):
+            yield Violation(node, f"{node.name} is given {list(given)}, which a {type(op).__name__} does not take")
+    elif isinstance(op, (Reduce, Accumulate)):
+        fits = len(given) == 2 and isinstance(given[0], fx.Node) and isinstance(given[1], (list, tuple))
+        if not fits or not all(grad is None or isinstance(grad, fx.Node) for grad in given[1]):  # type: ignore[union-attr]
+            yield Violation(node, f"{node.name} is given {list(given)}; want a unit and a list of gradients")
+    unit = getattr(op, "unit", None)
+    if unit is not None and unit not in {known.name for known in program.layout.units}:
+        yield Violation(node, f"{node.name} names the unit {unit!r}, which is not there")
+    elif isinstance(op, (Reduce, Accumulate, WaitReduce, Update)):
+        yield from _mistaken_gradients(program, node, op)
+    elif isinstance(op, Call):
+        yield from _mistaken_call(program, node, op)
+    elif isinstance(op, Item) and program.regions:
+        yield from _mistaken_item(program, node, op)
+
+
+def _mistaken_gradients(
+    program: Program, node: fx.Node, op: Reduce | Accumulate | WaitReduce | Update
+) -> Iterator[Violation]:
+    params = [param.name for param in program.layout.unit(op.unit).params]
+    if unknown := set(op.params).difference(params):
+        yield Violation(node, f"{node.name} names {min(unknown)!r}, which {op.unit} does not have")
+    if isinstance(op, (Reduce, Accumulate)) and len(node.args[1]) != len(params):  # type: ignore[arg-type]
+        yield Violation(node, f"{node.name} is given {len(node.args[1])} gradients; {op.unit} has {len(params)}")  # type: ignore[arg-type]
+
+
+def _mistaken_call(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
+    """Arguments by number: their kinds are looked at where regions are."""
+    found, given = program.regions.get(op.region), node.args[1:]
+    if found is None or not node.args or not all(isinstance(arg, fx.Node) for arg in given):
+        yield Violation(node, f"{node.name} calls {op.region}, which is not there or takes other arguments")
+        return
+    wanted = 1 + max((argument for argument, _ in found.takes), default=-1)
+    full = [argument for argument, item in found.takes if item is not None]
+    if len(given) != wanted or any(argument >= len(op.units) for argument in full):
+        yield Violation(node, f"{label(node)} is given {len(given)} arguments; it takes {wanted}")
+    for argument, item in found.takes:
+        if (
+            item is not None
+            and argument < len(op.units)
+            and item >= len(program.layout.unit(op.units[argument]).params)
+        ):
+            yield Violation(node, f"{label(node)} takes parameter {item} of {op.units[argument]}, which has fewer")
+
+
+def _mistaken_item(program: Program, node: fx.Node, op: Item) -> Iterator[Violation]:
+    """A result of a call stands right behind it, and is one that its region gives."""
+    sources = node.all_input_nodes
+    found = data(sources[0]).op if len(sources) == 1 else None
+    if not isinstance(found, Call) or found.region not in program.regions:
+        yield Violation(node, f"{node.name} is a result of {[source.name for source in sources]}, which is no call")
+        return
+    (call,) = sources
+    if op.index >= len(program.regions[found.region].outputs):
+        yield Violation(node, f"{node.name} is result {op.index} of {label(call)}, which has fewer")
+    elif node.prev is not call and not (isinstance(data(node.prev).op, Item) and call in node.prev.all_input_nodes):
+        yield Violation(node, f"{node.name} does not stand behind {call.name}, of which it is a result")
 
 
 def _spelled_as_meant(node: fx.Node) -> Iterator[Violation]:
