@@ -26,9 +26,9 @@ STEP = "FBSZ"
 PLACES = ((2, 3), (3, 1), (2, 0), (2, 2))
 """Worlds and stages that save; each is loaded in the next one's."""
 MANIFEST = "zcompile.json"
-SMALL = 256
+SMALL = 1024
 """KiB of the disks that fill up."""
-OUTSIDE = "outside.txt"
+OUTSIDE, ABSENT = "outside.txt", "absent.distcp"
 
 
 class Verdict(Exception):
@@ -219,7 +219,9 @@ def manifest(disk: Disk, *, edit: Callable[[Disk, dict[str, Any]], object], seal
         content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(content))
     (disk.root / OUTSIDE).write_text("mine")
-    loads_or_says(disk, right, MANIFEST, disk.file.name, OUTSIDE, ".metadata")
+    loads_or_says(disk, right, MANIFEST, disk.file.name, OUTSIDE, ABSENT, ".metadata")
+    if edit is names_outside:
+        raise Verdict("silent", "a file outside of the checkpoint's folder was taken for a part of it")
 
 
 def names_outside(disk: Disk, content: dict[str, Any]) -> None:
@@ -272,7 +274,7 @@ EDITS: dict[str, Callable[[Disk, dict[str, Any]], object]] = {
     "nothing": names_nothing,
     "bytes": lambda disk, content: content["files"][disk.file.name].update(bytes=1),
     "digest": lambda disk, content: content["files"][disk.file.name].update(sha256="0" * 64),
-    "absent": lambda disk, content: content["files"].update({"absent.distcp": content["files"][disk.file.name]}),
+    "absent": lambda disk, content: content["files"].update({ABSENT: content["files"][disk.file.name]}),
     "format": lambda disk, content: content.update(format=99),
     "files-list": lambda disk, content: content.update(files=["x"]),
     "no-files": lambda disk, content: content.pop("files"),
@@ -434,7 +436,7 @@ def _acts() -> Iterator[tuple[str, str, Callable[[Disk], None]]]:
         for sealed in (False, True):
             yield "manifest", f"{what}{'-sealed' * sealed}", partial(manifest, edit=edit, sealed=sealed)
     yield "code", "metadata", bomb
-    for room in (0, 4, 12, 20, 28, 40):
+    for room in (0, 20, 40, 60, 76, 84, 120):
         for save in ("C", "cw"):
             yield "full", f"{room}-{'meanwhile' if 'c' in save else 'waiting'}", partial(full, save=save, room=room)
     for save in ("C", "cw"):

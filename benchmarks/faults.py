@@ -10,10 +10,11 @@ Each case has a name and is the same in every run: `--only NAME` repeats one, or
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 
 from rich.console import Console
@@ -24,6 +25,7 @@ from benchmarks.fault_verdicts import GOOD, MISSED, SKIPPED, Found
 
 Run = tuple[str, Callable[[], Found]]
 WIDTH = 150  # columns
+INTERRUPTED = 130  # the exit status of a program stopped by Ctrl-C
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -57,7 +59,7 @@ def table_of(found: Sequence[Found]) -> Table:
     """How often each kind of fault came to each verdict that there was."""
     verdicts = [v for v in (*GOOD, SKIPPED, *MISSED) if any(one.verdict == v for one in found)]
     table = Table("fault", *verdicts)
-    for kind in dict.fromkeys(one.kind for one in found):
+    for kind in sorted({one.kind for one in found}):
         add_row(table, kind, verdicts, [one for one in found if one.kind == kind])
     table.add_section()
     add_row(table, f"{len(found)} cases", verdicts, found)
@@ -70,21 +72,32 @@ def add_row(table: Table, name: str, verdicts: Sequence[str], found: Sequence[Fo
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the cases and print what came of them; 1 if any has missed the target, 2 if there were none."""
+    """Run the cases and print what came of them, also when interrupted: then those under way are waited for.
+
+    Returns 0; 1 if any case has missed the target; 2 if there were none; 130 if it was interrupted.
+    """
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends processes as Ctrl-C does
     console = Console()
     console.width = max(WIDTH, console.width)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    found = []
-    with ThreadPoolExecutor(options.together) as pool:
-        for one in pool.map(lambda run: run[1](), chosen(options)):
-            found.append(one)
+    found: list[Found] = []
+    pool = ThreadPoolExecutor(options.together)
+    interrupted = False
+    try:
+        for ended in as_completed([pool.submit(act) for _, act in chosen(options)]):
+            found.append(one := ended.result())
             if one.verdict in MISSED or options.only:
                 say(f"{one.verdict}  {one.name}\n    {one.why}")
+    except KeyboardInterrupt:
+        interrupted = True
+    pool.shutdown(cancel_futures=True)
     console.print(table_of(found))
     for verdict in {one.verdict: None for one in found if one.verdict in MISSED}:
         say(f"{verdict}: {MISSED[verdict]}")
-    return 2 if not found else int(any(one.verdict in MISSED for one in found))
+    if interrupted:
+        return INTERRUPTED
+    return int(any(one.verdict in MISSED for one in found)) if found else 2
 
 
 if __name__ == "__main__":

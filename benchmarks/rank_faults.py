@@ -46,7 +46,7 @@ FAULTS = [
     Fault("more-forward-after", "FBSZ", "FBSZF"),
     Fault("more-forward-backward", "FBSZ", "FBFBSZ"),
     Fault("more-forward-backward-zero", "FBSZ", "FBZFBSZ"),
-    Fault("more-backward", "FBSZ", "RBSZ"),
+    Fault("more-backward", "FBSZ", "FRBSZ"),
     Fault("more-backwards", "FBSZ", "FRRBSZ"),
     Fault("more-evaluation", "FBSZ", "FBSZE"),
     Fault("more-evaluation-first", "FBSZ", "EFBSZ"),
@@ -209,15 +209,16 @@ def _right(
     case: Case, seen: Sequence[Seen], expected: Sequence[Expected], raised: dict[int, Raised]
 ) -> tuple[str, str]:
     """The verdict on ranks some of which raised, before anything wrong was done; others may have done all there is."""
+    told = next(f"rank {rank}: {one.raised.kind}: {one.raised.text}" for rank, one in enumerate(seen) if one.raised)
+    if case.fault.legal:
+        return "refused", told
     for rank, one in enumerate(seen):
         if rank != case.culprit and not one.raised and not expected[rank].complete:
             return "some", f"no error on rank {rank}: {[one.raised for one in seen]}"
     for rank, error in raised.items():
         if not names(error.text, case.culprit):
             return "unnamed", f"rank {rank}: {error.kind}: {error.text}"
-    told = next(f"rank {rank}: {one.raised.kind}: {one.raised.text}" for rank, one in enumerate(seen) if one.raised)
-    verdict = "refused" if case.fault.legal else "error"
-    return _warned(case, {rank: seen[rank] for rank in raised}) or (verdict, told)
+    return _warned(case, {rank: seen[rank] for rank in raised}) or ("error", told)
 
 
 def _warned(case: Case, seen: dict[int, Seen]) -> tuple[str, str] | None:
@@ -230,7 +231,7 @@ def _warned(case: Case, seen: dict[int, Seen]) -> tuple[str, str] | None:
 
 RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and )\d+)*)")
 WHERE = re.compile(
-    r"\b(program|forward|backward|evaluat\w+|step|line|embed|head|blocks\.\d"
+    r"\b(program|forward|backward|evaluat\w+|step|line|embed|head|blocks\.\d|the seed of random numbers"
     r"|save_checkpoint|load_checkpoint|full_state_dict|clip_grad_norm_?)\b"
 )
 
