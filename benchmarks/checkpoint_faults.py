@@ -141,11 +141,11 @@ def kill(disk: Disk, *, everyone: bool, save: str) -> None:
     (old,) = disk.done(f"{STEP}MC")
     faulty = range(disk.world) if everyone else [random.Random(disk.name).randrange(disk.world)]
     seen = disk.do(f"O{STEP}M{save}", faulty=faulty, fault=f"O{STEP}Mk{save}")
-    new = next(state for one in seen for state in one.states.values())
+    new = [state for one in seen for state in one.states.values()]
     for rank, one in enumerate(seen):
         if one.raised and not one.raised.typed:
             raise Verdict("raw", f"rank {rank}: {one.raised.kind}: {one.raised.text}")
-    loads(disk, old, new)
+    loads(disk, old, *new)
     trains_on(disk)
 
 

@@ -20,6 +20,7 @@ MISSED = {
     "unsaid": "a rank waited for long and did not warn who is awaited",
     "deleted": "a file that is not zcompile's is gone or changed",
     "left": "what a failed save has left is still there after the next one",
+    "broken": "the campaign itself failed",
 }
 SKIPPED = "skipped"
 """It cannot be tried here."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -55,6 +56,14 @@ def chosen(options: argparse.Namespace) -> list[Run]:
     return [run for run in runs if options.only in run[0]]
 
 
+def found_by(name: str, act: Callable[[], Found]) -> Found:
+    """What came of a case; a mistake of the campaign costs this one alone."""
+    try:
+        return act()
+    except Exception:
+        return Found(name, "broken", "broken", traceback.format_exc())
+
+
 def table_of(found: Sequence[Found]) -> Table:
     """How often each kind of fault came to each verdict that there was."""
     verdicts = [v for v in (*GOOD, SKIPPED, *MISSED) if any(one.verdict == v for one in found)]
@@ -85,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     pool = ThreadPoolExecutor(options.together)
     interrupted = False
     try:
-        for ended in as_completed([pool.submit(act) for _, act in chosen(options)]):
+        for ended in as_completed([pool.submit(found_by, *run) for run in chosen(options)]):
             found.append(one := ended.result())
             if one.verdict in MISSED or options.only:
                 say(f"{one.verdict}  {one.name}\n    {one.why}")
