@@ -25,11 +25,14 @@ class Freshness:
         self.communicator = communicator
         self.steps = 0
         """Optimizer steps that changed these parameters."""
+        self.idle = 0
+        """Steps that have found no gradient."""
         self._steps_seen = 0
 
-    def step(self) -> None:
-        """An optimizer has stepped parameters of these units."""
+    def step(self, *, idle: bool = False) -> None:
+        """An optimizer has stepped parameters of these units; `idle`: it has found no gradient."""
         self.steps += 1
+        self.idle += idle
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import after_backward, backward_number, local_tensor, post_accumulate_hooks
+from zcompile._torch import (
+    after_backward,
+    backward_number,
+    local_tensor,
+    no_torch_function,
+    post_accumulate_hooks,
+)
 from zcompile.errors import ParameterError
 from zcompile.layout import Unit
 from zcompile.runtime.executor import BoundUnit, Gradients, all_reduce, reduce_scatter
@@ -34,6 +40,8 @@ def _none() -> Collection[str]:
 class _Backward:
     """One backward while it runs: its gradients so far, and what is to be reduced at its end."""
 
+    keeps: bool
+    """True if there were averaged gradients when it began."""
     gradients: list[tuple[Gradients, Unreached]] = field(default_factory=list)
     calls: list[RollCall] = field(default_factory=list)
     """What the ranks have told each other of its programs."""
@@ -74,8 +82,9 @@ class Delivery:
             AgreementError: a run before is known to be out of step.
         """
         holds = [HOLDS] if any(unit.names_held() for unit in self.units.values()) else []
-        call = self.lockstep.enter(kind, program, [*holds, *marks], variant, is_new=is_new)
-        self._current().calls.append(call)
+        running = self._current()
+        call = self.lockstep.enter(kind, program, [*holds, *marks], variant, keeps=running.keeps, is_new=is_new)
+        running.calls.append(call)
         return call
 
     def add(self, gradients: Sequence[Gradients], unreached: Unreached = _none) -> None:
@@ -108,9 +117,18 @@ class Delivery:
         number = backward_number()
         assert number is not None, "gradients come from a backward"
         if number not in self._running:
-            self._running[number] = _Backward()
+            self._running[number] = _Backward(self._has_gradients())
             after_backward(lambda: self._end(number))
         return self._running[number]
+
+    def _has_gradients(self) -> bool:
+        """True if a parameter has an averaged gradient, to which another is added."""
+        with no_torch_function():
+            return any(
+                parameter.grad is not None and unit.held(name) is None
+                for unit in self.units.values()
+                for name, parameter in unit.parameters.items()
+            )
 
     def _end(self, number: int) -> None:
         with self.recorder.span("delivery"):

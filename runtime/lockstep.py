@@ -20,9 +20,9 @@ from zcompile.errors import AgreementError
 from zcompile.runtime.groups import Communicator, Shared
 from zcompile.runtime.waits import named
 
-NUMBERS = 6
+NUMBERS = 8
 """Numbers of a message that say where a rank is."""
-MARKS = 10
+MARKS = 8
 """Numbers of a message that hold marks, and the bits in each."""
 BITS = 62
 
@@ -62,6 +62,10 @@ class Position:
     """The first 48 bits of the digest of the program's communications."""
     steps: int
     """Steps of optimizers so far."""
+    idle: int
+    """Those of them that found no gradient, as on a rank that has dropped its own."""
+    keeps: bool = False
+    """Of a backward: True if there are gradients of an earlier one, to which it adds."""
     is_new: bool = False
     """True if the ranks are about to compare the program's communications, line by line."""
 
@@ -73,17 +77,20 @@ class Position:
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Position:
         """What `numbers` gave."""
-        model, number, kind, program, steps, is_new = numbers
-        return cls(model, number, RunKind(kind), program, steps, bool(is_new))
+        model, number, kind, program, steps, idle, keeps, is_new = numbers
+        return cls(model, number, RunKind(kind), program, steps, idle, bool(keeps), bool(is_new))
 
     def __str__(self) -> str:
         steps = f"{self.steps} optimizer step{'s' if self.steps != 1 else ''}"
         model = f" of model {self.model}"
         of = f" of program {self.program:012x}" if self.program else ""
-        return f"run {self.number}{model}, {self.kind}{of}, behind {steps}"
+        adding = " that adds to gradients" if self.keeps else ""
+        idle = f", {self.idle} of them without gradients" if self.idle else ""
+        return f"run {self.number}{model}, {self.kind}{of}{adding}, behind {steps}{idle}"
 
     def numbers(self) -> list[int]:
-        return [self.model, self.number, int(self.kind), self.program, self.steps, int(self.is_new)]
+        flags = [int(self.keeps), int(self.is_new)]
+        return [self.model, self.number, int(self.kind), self.program, self.steps, self.idle, *flags]
 
 
 @dataclass
@@ -105,8 +112,8 @@ class Lockstep:
 
     communicator: Communicator
     model: int
-    steps: Callable[[], int]
-    """How many steps optimizers have taken."""
+    steps: Callable[[], tuple[int, int]]
+    """How many steps optimizers have taken, and how many of them found no gradient."""
     number: int = 0
     _open: deque[RollCall] = field(default_factory=deque)
     """Roll calls that have not been read."""
@@ -117,18 +124,25 @@ class Lockstep:
         self.communicator.waits.check = self._look
 
     def enter(
-        self, kind: RunKind, program: str, marks: Sequence[int] = (), variant: int = 0, *, is_new: bool = False
+        self,
+        kind: RunKind,
+        program: str,
+        marks: Sequence[int] = (),
+        variant: int = 0,
+        *,
+        keeps: bool = False,
+        is_new: bool = False,
     ) -> RollCall:
         """Begin a run of the program with this digest, and tell the others of it.
 
-        Beside it `marks`, numbers below 620, and a `variant`, of 62 bits, in which ranks may differ. `is_new`: no
-        program with this digest has run before, and it is compared with those of the other ranks next.
+        Beside it `marks`, numbers below 496, and a `variant`, of 62 bits, in which ranks may differ. `keeps`: it adds
+        to gradients. `is_new`: no program with this digest has run before, and it is compared with the others' next.
 
         Raises:
             AgreementError: a run before is known to be out of step.
         """
         self.number += 1
-        position = Position(self.model, self.number, kind, int(program[:12], 16), self.steps(), is_new)
+        position = Position(self.model, self.number, kind, int(program[:12], 16), *self.steps(), keeps, is_new)
         if self.alone:
             return RollCall(position, None, frozenset(marks), frozenset({variant}))
         self._look()
@@ -137,7 +151,7 @@ class Lockstep:
             torch.tensor([*position.numbers(), variant, *_packed(marks)], dtype=torch.int64)
         )
         self._open.append(call := RollCall(position, shared))
-        self.communicator.stamp(hash((self.model, self.number, int(kind), self.steps())))
+        self.communicator.stamp(hash(tuple(position.numbers()[:-1])))
         return call
 
     def check(self) -> None:

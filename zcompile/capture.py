@@ -177,7 +177,7 @@ class _Reader:
         mutated = (getattr(getattr(one, "mutated_input", None), "idx", None) for one in described)
         self.mutated = {index for index in mutated if index is not None}
         """Inputs that the forward writes to."""
-        self.described = [one for one in described if one is not None]
+        self.described = list(described)
         """What AOTAutograd says of each result, those of the forward first, in the order in which autograd has them."""
 
     def read(self, num_outputs: int, layout: Layout) -> Program:

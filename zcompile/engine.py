@@ -92,7 +92,7 @@ class Engine:
             self.regions.ready = prepare_inductor(communicator.device)
         self.freshness = Freshness(self.shards, communicator)
         self.recorder = communicator.recorder
-        self.lockstep = Lockstep(communicator, agreement.number, lambda: self.freshness.steps)
+        self.lockstep = Lockstep(communicator, agreement.number, lambda: (self.freshness.steps, self.freshness.idle))
         scatter = layout.stage.optimizer_sharded
         self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
         self.arenas = Arenas(communicator.device)

@@ -216,7 +216,10 @@ class Step:
     def _entered(self) -> Unreached:
         """Begin a backward; gives what tells afterwards which parameters no gradient has flowed to."""
         delivery, flows = self.session.delivery, self._flows
-        live, delivery.flowing = flows.live(delivery.flowing), None
+        flowing, delivery.flowing = delivery.flowing, None
+        # Autograd knows fewer results where AOTAutograd has put some of its own among them: which ones is not known.
+        known = flowing is not None and len(flowing) == len(self.program.results.outputs)
+        live = flows.live(flowing if known else None)
         if not delivery.synchronises:
             return lambda: flows.unreached(live)
         live |= flows.around([name for bound in self._units.values() for name in bound.shards.names_held()])

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zcompile._torch import local_tensor
+from zcompile._torch import local_tensor, no_torch_function
 from zcompile.engine import Engine
 from zcompile.errors import OptimizerError
 from zcompile.runtime.shards import UnitShards
@@ -71,7 +71,9 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
 
     def after(optimizer: Optimizer, *_: object) -> None:
         if names_in(optimizer):
-            engine.freshness.step()
+            with no_torch_function():
+                idle = all(param.grad is None for param in _parameters_of(optimizer))
+            engine.freshness.step(idle=idle)
             engine.recorder.end_optimizer()
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
