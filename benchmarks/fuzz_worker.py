@@ -1,0 +1,367 @@
+"""One rank of `benchmarks.fuzz`: trains case after case through zcompile and compares with what the oracle gives."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from benchmarks.fuzz_cases import DISK, Task, Verdict
+from benchmarks.fuzz_oracle import (
+    CLIP,
+    Step,
+    Values,
+    batch_of,
+    called,
+    evaluating,
+    loss_of,
+    make_optimizer,
+    parts,
+    picked,
+    saves_before,
+    steps_of,
+)
+from benchmarks.random_models import heads_of, make_model
+from zcompile._torch import BackendCompilerFailed
+
+Found = Mapping[str, Tensor | None]
+
+
+class WrongError(Exception):
+    """A value that is not the oracle's."""
+
+    def __init__(self, what: str, where: str) -> None:
+        self.what = what
+        super().__init__(f"{what}: {where}")
+
+
+def judge(task: Task) -> Verdict:
+    """Run a case on this rank. Collective."""
+    try:
+        wanted = steps_of(task.case)
+    except Exception:
+        return Verdict("void", "PyTorch", traceback.format_exc())
+    torch.compiler.reset()  # checkpoints and autocast of the oracle have left nothing that a first call would not have
+    comparison = Comparison(task)
+    try:
+        subject = SUBJECTS[task.case.way](task)
+        for number, step in enumerate(wanted):
+            subject.step(number, step, comparison)
+        subject.explain()
+    except WrongError as error:
+        return Verdict("wrong", error.what, str(error))
+    except Exception as error:
+        # torch.compile wraps what its backends raise.
+        cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+        refused = isinstance(cause, zcompile.ZcompileError)
+        return Verdict("refused" if refused else "crash", _message(cause), traceback.format_exc())
+    return Verdict("right", bits=comparison.bits)
+
+
+def _message(error: Exception) -> str:
+    """The kind of an error and what it says, without the name that it says it of, and without numbers."""
+    said = error.found if isinstance(error, zcompile.ZcompileError) else str(error)
+    first = next(iter(said.strip().splitlines()), "")
+    return re.sub(r"\d+(\.\d+)?( [KM]i)?", "N", f"{type(error).__name__}: {first}")
+
+
+# -- comparing ------------------------------------------------------------------------------------------------------
+
+
+class Comparison:
+    """Compares with the oracle, up to the rounding of the case."""
+
+    def __init__(self, task: Task) -> None:
+        case = task.case
+        self.rank, self.bits = task.rank, True
+        self.tolerance = 5e-2 if "dtype" in case.options else 1e-9 if case.spec.double else 2e-4
+
+    def tensors(self, what: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+        """Raise WrongError where one differs."""
+        if len(got) != len(want):
+            raise WrongError(what, f"{len(got)} in place of {len(want)}")
+        for number, (one, other) in enumerate(zip(got, want, strict=True)):
+            self._tensor(what, str(number), one, other)
+
+    def values(self, what: str, got: Found, want: Values) -> None:
+        """Raise WrongError where one differs. Collective, for values that are shards."""
+        self._which(what, got, want)
+        for name, right in want.items():
+            if right is not None:
+                value = full(got[name])
+                self._tensor(what, name, value, right)
+
+    def _which(self, what: str, got: Found, want: Values) -> None:
+        """Compare which are None, in ranks first: what only some of them have cannot be gathered."""
+        mine = [name for name in want if got.get(name) is not None]
+        all_of: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_of, mine)
+        if any(other != mine for other in all_of):
+            names = sorted({name for one in all_of for name in one} - set.intersection(*map(set, all_of)))
+            raise WrongError(f"{what}: on some ranks only", str(names))
+        for name in mine:
+            if want[name] is None:
+                zeros = not full(got[name]).any()
+                raise WrongError(f"{what}: {'zeros' if zeros else 'one'} where None is right", name)
+        if missing := [name for name, right in want.items() if right is not None and name not in mine]:
+            raise WrongError(f"{what}: None where one is right", str(missing))
+
+    def _tensor(self, what: str, name: str, got: Tensor, want: Tensor) -> None:
+        if got.shape != want.shape or got.dtype != want.dtype:
+            found = f"{got.dtype} {list(got.shape)} in place of {want.dtype} {list(want.shape)}"
+            raise WrongError(what, f"{name} is {found}")
+        if torch.equal(got, want):
+            return
+        self.bits = False
+        distance, largest = (got - want).abs().max().item(), want.abs().max().item()
+        if not distance <= self.tolerance * (1 + largest):
+            raise WrongError(
+                what, f"{name} differs by {distance:.3g} where the largest is {largest:.3g}, rank {self.rank}"
+            )
+
+
+def full(value: Tensor | None) -> Tensor:
+    """The whole of a shard."""
+    assert value is not None
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# -- what is trained ------------------------------------------------------------------------------------------------
+
+
+class Subject:
+    """A model that zcompile trains, in the way of its case."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.case, self.rank = task, task.case, task.rank
+        self.model = make_model(task.case.spec, self.seed)
+        self.start()
+
+    @property
+    def seed(self) -> int:
+        """Another one on other ranks: the first rank's values win."""
+        return self.rank
+
+    def start(self) -> None:
+        """Compile `self.model`."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        given = dict(self.case.options)
+        if "dtype" in given:
+            given["dtype"] = getattr(torch, given["dtype"])
+        folder = f"disk:{self.task.folder}"
+        return {name: folder if value == DISK else value for name, value in given.items()}
+
+    def called(self) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def module(self) -> nn.Module:
+        """That which has modes, parameters and buffers."""
+        raise NotImplementedError
+
+    def weights(self) -> Found:
+        return dict(self.module().named_parameters())
+
+    def explain(self) -> None:
+        """Ask for a page of text."""
+
+    def step(self, number: int, want: Step, comparison: Comparison) -> None:
+        """Take a step, and compare what it gives."""
+        if saves_before(self.case, number):
+            self.save()
+        if self.case.evaluate:
+            with evaluating(self.case, self.module()):
+                batch, _ = batch_of(self.case, self.rank, number, -1)
+                given = heads_of(called(self.case, self.called(), batch))
+            comparison.tensors("evaluation", given, want.evaluations[self.rank])
+        self.train(number, want, comparison)
+        comparison.values("weights", self.weights(), want.weights)
+        comparison.values("buffers", dict(self.module().named_buffers()), want.buffers[self.rank])
+
+    def save(self) -> None:
+        """Take the state through what the case says."""
+
+    def train(self, number: int, want: Step, comparison: Comparison) -> None:
+        raise NotImplementedError
+
+
+class Loop(Subject):
+    """The loop, around what `zcompile.compile` gives."""
+
+    def start(self) -> None:
+        case = self.case
+        early = make_optimizer(case, self.model.parameters()) if case.early else None
+        self.compiled = zcompile.compile(self.model, optimizer=early, **self.options())
+        self.optimizer = early or make_optimizer(case, self.compiled.parameters())
+
+    def module(self) -> nn.Module:
+        return self.compiled
+
+    def called(self) -> Callable[..., Any]:
+        return self.compiled
+
+    def explain(self) -> None:
+        self.compiled.explain()
+
+    def train(self, number: int, want: Step, comparison: Comparison) -> None:
+        case = self.case
+        losses = []
+        for micro in range(case.micro):
+            with self.holding_back(micro):
+                losses.append(self._backward(number, micro))
+        comparison.tensors("loss", losses, want.losses[self.rank])
+        comparison.values("gradients", {n: p.grad for n, p in self.module().named_parameters()}, want.gradients)
+        if case.clip:
+            nn.utils.clip_grad_norm_(self.module().parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not case.keep)
+
+    def holding_back(self, micro: int) -> contextlib.AbstractContextManager[None]:
+        last = micro == self.case.micro - 1
+        return self.compiled.no_sync() if self.case.no_sync and not last else contextlib.nullcontext()
+
+    def _backward(self, number: int, micro: int) -> Tensor:
+        case, heads = self.case, picked(self.case, self.rank, number)
+        losses = []
+        for part in parts(case, micro):
+            batch, targets = batch_of(case, self.rank, number, part)
+            losses.append(loss_of(case, called(case, self.called(), batch, heads), targets, heads))
+        loss = torch.stack(losses).sum()
+        if case.retain:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    def save(self) -> None:
+        before, optimizer = self.compiled, self.optimizer
+        match self.case.save:
+            case "checkpoint":
+                before.save_checkpoint(self.task.folder / "checkpoint", optimizer).result()
+                self._again((self.case.options["stage"] + 1) % 4)
+                self.compiled.load_checkpoint(self.task.folder / "checkpoint", self.optimizer)
+            case "state_dict":
+                self._again(self.case.options["stage"])
+                self.compiled.load_state_dict(before.state_dict())
+                self.optimizer.load_state_dict(optimizer.state_dict())
+            case "full":
+                before.load_full_state_dict(before.full_state_dict(rank0_only=False))
+
+    def _again(self, stage: int) -> None:
+        """A new model with other values, in another stage."""
+        kept = {n: v for n, v in self.case.options.items() if stage or n != "offload_parameters"}
+        self.case = replace(self.case, options={**kept, "stage": stage})
+        self.model = make_model(self.case.spec, 7)
+        self.start()
+
+
+class TrainStep(Subject):
+    """`zcompile.train_step`."""
+
+    def start(self) -> None:
+        case = self.case
+        optimizer = make_optimizer(case, self.model.parameters())
+        clip = CLIP if case.clip else None
+        self.trained = zcompile.train_step(self.model, self._loss, optimizer, clip_grad_norm=clip, **self.options())
+
+    def _loss(self, model: Any, batch: Any, targets: Sequence[Tensor], heads: Sequence[int]) -> Tensor:
+        return loss_of(self.case, called(self.case, model, batch, heads), targets, heads)
+
+    def module(self) -> nn.Module:
+        return self.trained.model
+
+    def called(self) -> Callable[..., Any]:
+        return self.trained.model
+
+    def explain(self) -> None:
+        self.trained.model.explain()
+
+    def train(self, number: int, want: Step, comparison: Comparison) -> None:
+        batch, targets = batch_of(self.case, self.rank, number, 0)
+        loss = self.trained(batch, targets, picked(self.case, self.rank, number))
+        comparison.tensors("loss", [loss], want.losses[self.rank])
+
+
+class Backend(Loop):
+    """The loop, around what `torch.compile` gives."""
+
+    @property
+    def seed(self) -> int:
+        """What no graph reads is not the first rank's."""
+        return 0
+
+    def start(self) -> None:
+        self.optimizer = make_optimizer(self.case, self.model.parameters())
+        self.backend = zcompile.backend(**self.options())
+        self.function = torch.compile(self.model, backend=self.backend)
+
+    def module(self) -> nn.Module:
+        return self.model
+
+    def called(self) -> Callable[..., Any]:
+        return self.function
+
+    def weights(self) -> Found:
+        """A state dict shows the shards."""
+        state = self.model.state_dict()
+        return {name: state[name] for name, _ in self.model.named_parameters()}
+
+    def explain(self) -> None:
+        self.backend.explain()
+
+    def holding_back(self, micro: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+SUBJECTS: dict[str, Callable[[Task], Subject]] = {"loop": Loop, "train_step": TrainStep, "backend": Backend}
+
+
+# -- serving --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def joined(task: Task) -> Iterator[None]:
+    """In the process group of a case."""
+    store = dist.FileStore(str(task.folder / "store"), task.case.world)
+    deadline = timedelta(seconds=task.timeout)
+    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.case.world, timeout=deadline)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch.compiler.reset()
+        gc.collect()
+
+
+def answer(task: Task | None) -> Verdict | None:
+    """The verdict on a task; None of none."""
+    if task is None:
+        return None
+    with joined(task):
+        return judge(task)
+
+
+def serve(connection: Connection) -> None:
+    """Answer task after task until the other end closes."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(answer(connection.recv()))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
