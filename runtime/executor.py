@@ -354,7 +354,8 @@ def _piece(param: Param, grad: torch.Tensor, dtype: torch.dtype, packed: bool, s
 def _flat(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
     """Gradients end to end, 1-D; a single contiguous one of the right dtype as it is."""
     flat = [grad.reshape(-1).to(dtype or grad.dtype) for grad in grads if grad is not None]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    # Flattened, a number that was expanded is one still: nothing can be sent of it, or added to it.
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
 
 def _packed_for_scatter(
@@ -362,11 +363,11 @@ def _packed_for_scatter(
 ) -> torch.Tensor:
     """Gradients as reduce_scatter sends them: for each rank the padded shards of all parameters, [size, total] flat.
 
-    A single gradient that divides evenly and needs no cast is sent as it is.
+    A single gradient that divides evenly and needs no cast is sent as it is, unless it is a number that was expanded.
     """
     (param, grad), *more = parts
     if not more and grad is not None and param.padded_numel == param.numel and dtype in (None, grad.dtype):
-        return grad.reshape(-1)
+        return grad.reshape(-1).contiguous()
     total = sum(param.shard_numel for param, _ in parts)
     first = parts[0][1]
     assert first is not None, "messages hold parameters with gradients only"

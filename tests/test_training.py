@@ -140,6 +140,35 @@ def test_the_gradient_of_an_input_is_this_ranks_own(ranks: Ranks, stage: int) ->
     assert ranks.run(2, input_gradient, stage) == [True, True]
 
 
+class Summed(nn.Module):
+    """Parameters whose gradients are one number, expanded to their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.table = nn.Parameter(torch.arange(4.0)), nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.row.sum() * self.table.sum()).sum()
+
+
+def summed_twice(rank: int, world: int, stage: int, bucket: int | None) -> bool:
+    """Two backwards into one gradient, which is written to in place, beside autograd's."""
+    compiled, plain = zcompile.compile(Summed(), stage=stage, bucket=bucket, backend="eager"), Summed()
+    for _ in range(2):
+        compiled(torch.tensor(float(rank))).backward()
+        plain(torch.tensor((world - 1) / 2)).backward()
+    got = (p.grad.mul_(2) for p in compiled.parameters())
+    full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in got]
+    return all(torch.equal(a, 2 * b.grad) for a, b in zip(full, plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_that_is_one_number_expanded(ranks: Ranks, world: int, stage: int) -> None:
+    for bucket in (None, 16):
+        assert ranks.run(world, summed_twice, world, stage, bucket) == [True] * world
+
+
 def inference_first(rank: int) -> bool:
     compiled = zcompile.compile(make("gpt"), stage=1, backend="eager")
     with torch.inference_mode():
