@@ -74,6 +74,22 @@ class Experts(nn.Module):
         return x @ self.weights[chosen] + x * self.stacked[chosen]
 
 
+class Chooses(nn.Module):
+    """Counts what its data chooses, in an `if`: a size that no trace knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Pair(), Pair()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        rows = (x[:, 0] > 0).nonzero().flatten()
+        if rows.numel():
+            x = x.index_add(0, rows, x[rows] * self.scale)
+        return self.second(x)
+
+
 class Nested(nn.Module):
     """A break two levels down, in a loop, under activation checkpointing."""
 
@@ -104,7 +120,7 @@ class Tied(nn.Module):
         return self.head(y) + y @ self.weight
 
 
-MODELS = {cls.__name__: cls for cls in (Between, Own, Experts, Nested, Tied)}
+MODELS = {cls.__name__: cls for cls in (Between, Own, Experts, Chooses, Nested, Tied)}
 
 
 def make(kind: str) -> nn.Module:

@@ -53,6 +53,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # rows of what another dimension gave
 )
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # an `if` on a size of the data's own
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
@@ -62,6 +63,7 @@ __all__ = [
     "BackendCompilerFailed",
     "FailOnRecompileLimitHit",
     "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
     "InternalTorchDynamoError",
     "OpNamespace",

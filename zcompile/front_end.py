@@ -14,13 +14,14 @@ from torch import nn
 from zcompile._torch import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    GuardOnDataDependentSymNode,
     InternalTorchDynamoError,
     Unsupported,
     UserError,
 )
 from zcompile.errors import CaptureError, ZcompileError
 
-BREAKS = (Unsupported, UserError, InternalTorchDynamoError)
+BREAKS = (Unsupported, UserError, InternalTorchDynamoError, GuardOnDataDependentSymNode)
 """What torch.compile raises, before anything has run, where code cannot be traced into one graph."""
 
 
