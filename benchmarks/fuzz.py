@@ -26,6 +26,8 @@ from benchmarks.links import LOOPBACK
 from benchmarks.team import Team, TeamError, on_two_ends
 
 WORLD = 4
+COMPILING = 4
+"""How many times as long a case may take that Inductor compiles."""
 KINDS = ("right", "wrong", "crash", "hang", "refused", "void")
 ORDER = ("wrong", "crash", "hang", "refused", "void")
 """What a case is, whose ranks say different things: the first of these that one says."""
@@ -44,8 +46,9 @@ class Pool:
             self.team = Team(
                 "benchmarks.fuzz_worker", [LOOPBACK] * WORLD, self.folder / "log", self.timeout, environment=on_two_ends
             )
+        self.team.timeout = self.timeout * (COMPILING if case.options.get("backend") == "inductor" else 1)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            tasks = [Task(case, rank, Path(folder), self.timeout / 3) for rank in range(case.world)]
+            tasks = [Task(case, rank, Path(folder), self.team.timeout / 3) for rank in range(case.world)]
             self.team.tell(*tasks, *[None] * (WORLD - case.world))
             try:
                 answers: list[Verdict | None] = self.team.hear()

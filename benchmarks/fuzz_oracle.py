@@ -41,8 +41,11 @@ def picked(case: Case, rank: int, step: int) -> tuple[int, ...]:
 
 
 def called(case: Case, model: Callable[..., Any], batch: Any, heads: Sequence[int] | None = None) -> Any:
-    """The outputs of a call, for a loss that reads `heads`."""
-    return model(batch, heads=heads) if case.asks else model(batch)
+    """The outputs of a call, for a loss that reads `heads`.
+
+    They are asked for by a text: of integers that vary Dynamo makes symbols, of which `number in heads` is wrong.
+    """
+    return model(batch, heads="".join(map(str, heads))) if case.asks and heads is not None else model(batch)
 
 
 def loss_of(case: Case, outputs: Any, targets: Sequence[Tensor], heads: Sequence[int]) -> Tensor:
@@ -133,7 +136,7 @@ class Step:
     evaluations: list[list[Tensor]]
     losses: list[list[Tensor]]
     gradients: Values
-    """Before they are clipped: of all ranks."""
+    """Of all ranks, as the optimizer reads them."""
     weights: Values
     """After the update."""
     buffers: list[Values]
@@ -156,11 +159,12 @@ def _step(case: Case, ranks: Sequence[Rank], step: int) -> Step:
     evaluations = [rank.evaluate(step) for rank in ranks] if case.evaluate else []
     losses = [rank.backwards(step) for rank in ranks]
     _average(ranks)
-    gradients = {name: _copy(param.grad) for name, param in ranks[0].model.named_parameters()}
     for rank in ranks:
         if case.clip:
             nn.utils.clip_grad_norm_(rank.model.parameters(), CLIP)
         rank.optimizer.step()
+    gradients = {name: _copy(param.grad) for name, param in ranks[0].model.named_parameters()}
+    for rank in ranks:
         rank.optimizer.zero_grad(set_to_none=not case.keep)
     weights = {name: _copy(param) for name, param in ranks[0].model.named_parameters()}
     buffers = [{name: _copy(buffer) for name, buffer in rank.model.named_buffers()} for rank in ranks]

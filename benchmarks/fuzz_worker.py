@@ -225,10 +225,10 @@ class Loop(Subject):
             with self.holding_back(micro):
                 losses.append(self._backward(number, micro))
         comparison.tensors("loss", losses, want.losses[self.rank])
-        comparison.values("gradients", {n: p.grad for n, p in self.module().named_parameters()}, want.gradients)
         if case.clip:
             nn.utils.clip_grad_norm_(self.module().parameters(), CLIP)
-        self.optimizer.step()
+        self.optimizer.step()  # which refuses gradients that nobody has averaged, so they are compared behind it
+        comparison.values("gradients", {n: p.grad for n, p in self.module().named_parameters()}, want.gradients)
         self.optimizer.zero_grad(set_to_none=not case.keep)
 
     def holding_back(self, micro: int) -> contextlib.AbstractContextManager[None]:
@@ -321,7 +321,8 @@ class Backend(Loop):
         return {name: state[name] for name, _ in self.model.named_parameters()}
 
     def explain(self) -> None:
-        self.backend.explain()
+        if self.backend.shards():  # Dynamo has compiled anything that reads parameters
+            self.backend.explain()
 
     def holding_back(self, micro: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -70,13 +70,13 @@ class Model(nn.Module):
         if spec.tied and self.embedding is not None:
             cast(nn.Linear, self.heads[0]).weight = self.embedding.weight
 
-    def forward(self, x: Any, heads: Sequence[int] | None = None) -> Any:
-        """Outputs of all heads, or of those that are asked for."""
+    def forward(self, x: Any, heads: str | None = None) -> Any:
+        """Outputs of all heads, or of those whose digits are asked for."""
         value = x["x"][0] if isinstance(x, dict) else x
         value = self.embedding(value) if self.embedding is not None else value
         for layer in self.layers:
             value = layer(value)
-        given = [head(value) for number, head in enumerate(self.heads) if heads is None or number in heads]
+        given = [head(value) for number, head in enumerate(self.heads) if heads is None or str(number) in heads]
         return packed(self.spec.outputs, given)
 
 
