@@ -26,7 +26,7 @@ from zcompile._torch import (
     saved_random,
 )
 from zcompile.derived import derived_values, is_view
-from zcompile.ops import Compute, Data, Item, Parameter, Phase, Results, data, has_data, set_data
+from zcompile.ops import Compute, Data, Input, Item, Parameter, Phase, Results, data, has_data, set_data
 from zcompile.program import Program, set_results
 from zcompile.tensor_type import TensorType
 
@@ -40,8 +40,28 @@ def split_phases(program: Program, *, partition: Literal["min_cut", "default"] =
     """Divide the step at the turn by one of torch's partitioners, then read parameters again in the backward."""
     program = _partitioned(program, partition) if program.has_backward else program.copy()
     _reread_parameters(program)
+    _copy_overwritten(program)
     program.graph.eliminate_dead_code()
     return program
+
+
+def _copy_overwritten(program: Program) -> None:
+    """Let the backward read a copy of each buffer that the forward overwrites, as what it computes again may read it.
+
+    So it is with batch normalization within `torch.utils.checkpoint`.
+    """
+    placeholders = program.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        op = data(node).op
+        later = [user for user in node.users if data(user).phase is Phase.BACKWARD and user.op != "output"]
+        if not (isinstance(op, Input) and op.mutated and later):
+            continue
+        with program.graph.inserting_after(placeholders[-1]):
+            copied = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copied.meta = {**node.meta, "partitioner_tag": "is_forward"}
+        set_data(copied, Data(Compute(), type=data(node).type))
+        for user in later:
+            user.replace_input_with(node, copied)
 
 
 def _partitioned(program: Program, partition: str) -> Program:

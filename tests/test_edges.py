@@ -404,3 +404,28 @@ def by_name_with_a_break(rank: int) -> int:
 
 def test_several_backends_under_one_optimizer(ranks: Ranks) -> None:
     assert ranks.run(2, by_name_with_a_break) == [3, 3]
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.norm, x, use_reentrant=False)).square().sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_batch_normalization_within_a_checkpoint_reads_the_statistics_of_before(backend: str) -> None:
+    torch.manual_seed(0)
+    plain = Normalized()
+    traced = torch.compile(copy.deepcopy(plain), backend="aot_eager")
+    compiled = zcompile.compile(copy.deepcopy(plain), backend=backend)
+    for step in range(2):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        for model in (plain, traced, compiled):
+            model(x).backward()
+    for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=name)
+    # Eager counts a batch twice, as it computes it twice.
+    torch.testing.assert_close(compiled.norm.running_mean, traced._orig_mod.norm.running_mean)
