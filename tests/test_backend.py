@@ -375,3 +375,18 @@ def test_parameters_are_traced_with_the_sizes_that_they_have() -> None:
         zoo.loss("resnet", model, zoo.batch("resnet", 0, 0)) for model in (plain, torch.compile(made, backend=backend))
     ]
     assert losses[0].item() == losses[1].item()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_normalization_keeps_its_dtype_in_mixed_precision(training: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).train(training)
+    plain = copy.deepcopy(model)
+    backend = zcompile.backend(dtype=torch.bfloat16, backend="eager")
+    x = torch.randn(6, 4)
+    torch.compile(model, backend=backend)(x).float().square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain(x).float().square().sum().backward()
+    assert backend.engine.layout.param("1.weight").compute_dtype is None
+    for ours, theirs in zip(backend.shards().values(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=5e-2, atol=5e-2)

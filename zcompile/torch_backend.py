@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NoReturn, cast
@@ -145,6 +145,8 @@ class Backend:
     def _take_in(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Shard the parameters among `inputs` that are new."""
         fresh: dict[str, nn.Parameter] = {}
+        kept: set[str] = set()
+        normalising = _normalising(module)
         taken = {known.name for known in self._known.values()}
         for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             if isinstance(value, nn.Parameter) and id(value) not in self._known:
@@ -154,6 +156,7 @@ class Backend:
                     number += 1
                     name = f"{path}_{number}"
                 fresh[name] = value
+                kept |= {name} if node in normalising else set()
         if not fresh:
             return
         _check(fresh)
@@ -162,7 +165,7 @@ class Backend:
         engine = self._engine
         lines = [f"{name} {list(param.shape)} {param.dtype}" for name, param in fresh.items()]
         engine.agreement.reach("the parameters of a graph", [str(self.options), *lines])
-        self._shard(engine, fresh)
+        self._shard(engine, fresh, kept)
 
     def _make_engine(self, device: torch.device) -> Engine:
         options = self.options
@@ -198,11 +201,12 @@ class Backend:
         self._around_compiling = around_compiling(hide, show)
         weakref.finalize(self, self._around_compiling.remove)
 
-    def _shard(self, engine: Engine, fresh: Mapping[str, nn.Parameter]) -> None:
+    def _shard(self, engine: Engine, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> None:
+        """Shard parameters that are new; those in `kept` are computed with in their own dtype."""
         layout, communicator = engine.layout, engine.communicator
-        blocks = blocks_of_names(fresh)
+        blocks, precision = blocks_of_names(fresh), self.options.precision
         taken = {unit.identifier for unit in layout.units}
-        units = list(make_units(fresh, blocks, layout.stage, layout.world, self.options.precision, taken=taken))
+        units = list(make_units(fresh, blocks, layout.stage, layout.world, precision, kept=kept, taken=taken))
         plain = not layout.stage.optimizer_sharded
         shards: dict[str, UnitShards] = {}
         made: dict[int, _Known] = {}
@@ -473,6 +477,17 @@ def _check(fresh: Mapping[str, nn.Parameter]) -> None:
             raise ModelError(name, "has a gradient from before its first compiled call", "call zero_grad() before it")
         if len(devices) > 1:
             raise ModelError(name, f"is on {param.device}, others elsewhere", "move the model to one device")
+
+
+def _normalising(module: fx.GraphModule) -> set[fx.Node]:
+    """Parameters that batch normalization reads, which computes in the dtype of its running statistics."""
+    calls = module.graph.find_nodes(op="call_function", target=nn.functional.batch_norm)
+    return {
+        value
+        for call in calls
+        for value in (*call.args[3:5], call.kwargs.get("weight"), call.kwargs.get("bias"))
+        if isinstance(value, fx.Node)
+    }
 
 
 def _refuse_copy(name: str, _: object) -> NoReturn:
