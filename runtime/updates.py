@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import no_step_hooks, unhooked_step
+from zcompile._torch import unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients import run_hooks
+from zcompile.runtime.local_steps import LocalStep, LocalSteps, sharing
 
 
 class States(Protocol):
@@ -49,6 +50,7 @@ class Updater:
         self.optimizers = optimizers
         self.states: States | None = None
         """Where the optimizers' state is, if it is not in the device's memory."""
+        self._local = LocalSteps()
         self._groups: dict[int, list[tuple[Optimizer, int]]] = {}
         """By the identity of a parameter: the optimizers that hold it, and the group in which they do."""
 
@@ -74,7 +76,7 @@ class Updater:
             if self.states is not None:
                 self.states.before(parameters)
             for optimizer, groups in self._held(parameters):
-                _step(optimizer, groups)
+                _step(optimizer, groups, local=self._local.wanted(optimizer))
                 if self.states is not None:
                     self.states.after(optimizer, parameters)
         finally:
@@ -110,17 +112,15 @@ class Updater:
         return list(found.values())
 
 
-def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]]) -> None:
-    """Step `optimizer` for the parameters in `groups` alone."""
+def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]], *, local: bool = False) -> None:
+    """Step `optimizer` for the parameters in `groups` alone; `local`: for this rank's parts as plain tensors."""
     narrowed = [{**optimizer.param_groups[number], "params": params} for number, params in sorted(groups.items())]
-    unhooked_step(_with(optimizer, param_groups=narrowed))
-
-
-def _with(optimizer: Optimizer, **attributes: Any) -> Optimizer:
-    """An object that shares all attributes of `optimizer` but these, and its hooks, which are for whole steps."""
-    made = object.__new__(type(optimizer))
-    made.__dict__ = {**optimizer.__dict__, **no_step_hooks(), **attributes}
-    return made
+    if not local:
+        unhooked_step(sharing(optimizer, param_groups=narrowed))
+        return
+    step = LocalStep(optimizer, narrowed)
+    unhooked_step(step.optimizer)
+    step.finish()
 
 
 def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
@@ -133,7 +133,7 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
     """
     kind, fix = type(optimizer).__name__, "use the loop: loss.backward(); optimizer.step(); optimizer.zero_grad()"
     groups: list[dict[str, Any]] = []
-    if _with(optimizer, param_groups=groups).param_groups is not groups:
+    if sharing(optimizer, param_groups=groups).param_groups is not groups:
         found = f"{kind} only stands for another optimizer"
         raise OptimizerError("optimizer", found, "give the one that it stands for")
     slots: dict[str, torch.dtype] = {}
@@ -171,7 +171,7 @@ def _tried(
     if "lr" in group:  # a schedule may begin with none
         group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
     before = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-    tried = _with(optimizer, state=defaultdict(dict), param_groups=[group])
+    tried = sharing(optimizer, state=defaultdict(dict), param_groups=[group])
     attributes = dict(tried.__dict__)
     for _ in range(3):
         for parameter, value in zip(parameters, values, strict=True):

@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.optim.optimizer import (
 from zcompile._torch import local_tensor, no_torch_function
 from zcompile.engine import Engine
 from zcompile.errors import OptimizerError
+from zcompile.runtime.local_steps import LocalStep, LocalSteps
 from zcompile.runtime.shards import UnitShards
 from zcompile.sharding import Retired
 
@@ -27,6 +29,7 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
 
     torch's hooks on optimizers are for all of the process; these go with `owner`.
     """
+    local_steps, stepping = LocalSteps(), WeakKeyDictionary[Optimizer, LocalStep]()
 
     def names_in(optimizer: Optimizer) -> set[str]:
         names = {id(param): name for shards in engine.shards.values() for name, param in shards.parameters.items()}
@@ -54,23 +57,30 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
             found = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
             raise OptimizerError("GradScaler", found, "leave it out, or give it enabled=False")
         bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
-        closure = bound.arguments.get("closure")
+        closure: Any = bound.arguments.get("closure")
         if closure is None:
             refuse_held(names)
-            engine.recorder.begin_optimizer(start)
-            return None
+        local = LocalStep(optimizer, optimizer.param_groups) if local_steps.wanted(optimizer) else None
 
         def closed() -> Any:
             loss = closure()  # it runs the backwards of this step
             refuse_held(names)
+            if local is not None:
+                local.refresh()
             return loss
 
-        bound.arguments["closure"] = closed
+        if closure is not None:
+            bound.arguments["closure"] = closed
         engine.recorder.begin_optimizer(start)
-        return bound.args, bound.kwargs
+        if local is not None:
+            stepping[optimizer] = local
+            return (local.optimizer, *bound.args[1:]), bound.kwargs
+        return None if closure is None else (bound.args, bound.kwargs)
 
     def after(optimizer: Optimizer, *_: object) -> None:
         if names_in(optimizer):
+            if (local := stepping.pop(optimizer, None)) is not None:
+                local.finish()
             with no_torch_function():
                 idle = all(param.grad is None for param in _parameters_of(optimizer))
             engine.freshness.step(idle=idle)

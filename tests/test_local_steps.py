@@ -1,0 +1,202 @@
+"""Optimizers that DTensor has no rule for: stepped right on shards, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from tests.ranks import Ranks
+
+
+class Coded(torch.Tensor):
+    """A tensor subclass that optimizers of few bits keep their state in; here it only scales."""
+
+    codes: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Coded:
+        made: Coded = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=codes.dtype, device=codes.device)
+        made.codes = codes
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Coded(args[0].codes)
+        args = [arg.codes / 4 if isinstance(arg, Coded) else arg for arg in args]
+        return func(*args, **(kwargs or {}))
+
+
+class FewBits(torch.optim.Optimizer):
+    """As torchao's: knows DTensors and plain tensors, and no class derived from them; its state is a subclass."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                if type(param) not in (nn.Parameter, DTensor):
+                    raise TypeError(f"{type(param).__name__} is neither DTensor nor a parameter")
+                if param.grad is not None:
+                    state = self.state[param]
+                    moment = 0.9 * (state["moment"] + 0.0 if state else torch.zeros_like(param)) + param.grad
+                    state["moment"] = Coded(4 * moment)
+                    param.sub_(group["lr"] * moment)
+        return loss
+
+
+class Normed(torch.optim.SGD):
+    """Scales each parameter's gradient by a norm that it reads off what is there: wrong on a part of it."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    local = param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
+                    param.grad.div_(local.norm() + 1.0)
+        return super().step(closure)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.05),
+    "Rprop foreach": lambda params: torch.optim.Rprop(params, lr=0.05, foreach=True),
+    "SGD fused": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
+    "Adagrad fused": lambda params: torch.optim.Adagrad(params, lr=0.05, fused=True),
+    "few bits": lambda params: FewBits(params, lr=0.05),
+}
+
+
+def train(compiled: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[int], list[torch.Tensor]]) -> None:
+    for step in range(4):
+        optimizer.zero_grad()
+
+        def closure(step: int = step) -> torch.Tensor:
+            losses = [compiled(x).square().mean() for x in batches(step)]
+            torch.stack(losses).mean().backward()
+            return losses[0].detach()
+
+        if step % 2:
+            optimizer.step(closure)  # type: ignore[arg-type]
+        else:
+            closure()
+            optimizer.step()
+
+
+def against_plain(rank: int, kind: str, stage: int) -> None:
+    reference = model()
+    train(reference, plain := KINDS[kind](reference.parameters()), lambda step: [batch(r, step) for r in range(2)])
+    compiled = zcompile.compile(model(), stage=stage, backend="eager")
+    optimizer, seen = KINDS[kind](compiled.parameters()), []
+    optimizer.register_step_pre_hook(lambda made, *_: seen.append(made is optimizer))
+    optimizer.register_step_post_hook(lambda made, *_: seen.append(made is optimizer))
+    train(compiled, optimizer, lambda step: [batch(rank, step)])
+    assert seen == [True] * 8, "hooks see the user's own optimizer"
+    for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=1e-6)  # type: ignore[operator]
+        for key, value in plain.state[theirs].items():
+            mine = optimizer.state[ours][key]
+            if isinstance(value, torch.Tensor) and value.shape == theirs.shape:
+                assert isinstance(mine, DTensor), key
+                assert mine.shape == value.shape
+            if isinstance(value, torch.Tensor) and not isinstance(value, Coded):
+                mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+                torch.testing.assert_close(mine, value, rtol=0, atol=1e-5)
+    assert optimizer.param_groups[0].get("steps") == plain.param_groups[0].get("steps")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_treats_elements_alone_steps_shards_as_it_steps_the_whole(ranks: Ranks, kind: str, stage: int) -> None:
+    ranks.run(2, against_plain, kind, stage)
+
+
+def in_a_train_step(rank: int) -> None:
+    reference = model()
+    optimizer = torch.optim.Rprop(reference.parameters(), lr=0.05)
+    for number in range(3):
+        optimizer.zero_grad()
+        (sum(reference(batch(r, number)).square().mean() for r in range(2)) / 2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    ours = model()
+    step = zcompile.train_step(
+        ours, lambda net, x: net(x).square().mean(), torch.optim.Rprop(ours.parameters(), lr=0.05), backend="eager"
+    )
+    for number in range(3):
+        step(batch(rank, number))
+    for mine, theirs in zip(step.model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0, atol=1e-6)  # type: ignore[operator]
+
+
+def test_a_train_step_steps_shards_alike(ranks: Ranks) -> None:
+    ranks.run(2, in_a_train_step)
+
+
+def refused(rank: int, kind: str) -> tuple[str, bool]:
+    compiled = zcompile.compile(model(), stage=3, backend="eager")
+    makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
+        "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.05),
+        "Normed": lambda params: Normed(params, lr=0.05),
+    }
+    optimizer = makers[kind](compiled.parameters())
+    before = [param.full_tensor() for param in compiled.parameters()]  # type: ignore[operator]
+    compiled(batch(rank, 0)).square().mean().backward()
+    generator = torch.get_rng_state()
+    try:
+        optimizer.step(lambda: 0.0) if kind == "LBFGS" else optimizer.step()
+    except zcompile.OptimizerError as error:
+        kept = all(torch.equal(p.full_tensor(), b) for p, b in zip(compiled.parameters(), before, strict=True))  # type: ignore[operator]
+        alive = all(p.grad is not None for p in compiled.parameters()) and torch.equal(generator, torch.get_rng_state())
+        return str(error), kept and alive
+    return "nothing was raised", False
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("Adafactor", "Adafactor cannot step parameters that are sharded: "),
+        ("LBFGS", "0.weight: LBFGS flattens it, and 2 ranks do not divide its 9 rows"),
+        ("Normed", "Normed steps otherwise where parameters are sharded"),
+    ],
+)
+def test_what_needs_the_whole_is_refused_before_it_changes_anything(ranks: Ranks, kind: str, found: str) -> None:
+    for text, untouched in ranks.run(2, refused, kind):
+        assert found in text
+        assert "stage=0" in text
+        assert untouched
+
+
+def orthogonal(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = nn.Linear(8, 6, bias=False)
+    compiled = zcompile.compile(copy.deepcopy(reference), stage=3, backend="eager")
+    for trained, ranks_ in ((reference, range(2)), (compiled, [rank])):
+        optimizer = torch.optim.Muon(trained.parameters(), lr=0.05)
+        losses = [trained(torch.ones(2, 8) * (r + 1)).square().mean() for r in ranks_]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(next(compiled.parameters()).full_tensor(), reference.weight, rtol=0, atol=2e-3)  # type: ignore[operator]
+
+
+def test_muon_which_communicates_through_dtensor_steps_shards(ranks: Ranks) -> None:
+    ranks.run(2, orthogonal)
