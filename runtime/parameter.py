@@ -50,8 +50,10 @@ class ShardedParameter(DTensor):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise _refusal(args, func) from error
+            if "not supported for tensor subclasses" in str(error):
+                raise _refusal(args, func, "take its full_tensor() on every rank, or its to_local()") from None
             raise
-        if func in _SAME_VALUES:
+        if func in _SAME_VALUES and result.grad_fn is None:
             return sharded(result, args[0].zcompile_name)
         is_attribute = getattr(func, "__name__", "") == "__get__"  # of `.grad`, say, which is what it is
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
@@ -61,7 +63,16 @@ class ShardedParameter(DTensor):
         return result
 
 
-_SAME_VALUES = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]
+_SAME_VALUES = frozenset(
+    {
+        torch.Tensor.detach,
+        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.cpu,
+        torch.Tensor.float,
+        torch.Tensor.to,
+    }
+)
+"""What gives the parameter itself, for others to read: trackers call `detach().cpu().numpy()`."""
 
 
 def sharded(tensor: torch.Tensor, name: str) -> ShardedParameter:
@@ -78,9 +89,9 @@ def _whole(result: DTensor) -> DTensor:
     return result
 
 
-def _refusal(args: Any, func: Callable[..., Any]) -> ParameterError:
+def _refusal(args: Any, func: Callable[..., Any], fix: str = "") -> ParameterError:
     held = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
     called = getattr(func, "__name__", "an operation")
     found = f"{called} reads this parameter outside of a program, where it is sharded"
-    fix = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
-    return ParameterError(held.zcompile_name, found, fix)
+    usual = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
+    return ParameterError(held.zcompile_name, found, fix or usual)

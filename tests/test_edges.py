@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -429,3 +430,49 @@ def test_batch_normalization_within_a_checkpoint_reads_the_statistics_of_before(
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=name)
     # Eager counts a batch twice, as it computes it twice.
     torch.testing.assert_close(compiled.norm.running_mean, traced._orig_mod.norm.running_mean)
+
+
+class Bags(nn.Module):
+    """Embeddings that ask for sparse gradients: modules and functions."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.bag = nn.Embedding(10, 8, sparse=sparse), nn.EmbeddingBag(10, 8, sparse=sparse)
+        self.weight, self.sparse = nn.Parameter(torch.randn(10, 8)), sparse
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        called = nn.functional.embedding(x, self.weight, sparse=self.sparse)
+        return (self.one(x).sum(1) + self.bag(x) * called.sum(1)).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_sparse_gradients_are_made_dense_with_a_warning_that_names_them(stage: int, backend: str) -> None:
+    tokens, reference = torch.arange(12).view(4, 3) % 7, Bags(sparse=False)
+    reference(tokens).backward()
+    compiled = zcompile.compile(Bags(sparse=True), stage=stage, backend=backend)
+    with pytest.warns(UserWarning, match="sparse=True") as caught:
+        compiled(tokens).backward()
+    said = [str(one.message) for one in caught if "sparse=True" in str(one.message)]
+    assert sorted(text.partition(":")[0] for text in said) == ["bag.weight", "one.weight", "weight"]
+    for name, param in reference.named_parameters():
+        found = dict(compiled.named_parameters())[name].grad
+        torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, param.grad)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: p.detach().cpu().numpy(),
+        lambda p: p.data.numpy(),
+        lambda p: p.detach().cpu().float().numpy(),
+        lambda p: p.detach().to("cpu").tolist(),
+        lambda p: p.tolist(),
+        lambda p: np.asarray(p.detach()),
+    ],
+)
+def test_what_reads_a_parameters_values_is_told_how(read: Callable[[torch.Tensor], object]) -> None:
+    compiled = zcompile.compile(nn.Linear(4, 4), stage=3, backend="eager")
+    with pytest.raises(zcompile.ParameterError, match=r"weight: (.|\n)*full_tensor\(\) on every rank, or its to_local"):
+        read(compiled.get_parameter("weight"))

@@ -9,8 +9,10 @@ Capture knows nothing of ranks: what becomes of a program is the business of the
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -105,6 +107,7 @@ class Capture:
             is_argument = re.match(r"L_(args|kwargs)_", str(node.target)) and id(value) not in self.names.apart
             held = "" if is_argument else other or "?"
             self.inputs.append(Entry(name or other or self.names.of_input(str(node.target)), name, held))
+        _make_dense(module, {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)})
         frontend = aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
@@ -138,6 +141,23 @@ class Capture:
         count = len(results) if isinstance(results, (list, tuple)) else 1
         runner = self.lower(read_joint(module, count, self.inputs, self.names, self.layout))
         return _boxed(lambda box: runner.forward(box))
+
+
+def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
+    """Let embeddings give dense gradients, which can be averaged and sharded; with a warning for each."""
+    for node in module.graph.nodes:
+        if not callable(node.target) or getattr(node.target, "__name__", "") not in ("embedding", "embedding_bag"):
+            continue
+        try:
+            called = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        except (TypeError, ValueError):
+            continue  # no function of torch.nn.functional
+        if called.arguments.get("sparse"):
+            called.arguments["sparse"] = False
+            node.args, node.kwargs = called.args, called.kwargs
+            name = names.get(called.arguments["weight"], "an embedding")
+            warnings.warn(f"{name}: sparse=True asks for a sparse gradient; zcompile gives a dense one", stacklevel=2)
+    module.recompile()
 
 
 def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
