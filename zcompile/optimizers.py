@@ -44,12 +44,7 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
         optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         start = engine.recorder.now()
-        kind = type(optimizer).__name__
-        for param in _parameters_of(optimizer):
-            if id(param) in retired:
-                found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
-                fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
-                raise OptimizerError(retired[id(param)][1], found, fix)
+        _refuse_retired(optimizer, retired)
         names = names_in(optimizer)
         if not names:
             return None
@@ -88,6 +83,16 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
         weakref.finalize(owner, handle.remove)
+
+
+def _refuse_retired(optimizer: Optimizer, retired: Retired) -> None:
+    """Raise OptimizerError for an optimizer of parameters that shards have taken the place of."""
+    kind = type(optimizer).__name__
+    for param in _parameters_of(optimizer):
+        if id(param) in retired:
+            found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
+            fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
+            raise OptimizerError(retired[id(param)][1], found, fix)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
