@@ -20,6 +20,8 @@ from zcompile.runtime.waits import named
 
 T = TypeVar("T")
 
+_ALIKE = "run the same code, options and environment on every rank"
+
 
 class Agreement:
     """What the ranks of a mesh have agreed on so far, in order."""
@@ -38,13 +40,13 @@ class Agreement:
             self.number = default_store().add(f"{name}/models of {communicator.rank}", 1)
             self.prefix = f"{name}/{self.number}"
 
-    def reach(self, what: str, lines: Sequence[str]) -> None:
-        """Return once every rank came here with the same `lines`.
+    def reach(self, what: str, lines: Sequence[str], fix: str = _ALIKE) -> None:
+        """Return once every rank came here with the same `lines`. `fix`: what to do where they differ.
 
         Raises:
             AgreementError: on every rank: the first line that differs and whose it is, or who did not come in time.
         """
-        self._compare(what, [text.split("\n") for text in self._exchange("\n".join([what, *lines]), what)])
+        self._compare(what, [text.split("\n") for text in self._exchange("\n".join([what, *lines]), what)], fix)
 
     def share(self, what: str, text: str) -> list[str]:
         """The texts of all ranks, in their order, once every rank came here for the same thing.
@@ -107,9 +109,9 @@ class Agreement:
         self._await(store, what)
         return [store.get(str(rank)).decode() for rank in range(self.communicator.size)]
 
-    def _compare(self, what: str, texts: list[list[str]]) -> None:
+    def _compare(self, what: str, texts: list[list[str]], fix: str = _ALIKE) -> None:
         if difference := first_difference(dict(enumerate(texts))):
-            raise AgreementError(what, difference, "run the same code, options and environment on every rank")
+            raise AgreementError(what, difference, fix)
 
     def _await(self, store: dist.Store, what: str) -> None:
         """Return once every rank has written its text.

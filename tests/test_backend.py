@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,3 +391,17 @@ def test_batch_normalization_keeps_its_dtype_in_mixed_precision(training: bool) 
     assert backend.engine.layout.param("1.weight").compute_dtype is None
     for ours, theirs in zip(backend.shards().values(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=5e-2, atol=5e-2)
+
+
+def explained(rank: int, folder: str) -> str:
+    trained, plain = nn.Linear(4, 4), nn.Tanh()
+    made = zcompile.backend(backend="eager")
+    torch.compile(trained, backend=made)(torch.ones(2, 4)).sum().backward()
+    torch.compile(plain, backend=made)(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    made.dump(folder)
+    return made.explain()
+
+
+def test_a_graph_without_parameters_is_explained_and_dumped(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks.run(2, explained, str(tmp_path)):
+        assert "volume: each rank sends 0 B; this program has no parameters" in text

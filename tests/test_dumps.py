@@ -184,3 +184,25 @@ def test_several_ranks_send_on_a_lane_of_their_own(compiled: zcompile.CompiledMo
 def test_a_profile_without_a_step_is_an_error(compiled: zcompile.CompiledModule) -> None:
     with pytest.raises(TimelineError, match="profile: no step has begun and ended within it"), compiled.profile():
         pass
+
+
+@pytest.mark.parametrize("folder", ["/proc/dump", "taken/dump"])
+def test_what_cannot_be_written_is_an_error_that_names_it(
+    compiled: zcompile.CompiledModule, tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+    target = tmp_path / folder
+    with pytest.raises(OptionError, match=f"^dump: is '{target}', which cannot be written"):
+        compiled.dump(target, hardware=RATES)
+    with pytest.raises(OptionError, match=f"^report: is '{target}/report.html', which cannot be written"):
+        compiled.report(target / "report.html", hardware=RATES)
+
+
+def test_training_goes_on_where_the_folder_of_the_dump_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "dump"
+    made = zcompile.compile(make("mlp"), backend="eager", dump=folder)
+    folder.rmdir()
+    folder.write_text("a file")
+    with pytest.warns(UserWarning, match="is not dumped: dump: is '.*', which cannot be written"):
+        made(*batch("mlp", 0, 0)).backward()
+    assert all(param.grad is not None for param in made.parameters())

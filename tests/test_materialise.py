@@ -732,3 +732,41 @@ def test_weights_that_cannot_be_read_half_way_are_told_on_every_rank(ranks: Rank
     first, second = ranks.run(2, fails_half_way, meta)
     assert "1.weight of the mapping cannot be read: OSError: input/output error" in first
     assert "1.weight of the mapping cannot be read: the first rank cannot read it" in second
+
+
+class Tables(nn.Module):
+    """Tables on the device of a parameter, here of another unit, as many models make them."""
+
+    def __init__(self, like: str) -> None:
+        super().__init__()
+        self.like = like
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("table", torch.empty(3, 4), persistent=False)
+
+    def init_weights(self) -> None:
+        weight = self.embed.weight
+        if self.like == "device":
+            self.table = torch.arange(12.0, device=weight.device).view(3, 4).cos()
+        elif self.like == "default":
+            with torch.device(weight.device):
+                self.table = torch.arange(12.0).view(3, 4).cos()
+        else:
+            self.table = weight[:3] * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.embed(x) * self.table
+
+
+@pytest.mark.parametrize("like", ["device", "default"])
+def test_a_table_on_the_device_of_a_parameter_is_where_the_model_is(like: str) -> None:
+    compiled = compiled_from_meta(lambda: Tables(like))
+    assert torch.equal(compiled.table, torch.arange(12.0).view(3, 4).cos())
+    compiled(torch.ones(3, 4)).sum().backward()
+
+
+def test_a_table_computed_from_a_parameter_says_why_it_is_on_meta() -> None:
+    with pytest.raises(zcompile.ModelError, match=r"on meta in place of .* those of other units have no values"):
+        compiled_from_meta(lambda: Tables("values"))

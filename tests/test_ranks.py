@@ -228,3 +228,30 @@ def test_arithmetic_on_a_sharded_parameter_is_refused_or_right(ranks: Ranks) -> 
             assert message.startswith("layers.0.weight: ")
             assert f"{name} reads this parameter outside of a program" in message
         assert right
+
+
+class Routed(nn.Module):
+    """Experts of which each rank's data choose one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.experts[chosen](x)
+
+
+def route(rank: int) -> str:
+    compiled = zcompile.compile(Routed(), units=["experts.*"], backend="eager")
+    try:
+        compiled(torch.ones(2, 4), rank).sum().backward()
+    except zcompile.AgreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_data_choose_other_modules_are_told_what_to_do(ranks: Ranks) -> None:
+    first, second = ranks.run(2, route)
+    assert first == second
+    assert "where data choose them (experts, layers that are dropped)" in first
+    assert "run all and weight what they give" in first

@@ -491,6 +491,9 @@ class CompiledModule(nn.Module):
 
         It is one file, which fetches nothing; on the mesh's first rank only. Beside the predicted step stands the last
         one of `with compiled.profile():`, if there was one. `hardware`: as for `dump`.
+
+        Raises:
+            OptionError: it cannot be written.
         """
         return self._engine.report(path, hardware)
 
@@ -507,5 +510,8 @@ class CompiledModule(nn.Module):
             folder: It is made if it is not there; files in it of the same names are written over.
             hardware: What predicted times are for: a profile, its name or its path; by default a guess for the device.
             code: Also write what Inductor makes of each region, which compiles them again.
+
+        Raises:
+            OptionError: the folder cannot be written.
         """
         return self._engine.dump(folder, hardware, code=code)

@@ -19,13 +19,14 @@ A folder has
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,25 @@ def check_dump(folder: str | os.PathLike[str] | None) -> None:
     """
     if folder is None:
         return
-    try:
+    with writing("dump", folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+
+
+@contextlib.contextmanager
+def writing(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """While `what` is written to `path`: errors of the file system as our own.
+
+    Raises:
+        OptionError: it cannot be written.
+    """
+    try:
+        yield
     except OSError as error:
-        found = f"is {os.fspath(folder)!r}, which cannot be written: {error.strerror}"
-        raise OptionError("dump", found, "give another folder (dump=, or ZCOMPILE_DUMP)") from error
+        found = f"is {os.fspath(path)!r}, which cannot be written: {error.strerror or error}"
+        fix = "give another folder (dump=, or ZCOMPILE_DUMP)" if what == "dump" else "give another path"
+        raise OptionError(what, found, fix) from error
 
 
 def write_dump(

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from zcompile.calls import ModelCall
 from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.cost import bucket_for
-from zcompile.dumps import check_dump, write_dump
+from zcompile.dumps import check_dump, write_dump, writing
 from zcompile.errors import OptionError, PipelineError, TimelineError
 from zcompile.front_end import autocast
 from zcompile.hardware import CPU, GPU, Hardware, load_profile
@@ -227,7 +228,10 @@ class Engine:
         self.recorder.captured()
         self.journals.append(journal)
         if self._dump:
-            self.dump(self._dump)
+            try:
+                self.dump(self._dump)
+            except OptionError as error:  # of one rank alone, which is no reason for the others to wait for it
+                warnings.warn(f"zcompile: the program is not dumped: {error}", stacklevel=2)
         return step
 
     def _keeps(self, traced: Program) -> bool:
@@ -301,7 +305,12 @@ class Engine:
             self.peers.agree(program)
         digest = program.digest()
         if digest not in self._agreed:
-            self.agreement.reach("the program's communications", program.communications())
+            fix = (
+                "let every rank run the same modules, also where data choose them (experts, layers that are dropped): "
+                "choose by what all ranks have in common, or run all and weight what they give; "
+                "otherwise run the same code, options and environment on every rank"
+            )
+            self.agreement.reach("the program's communications", program.communications(), fix)
             self._agreed.add(digest)
 
     @contextlib.contextmanager
@@ -374,14 +383,17 @@ class Engine:
         if self.communicator.rank == 0:
             chosen, home = self._profile_of(hardware), Path(folder)
             written = generated_code if code else None
-            write_dump(home, self.journals, self.explain(), chosen, measured=self.profiled, code=written)
-            write_page(home / "report.html", self.title, self.journals, chosen, self.profiled)
+            with writing("dump", folder):
+                write_dump(home, self.journals, self.explain(), chosen, measured=self.profiled, code=written)
+                write_page(home / "report.html", self.title, self.journals, chosen, self.profiled)
         return Path(folder)
 
     def report(self, path: str | os.PathLike[str], hardware: str | Hardware | None = None) -> Path:
         """See `CompiledModule.report`."""
         if self.communicator.rank == 0:
-            write_page(Path(path), self.title, self.journals, self._profile_of(hardware), self.profiled)
+            chosen = self._profile_of(hardware)
+            with writing("report", path):
+                write_page(Path(path), self.title, self.journals, chosen, self.profiled)
         return Path(path)
 
     def _profile_of(self, hardware: str | Hardware | None) -> Hardware:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcompile._torch import no_torch_function
 from zcompile.errors import ModelError, OptionError
 from zcompile.layout import Layout, Param, Unit
 from zcompile.runtime.groups import Communicator
@@ -62,7 +63,7 @@ class Materialiser:
         self.places = list(_places(model))
         self.first = _first_places(self.places)
         self.parameters = dict(model.named_parameters())
-        self.blank = {id(param): _blank(param) for param in self.parameters.values()}
+        self.blank = {id(param): _blank(param, self.device) for param in self.parameters.values()}
         self.buffers: dict[int, torch.Tensor] = {}
         """Values of the buffers that had none, by the identity of what stands in their place."""
         self.stored = _match(weights, self.places) if weights else {}
@@ -311,9 +312,34 @@ def _method(module: nn.Module, name: str, *args: nn.Module) -> Method | None:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def _blank(param: nn.Parameter) -> nn.Parameter:
-    """`param` without memory."""
-    return param if param.is_meta else nn.Parameter(param.to("meta"), param.requires_grad)
+class _Blank(nn.Parameter):
+    """A parameter on meta that says it is on the model's device: code makes its tables where its parameters are.
+
+    Only to whom asks it: operations, whose results have no values, are to see meta.
+    """
+
+    zcompile_device: torch.device
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, but for a question after the device."""
+        if func == _DEVICE and isinstance(args[0], cls):
+            return args[0].zcompile_device
+        with no_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+_DEVICE = torch.Tensor.device.__get__
+
+
+def _blank(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """`param` without memory, for code that runs on `device`."""
+    made = _Blank(param.detach().to("meta"), param.requires_grad)
+    vars(made).update(vars(param))  # marks that the model's code reads
+    made.zcompile_device = device
+    return made
 
 
 def _unwritten(original: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -346,7 +372,11 @@ def _found(place: Place) -> torch.Tensor:
     kind = "nothing" if value is None else f"{list(value.shape)} {value.dtype}{' on meta' if value.is_meta else ''}"
     if value is None or value.is_meta or (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
         found = f"its module's code puts {kind} in place of {list(wanted.shape)} {wanted.dtype}"
-        raise ModelError(place.name, found, "let it write in place, as torch.nn.init does, or pass weights=")
+        fix = "let it write in place, as torch.nn.init does, or pass weights="
+        if value is not None and value.is_meta:
+            found += ", perhaps computed from a parameter: while it runs, those of other units have no values"
+            fix += "; what it creates without device= is on the model's device"
+        raise ModelError(place.name, found, fix)
     return value
 
 

@@ -103,6 +103,8 @@ def volume_line(program: Program) -> str:
     sent = program.volume()
     if world == 1:
         return "volume: a world of one sends nothing"
+    if not psi:
+        return f"volume: each rank sends {human_bytes(sent)}; this program has no parameters"
     share = sent / (psi * (world - 1) / world)
     bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
     return f"volume: each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
