@@ -137,7 +137,9 @@ class Agreement:
         if late := missing():
             seconds = f"{limit.total_seconds():.0f} s"
             found = f"{named(late)} did not get here within {seconds}, rank {waits.rank} did"
-            fix = f"look for an error of {named(late)}; every rank must make the same calls in the same order"
+            if (culprits := waits.culprits(late)) != late:
+                found += f"; {named(culprits)} kept {'it' if len(late) == 1 else 'them'} waiting"
+            fix = f"look for an error of {named(culprits)}; every rank must make the same calls in the same order"
             raise AgreementError(what, found, fix)
 
 

@@ -134,6 +134,10 @@ class Waits:
         self._tell(Report(culprits, where_of(what), self.run))
         return GroupError(where_of(what), self._found(culprits, reports, timed_out=timed_out), _fix(culprits, reports))
 
+    def culprits(self, awaited: Sequence[int]) -> list[int]:
+        """Who is to blame, as far as the others have reported, if these did not come."""
+        return to_blame(awaited, self._reports(()), self.rank)
+
     def refuse(self, error: AgreementError) -> None:
         """Tell the others of an error that is theirs too, should the message that shows it not reach them."""
         self._tell(Report(run=self.run, refusal=(error.subject, error.found, error.fix)))
@@ -157,8 +161,7 @@ class Waits:
         return f"rank {self.rank} waited there{here}, and {names} {'is' if len(culprits) == 1 else 'are'} gone"
 
     def _warn(self, seconds: float, where: str, awaited: Sequence[int]) -> None:
-        reports = self._reports(())
-        culprits = to_blame(awaited, reports, self.rank)
+        culprits = self.culprits(awaited)
         found = f"zcompile: rank {self.rank} has waited {seconds:.0f} s for {named(culprits)}, at {where}"
         if self.run:
             found += f" ({self.run})"
