@@ -4,7 +4,7 @@
     B backward of the last forward   V evaluate in eval() mode      D full_state_dict
     R backward that keeps the graph  S optimizer.step()             O load_checkpoint
     A micro-batch within no_sync     Z optimizer.zero_grad()        G clip_grad_norm_
-    T a call of train_step           l twice the learning rate
+    T a call of train_step
     M full_state_dict and momenta    c save_checkpoint, asynchronous, waited for by w
     L, f, g: a forward of a larger batch, through other arithmetic, past a block
 

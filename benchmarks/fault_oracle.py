@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from benchmarks.fault_loop import ENDS, FORWARDS, NORM, RATE, Op, make_model, make_optimizer
+from benchmarks.fault_loop import ENDS, FORWARDS, NORM, Op, make_model, make_optimizer
 
 Grads = list[torch.Tensor]
 TOLERANCE = 1e-5
@@ -131,8 +131,6 @@ class _Replica:
                 self.seen.states[op.place] = self._values()
             case "G":
                 nn.utils.clip_grad_norm_(self.params, NORM)
-            case "l":
-                self.optimizer.param_groups[0]["lr"] = 2 * RATE
 
     def _forward(self, op: Op) -> None:
         loss = self.model(*op.batch(self.rank), op.path)

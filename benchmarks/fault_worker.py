@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from benchmarks.fault_loop import FORWARDS, LATE, MOMENTS, NORM, RATE, Op, make_model, make_optimizer
+from benchmarks.fault_loop import FORWARDS, LATE, MOMENTS, NORM, Op, make_model, make_optimizer
 
 FOREVER = 3600.0
 
@@ -175,7 +175,6 @@ class Rank:
             "D": self._state,
             "O": lambda op: self.model.load_checkpoint(job.checkpoint, self.optimizer),
             "G": lambda op: nn.utils.clip_grad_norm_(self.model.parameters(), NORM),
-            "l": lambda op: self.optimizer.param_groups[0].update(lr=2 * RATE),
             "K": lambda op: os.kill(os.getpid(), signal.SIGKILL),
             "X": lambda op: os._exit(1),
             **dict.fromkeys("Pp", lambda op: os.kill(os.getpid(), signal.SIGSTOP)),

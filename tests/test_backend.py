@@ -274,6 +274,17 @@ def test_a_module_of_which_nothing_is_compiled_is_refused_by_the_step(ranks: Ran
         assert unchanged == "True"
 
 
+def nothing_compiled_by_name(rank: int) -> str:
+    model = nn.LSTM(4, 4)
+    torch.compile(model, backend="zcompile")(torch.randn(2, 3, 4))[0].sum().backward()
+    return step_error(sgd(model))
+
+
+def test_a_backend_that_is_given_by_name_and_never_called_refuses_the_step(ranks: Ranks) -> None:
+    for message in ranks.run(2, nothing_compiled_by_name):
+        assert message.startswith("weight_ih_l0: was in no compiled graph")
+
+
 def test_alone_a_module_of_which_nothing_is_compiled_trains_as_before(ranks: Ranks) -> None:
     ((other, first, second, unchanged),) = ranks.run(1, nothing_compiled, "through_module", 3)
     assert (other, first, second, unchanged) == ("", "", "", "False")

@@ -185,7 +185,7 @@ class ModelState:
         """`compiled.save_checkpoint`."""
         self._settle()
         what = f"save_checkpoint({os.fspath(folder)!r})"
-        buffers = self._share("the buffers", lambda: _buffer_digests(self.model))
+        buffers = self._share(f"{what}: the buffers", lambda: _buffer_digests(self.model))
         differing = {n for n, digest in buffers[self.communicator.rank].items() if digest != buffers[0].get(n)}
         content = self._together(what, lambda: self._content(set(buffers[0]), differing, optimizer, extra))
         place = self._place(what, real(folder))

@@ -276,30 +276,13 @@ class Backend:
         """
         known = self._known.keys() | {id(param) for param in self.shards().values()}
         if not any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
-            self._refuse_unseen(optimizer)
+            if self._world > 1 and optimizer not in self._others:
+                refuse_unseen(optimizer, (self, compiler), self._others)
             return
         self._follow_users()
         self._refuse_strangers(optimizer)
         twins = {id(known.parameter): (known.parameter, known.name) for known in self._known.values()}
         point_at_shards([optimizer], self.engine.shards.values(), twins)
-
-    def _refuse_unseen(self, optimizer: Optimizer) -> None:
-        """Refuse a step over parameters of a module that was given to this backend, where no graph has brought them.
-
-        Dynamo runs what it does not trace as it is: nobody averages such gradients.
-        """
-        if self._world == 1 or optimizer in self._others:
-            return
-        params = {id(param) for group in optimizer.param_groups for param in group["params"] if _is_plain(param)}
-        if not params:
-            return
-        for module in modules_given_to((self, compiler)):
-            for name, param in module.named_parameters():
-                if id(param) in params:
-                    found = "was in no compiled graph, so its gradient is this rank's own"
-                    fix = f"use zcompile.compile, which serves what Dynamo skips in {type(module).__name__}; "
-                    raise OptimizerError(name, found, f"{fix}TORCH_LOGS=graph_breaks says why it does")
-        self._others.add(optimizer)
 
     @property
     def _world(self) -> int:
@@ -457,6 +440,27 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
     found = (value.zcompile_backend() for value in inputs if hasattr(value, "zcompile_backend"))
     made: Backend = next((one for one in found if one is not None), None) or backend(**(options or {}))
     return made(module, inputs)
+
+
+def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weakref.WeakSet[Optimizer]) -> None:
+    """Refuse a step over parameters of a module that was given to one of `backends`, where no graph has brought them.
+
+    Dynamo runs what it does not trace as it is: nobody averages such gradients. An optimizer that holds none of them,
+    but something with a gradient, is added to `others`, so as not to be looked at again.
+
+    Raises:
+        OptimizerError: it holds one of them.
+    """
+    params = {id(param) for group in optimizer.param_groups for param in group["params"] if _is_plain(param)}
+    if not params:
+        return
+    for module in modules_given_to(backends):
+        for name, param in module.named_parameters():
+            if id(param) in params:
+                found = "was in no compiled graph, so its gradient is this rank's own"
+                fix = f"use zcompile.compile, which serves what Dynamo skips in {type(module).__name__}; "
+                raise OptimizerError(name, found, f"{fix}TORCH_LOGS=graph_breaks says why it does")
+    others.add(optimizer)
 
 
 def _is_plain(param: torch.Tensor) -> bool:
