@@ -40,6 +40,7 @@ from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
 from zcompile.sharding import Retired, Site, shard_model
 from zcompile.state import ModelState, Save
+from zcompile.tensor_kinds import check_kinds
 from zcompile.tensor_parallel import check_replicated, model_parallel
 from zcompile.timeline import Timeline
 from zcompile.units import make_layout
@@ -97,7 +98,8 @@ def compile(
     Raises:
         OptionError: an option that cannot be meant, weights that cannot be read; a limit too low, at the first call.
         PipelineError: a pass that is unknown, missing or out of place.
-        ModelError: no parameters, several devices, sharded, on meta without values, or weights of another model.
+        ModelError: no parameters, several devices, sharded, on meta without values, subclasses of Tensor (quantised
+            weights, say), or weights of another model.
         OptimizerError: `optimizer` holds none of the model's parameters.
         GroupError: several ranks and no process group, or a mesh that does not fit, or leaves ranks out.
         AgreementError: the ranks hold different models or options.
@@ -113,6 +115,7 @@ def _compiled(
     optimizers: Sequence[Optimizer],
     weights: Source | None,
 ) -> CompiledModule:
+    check_kinds(model)
     beside = model_parallel(model, mesh)
     communicator = _communicator(model, mesh, beside)
     layout = make_layout(model, STAGES[asked.stage], communicator.size, units, asked.precision)

@@ -48,6 +48,7 @@ from zcompile.runtime.gradients import Refusal
 from zcompile.runtime.groups import Communicator, check_mesh, resolve_mesh
 from zcompile.runtime.shards import UnitShards
 from zcompile.sharding import husk_of
+from zcompile.tensor_kinds import check_kind
 from zcompile.timeline import Timeline
 from zcompile.units import blocks_of_names, make_units
 
@@ -472,6 +473,7 @@ def _check(fresh: Mapping[str, nn.Parameter]) -> None:
     """Refuse what cannot be sharded in place."""
     devices = {param.device for param in fresh.values()}
     for name, param in fresh.items():
+        check_kind(name, param)
         if isinstance(param, DTensor):
             raise ModelError(name, "is a DTensor already", "compile a plain model")
         if not param.is_contiguous():

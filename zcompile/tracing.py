@@ -30,6 +30,7 @@ from zcompile.program import Program
 from zcompile.report import Break
 from zcompile.runtime.placing import Placing
 from zcompile.sharding import husk_of
+from zcompile.tensor_kinds import check_kinds
 from zcompile.tensor_parallel import check_divided
 from zcompile.units import Precision, make_layout
 
@@ -56,6 +57,7 @@ def trace(
     """
     if next(model.parameters(), None) is None:
         raise ModelError(type(model).__name__, "has no parameters", "give a model that has something to train")
+    check_kinds(model)
     _check_neighbours(check_divided(model))
     layout = make_layout(model, STAGES[3], 1, units, Precision(dtype, reduce_dtype))
 
