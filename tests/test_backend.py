@@ -276,8 +276,9 @@ def test_a_module_of_which_nothing_is_compiled_is_refused_by_the_step(ranks: Ran
 
 def nothing_compiled_by_name(rank: int) -> str:
     model = nn.LSTM(4, 4)
-    torch.compile(model, backend="zcompile")(torch.randn(2, 3, 4))[0].sum().backward()
-    return step_error(sgd(model))
+    called = torch.compile(model, backend="zcompile")
+    called(torch.randn(2, 3, 4))[0].sum().backward()
+    return step_error(sgd(called))
 
 
 def test_a_backend_that_is_given_by_name_and_never_called_refuses_the_step(ranks: Ranks) -> None:
