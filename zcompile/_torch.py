@@ -98,6 +98,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "modules_given_to",
     "no_donated_buffers",
+    "no_rematerialization",
     "no_step_hooks",
     "no_torch_function",
     "of_fixed_sizes",
@@ -157,6 +158,17 @@ def no_donated_buffers() -> contextlib.AbstractContextManager[None]:
     We give none away, and the promise would forbid `backward(retain_graph=True)`.
     """
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
+    return patched
+
+
+def no_rematerialization() -> contextlib.AbstractContextManager[None]:
+    """While a graph is traced: compute nothing again in graphs without a backward.
+
+    torch 2.13 would, by the marks of `torch.utils.checkpoint`, and refuses graphs that draw random numbers.
+    """
+    name = "remat_using_tags_for_fwd_loss_bwd_graph"
+    options = {name: False} if hasattr(functorch_config, name) else {}
+    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(options)
     return patched
 
 

@@ -20,7 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from zcompile._torch import aot_autograd, is_symbolic, no_donated_buffers, promise_no_donated_buffers
+from zcompile._torch import (
+    aot_autograd,
+    is_symbolic,
+    no_donated_buffers,
+    no_rematerialization,
+    promise_no_donated_buffers,
+)
 from zcompile.derived import is_view
 from zcompile.errors import CaptureError
 from zcompile.layout import Layout
@@ -114,7 +120,7 @@ class Capture:
             inference_compiler=self._inference,
             partition_fn=self._partition,
         )
-        with no_donated_buffers():
+        with no_donated_buffers(), no_rematerialization():
             compiled: Callable[..., Any] = frontend(module, example_inputs)
         return compiled
 
