@@ -29,8 +29,6 @@ alike: messages of the progress thread must not meet those that the program's th
 _MESSAGES = 1 << 10
 _CALLS = 1 << 29
 """The tag of what ranks tell each other of their runs, which must meet whatever they run."""
-_SMALL = 2**15
-"""Bytes that are sent whole to every rank and summed by each: one message's latency in place of two."""
 _PIECE_BYTES = 2**22
 """Bytes of a rank's part of an all_reduce that are sent at a time: so much memory it takes from each rank, twice."""
 Piece = Callable[[int, int], torch.Tensor]
@@ -215,7 +213,7 @@ class Communicator:
         self._count(2 * tensor.nbytes)
         if self._exchanges:
             flat = tensor.view(-1)
-            return self._exchange_small(flat, _average) if flat.nbytes <= _SMALL else self._exchange_whole(flat)
+            return self._exchange_small(flat, _average) if flat.numel() < self.size else self._exchange_whole(flat)
         work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
