@@ -124,12 +124,16 @@ class Agreement:
         keys = [str(rank) for rank in range(self.communicator.size)]
 
         def missing() -> list[int]:
-            return [rank for rank, key in zip(waits.ranks, keys, strict=True) if not store.check([key])]
+            with contextlib.suppress(RuntimeError):
+                return [rank for rank, key in zip(waits.ranks, keys, strict=True) if not store.check([key])]
+            return [rank for rank in waits.ranks if rank != waits.rank]  # the store is gone with its host
 
         def done(seconds: float) -> bool:
+            started = time.perf_counter()
             with contextlib.suppress(RuntimeError):  # a DistStoreError from a TCPStore, a plain one from a FileStore
                 store.wait(keys, timedelta(seconds=seconds))
                 return True
+            time.sleep(max(0.0, seconds - (time.perf_counter() - started)))  # a store that is gone fails at once
             return time.perf_counter() > deadline
 
         waits.until(done, what, missing)

@@ -108,7 +108,8 @@ def clear(folder: Path) -> None:
         _remove(left)
     if folder.is_dir():
         known = _known(folder)
-        if known or not (folder / MANIFEST).exists():  # else it is damaged, and any file may be the checkpoint's
+        # Without either any file may be a checkpoint's, of which the manifest is damaged or lost.
+        if known or not any((folder / name).exists() for name in (MANIFEST, METADATA)):
             _clear_inside(folder, {name for manifest in known for name in manifest["files"]})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -10,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
@@ -144,9 +146,11 @@ class HostFlight(Flight):
 class EventFlight(Flight):
     """What the host itself reads of a stream: it waits for the event behind it, as long as the others come."""
 
-    def __init__(self, event: torch.cuda.Event, waits: Waits, what: str) -> None:
+    def __init__(self, event: torch.cuda.Event, waits: Waits, what: str, limit: timedelta) -> None:
+        """`limit`: how long the ranks of the group may wait for each other."""
         super().__init__()
         self._event, self._waits, self._what = event, waits, what
+        self._deadline = self.started + limit.total_seconds()
 
     @property
     def done(self) -> bool:
@@ -154,13 +158,16 @@ class EventFlight(Flight):
         return bool(self._event.query())
 
     def wait(self) -> None:
-        self._waits.until(self._within, self._what)
+        with self._waits.explained(self._what):
+            self._waits.until(self._within, self._what)
         self._waits.over()
 
     def _within(self, seconds: float) -> bool:
         """True if the stream has come to the event after at most so many seconds."""
         deadline = time.perf_counter() + seconds
         while not self._event.query():
+            if time.perf_counter() > self._deadline:
+                raise RuntimeError("timed out: the other ranks' answers have not come")
             if time.perf_counter() > deadline:
                 return False
             time.sleep(_GLANCE)
@@ -204,8 +211,11 @@ def _end(flights: queue.SimpleQueue[HostFlight | None], thread: threading.Thread
     flights.put(None)
     if threading.current_thread() is thread:
         return
+    exits = not threading.main_thread().is_alive()
     thread.join(_PATIENCE)
-    if thread.is_alive():
+    if not exits and thread.is_alive():  # others may use the group: until then it waits
+        atexit.register(_end, flights, thread, hang_up)
+    elif thread.is_alive():
         hang_up()
         thread.join(_PATIENCE)
 

@@ -9,7 +9,7 @@ too, and no rank gathers alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,9 +20,13 @@ from zcompile.runtime.shards import UnitShards
 class Freshness:
     """Marks kept copies that a step has outdated, and drops those that a write has, on all ranks alike."""
 
-    def __init__(self, units: Mapping[str, UnitShards], communicator: Communicator) -> None:
+    def __init__(
+        self, units: Mapping[str, UnitShards], communicator: Communicator, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`check`: called before the ranks compare, for ranks that are out of step would wait there."""
         self.units = units
         self.communicator = communicator
+        self.check = check
         self.steps = 0
         """Optimizer steps that changed these parameters."""
         self.idle = 0
@@ -56,6 +60,7 @@ class Freshness:
         to come reads them.
         """
         if kept:
+            self.check()
             differ = torch.stack([held.copies_differ() for held in kept])
             if self.communicator.size > 1:
                 differ = self.communicator.any_rank(differ)

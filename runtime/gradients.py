@@ -100,6 +100,10 @@ class Delivery:
         """Call `reduce` when the backward that runs now has come to its end, and deliver what it gives."""
         self._current().late.append(reduce)
 
+    def runs(self, number: int) -> bool:
+        """True if a backward that delivers gradients runs, and has not failed as far as is known."""
+        return number in self._running
+
     def expect_overflow(self) -> None:
         """The backward that runs now carries scaled float16 gradients, of which an overflow must reach every rank."""
         self._current().may_overflow = True
@@ -150,7 +154,8 @@ class Delivery:
             ended.gradients += [(one, _none) for one in reduce()]
         if self.synchronises:
             self.lockstep.check()  # what it raises leaves every `.grad` as it was
-            if any(HOLDS in call.marks for call in ended.calls):
+            alone = self.lockstep.alone and any(unit.names_held() for unit in self.units.values())
+            if alone or any(HOLDS in call.marks for call in ended.calls):
                 ended.gradients += [(one, _none) for one in self._reduce_rest()]
         for memory in {unit.memory for unit in self.units.values()}:
             memory.landed()

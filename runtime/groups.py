@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcompile._torch import backend_name, close_connections, root_mesh
+from zcompile._torch import backend_name, close_connections, group_timeout, root_mesh
 from zcompile.errors import GroupError
 from zcompile.runtime.flights import EventFlight, Flight, HostFlight, Progress, StreamFlight, Traffic
 from zcompile.runtime.recorder import Recorder
@@ -73,6 +73,8 @@ class Communicator:
         self._averages = backend == "nccl"
         self.is_fake = backend == "fake"
         self._exchanges = backend == "gloo" and device.type == "cpu"
+        self.separates = self._exchanges
+        """True if messages of different runs cannot meet."""
         self._progress = None
         if device.type == "cpu" and self.size > 1:
             self._progress = Progress(functools.partial(close_connections, self.group, self.rank, self.size))
@@ -383,7 +385,8 @@ class Communicator:
             host = torch.empty(all_.shape, dtype=torch.int64, pin_memory=True)
             host.copy_(all_, non_blocking=True)
             arrived = stream.record_event()
-        return Shared(EventFlight(arrived, self.waits, "what the others run"), lambda: host.view(self.size, -1))
+        limit = group_timeout(self.group, self.device)
+        return Shared(EventFlight(arrived, self.waits, "what the others run", limit), lambda: host.view(self.size, -1))
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""

@@ -1,14 +1,15 @@
 """Local steps: an optimizer steps this rank's parts as plain tensors where DTensor has no rule for what it does.
 
-That is right for an optimizer that treats each element by itself, which a trial on small tensors tells: rows that are
-stepped apart get the bits of rows that are stepped together. Others are tried on small DTensors beside plain ones.
+An optimizer that is not known is tried on small DTensors beside plain ones. If it cannot step them, local tensors are
+right if it treats each element by itself: pieces that are stepped apart get the values of the whole.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,7 @@ from zcompile.runtime.placing import Placing
 _AS_THEY_ARE = (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
 """Optimizers that are known to step DTensors right, unless a fused kernel has no rule."""
 _FUSED_WITHOUT_RULE = (Adagrad, SGD)
-_ROWS, _COLUMNS, _RATE = 7, 4, 0.01
+_ROWS, _COLUMNS, _RATE, _STEPS = 7, 4, 0.01, 12
 _TOLERANCE = 0.15
 """Of the largest change, between a step of DTensors and one of plain tensors: Muon's, in bfloat16, are 0.08 apart."""
 
@@ -75,6 +76,7 @@ class LocalStep:
         if not isinstance(param, DTensor):
             return param
         made = nn.Parameter(local_tensor(param), requires_grad=param.requires_grad)
+        vars(made).update(vars(param))  # marks that the optimizer reads
         self._locals.append((param, made))
         made.grad = None if param.grad is None else local_tensor(param.grad)
         return made
@@ -88,6 +90,8 @@ class LocalStep:
         """Hand over what the step has left: state as DTensors that follow their parameters, groups, attributes."""
         state = self.optimizer.state
         for param, mine in self._locals:
+            if mine.data_ptr() != (held := local_tensor(param)).data_ptr():
+                held.copy_(mine.detach())  # the step has put another tensor into `.data`
             if mine in state:
                 before = self._real.state.get(param, {})
                 kept = {key: _sharded(param, key, value, before.get(key)) for key, value in state[mine].items()}
@@ -134,10 +138,24 @@ def _decided(optimizer: Optimizer) -> bool:
         for param in everything:  # an optimizer within this one is not to step meanwhile
             param.grad = None
         with torch.random.fork_rng(devices):
-            return all(_elementwise(optimizer, group) for group in optimizer.param_groups)
+            return _fails_on_shards(optimizer)
     finally:
         for param, gradient in zip(everything, gradients, strict=True):
             param.grad = gradient
+
+
+def _fails_on_shards(optimizer: Optimizer) -> bool:
+    """False if it steps DTensors right; True if it cannot, and treats elements alone.
+
+    Raises:
+        OptimizerError: it steps them otherwise than plain tensors, or cannot, and needs more than the element.
+    """
+    trials = [trial for group in optimizer.param_groups for trial in _trials(group)]
+    failures = [failure for trial in trials if (failure := _failure_on_shards(optimizer, trial))]
+    if failures and not all(_elementwise(optimizer, trial) for trial in trials):
+        what = f"{type(optimizer).__name__} cannot step parameters that are sharded: {failures[0]}"
+        raise OptimizerError("optimizer", what, _FIX)
+    return bool(failures)
 
 
 def _check_flattened(optimizer: Optimizer, params: Sequence[DTensor]) -> None:
@@ -149,88 +167,102 @@ def _check_flattened(optimizer: Optimizer, params: Sequence[DTensor]) -> None:
             raise OptimizerError(name, found, "choose stage=0, which keeps parameters whole, or another optimizer")
 
 
-def _elementwise(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """True if rows stepped apart get the bits of rows stepped together; False if it steps DTensors right.
+@dataclass(frozen=True)
+class _Trial:
+    """Steps of a parameter with the options of a group."""
 
-    So it does, too, if it cannot be tried on plain tensors, as one that only stands for another optimizer.
-    """
+    group: dict[str, Any]
+    values: torch.Tensor
+    like: DTensor
+    """A parameter of the group."""
+
+    def gradients(self, scale: float) -> list[torch.Tensor]:
+        """For each of several steps, each of other size and direction; elements do not follow from each other."""
+        first = scale * (5 * self.values.flip(0) + self.values).cos()
+        steps = (first, first * (1 + 9 * (first > 0)), first / -8)
+        return [steps[number % 3] for number in range(_STEPS)]
+
+
+def _trials(group: dict[str, Any]) -> Iterator[_Trial]:
     params = [param for param in group["params"] if isinstance(param, DTensor) and param.ndim]
-    if not params:
-        return True
-    found = True
     for ndim in sorted({param.ndim for param in params}):
-        shape = (_ROWS, *[_COLUMNS] * min(ndim - 1, 3))
+        # Rows on every rank: what an optimizer does of none it would do on one rank alone.
+        shape = (max(_ROWS, 2 * params[0].device_mesh.size(0) - 1), *[_COLUMNS] * min(ndim - 1, 3))
         count = torch.arange(torch.Size(shape).numel(), device=params[0].device)
         values = (1.0 + count * count).sin().view(shape).to(params[0].dtype)  # rows that do not depend on each other
-        try:
-            whole = [_stepped(optimizer, group, [values], scale)[0] for scale in (1.0, 1e3)]
-            parts = [_apart(optimizer, group, values, scale) for scale in (1.0, 1e3)]
-        except Exception:  # what it needs is not known here
-            return False
-        if all(torch.equal(one, values) for one in whole):
-            return False
-        if not all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True)):
-            _check_on_shards(optimizer, group, values, whole[0], params[0])
-            found = False
-    return found
+        yield _Trial(group, values, params[0])
 
 
-def _apart(optimizer: Optimizer, group: dict[str, Any], values: torch.Tensor, scale: float) -> torch.Tensor:
-    gradient = _gradient(values, scale)
-    pieces = zip(values.split(_ROWS // 2 + 1), gradient.split(_ROWS // 2 + 1), strict=True)
-    return torch.cat([_stepped(optimizer, group, [piece], 1.0, [grad])[0] for piece, grad in pieces])
+def _elementwise(optimizer: Optimizer, trial: _Trial) -> bool:
+    """True if pieces stepped apart, along each dimension, get the values of the whole.
+
+    Not always its bits: kernels round otherwise at the end of a tensor than within it.
+    """
+    rounding = 16 * torch.finfo(trial.values.dtype).eps
+    try:
+        for scale in (1.0, 1e3):
+            gradients = trial.gradients(scale)
+            whole = _stepped(optimizer, trial.group, trial.values, gradients)
+            for dim in range(trial.values.ndim):
+                apart = _apart(optimizer, trial, gradients, dim)
+                if not torch.allclose(whole, apart, rtol=rounding, atol=rounding):
+                    return False
+    except Exception:  # what it needs is not known here
+        return False
+    return True
 
 
-def _gradient(values: torch.Tensor, scale: float) -> torch.Tensor:
-    return scale * (5 * values.flip(0) + values).cos()
+def _apart(optimizer: Optimizer, trial: _Trial, gradients: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    width = trial.values.shape[dim] // 2 + 1
+    pieces = zip(trial.values.split(width, dim), *(gradient.split(width, dim) for gradient in gradients), strict=True)
+    return torch.cat([_stepped(optimizer, trial.group, piece, grads) for piece, *grads in pieces], dim)
 
 
 def _stepped(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    values: Sequence[torch.Tensor],
-    scale: float,
-    gradients: Sequence[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    """Parameters of these values after three steps."""
-    params = [value if isinstance(value, nn.Parameter) else nn.Parameter(value.clone()) for value in values]
+    optimizer: Optimizer, group: dict[str, Any], value: torch.Tensor, gradients: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """A parameter of this value after a step with each of these gradients."""
+    param = value if isinstance(value, nn.Parameter) else nn.Parameter(value.clone())
     options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     if "lr" in options:  # a schedule may begin with none
         rate = options["lr"]
         options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, torch.Tensor) else _RATE
-    tried = sharing(optimizer, state=defaultdict(dict), param_groups=[{**options, "params": params}])
-    given = gradients or [_gradient(value.detach(), scale) for value in values]
-    for sign in (1, 1, -1):
-        for param, gradient in zip(params, given, strict=True):
-            param.grad = gradient * sign
+    tried = sharing(optimizer, state=defaultdict(dict), param_groups=[{**options, "params": [param]}])
+    for gradient in gradients:
+        param.grad = gradient.clone()
         unhooked_step(tried)
-    return [param.detach() for param in params]
+    return param.detach()
 
 
-def _check_on_shards(
-    optimizer: Optimizer, group: dict[str, Any], values: torch.Tensor, whole: torch.Tensor, like: DTensor
-) -> None:
-    """Compare steps of a DTensor, which communicate, with those of a plain tensor.
+def _failure_on_shards(optimizer: Optimizer, trial: _Trial) -> str:
+    """Why it cannot step a DTensor, which communicates; empty if it can, and where it cannot be tried at all.
 
     Raises:
-        OptimizerError: they fail, or differ.
+        OptimizerError: it steps one otherwise than a plain tensor.
     """
-    kind, mesh = type(optimizer).__name__, like.device_mesh
-    fix = "choose stage=0, which keeps parameters whole, or an optimizer that treats each element by itself, as AdamW"
+    values, gradients, mesh = trial.values, trial.gradients(1.0), trial.like.device_mesh
+    try:
+        whole = _stepped(optimizer, trial.group, values, gradients)
+    except Exception:  # what it needs is not known here
+        return ""
     ranks, rank = mesh.size(0), mesh.get_local_rank(0)
     placing = Placing(mesh, (Shard(0), *[Replicate()] * (mesh.ndim - 1)), values.shape)
-    rows = -(-_ROWS // ranks)
+    rows = -(-len(values) // ranks)
 
     def mine(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[min(rank * rows, _ROWS) : min((rank + 1) * rows, _ROWS)].clone()
+        return placing.place(tensor[min(rank * rows, len(values)) : min((rank + 1) * rows, len(values))].clone())
 
     try:
-        param = sharded(nn.Parameter(placing.place(mine(values))), "a parameter that is tried")
-        (stepped,) = _stepped(optimizer, group, [param], 1.0, [placing.place(mine(_gradient(values, 1.0)))])
+        param = sharded(nn.Parameter(mine(values)), "a parameter that is tried")
+        stepped = _stepped(optimizer, trial.group, param, [mine(gradient) for gradient in gradients])
         assert isinstance(stepped, DTensor), "a DTensor was stepped"
         found = stepped.full_tensor()
     except Exception as error:
-        what = f"{kind} cannot step parameters that are sharded: {str(error).splitlines()[0]}"
-        raise OptimizerError("optimizer", what, fix) from None
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
     if (found - whole).abs().max() > _TOLERANCE * (whole - values).abs().max():
-        raise OptimizerError("optimizer", f"{kind} steps otherwise where parameters are sharded", fix)
+        kind = type(optimizer).__name__
+        raise OptimizerError("optimizer", f"{kind} steps otherwise where parameters are sharded", _FIX)
+    return ""
+
+
+_FIX = "choose stage=0, which keeps parameters whole, or an optimizer that treats each element by itself, as AdamW"

@@ -25,6 +25,8 @@ NUMBERS = 8
 MARKS = 8
 """Numbers of a message that hold marks, and the bits in each."""
 BITS = 62
+MOST = MARKS * BITS
+"""Marks are numbers below this."""
 
 
 class RunKind(IntEnum):
@@ -135,8 +137,9 @@ class Lockstep:
     ) -> RollCall:
         """Begin a run of the program with this digest, and tell the others of it.
 
-        Beside it `marks`, numbers below 496, and a `variant`, of 62 bits, in which ranks may differ. `keeps`: it adds
-        to gradients. `is_new`: no program with this digest has run before, and it is compared with the others' next.
+        Beside it `marks`, numbers below `MOST`, and a `variant`, of 62 bits, in which ranks may differ. `keeps`: it
+        adds to gradients. `is_new`: no program with this digest has run before, and it is compared with the others'
+        next.
 
         Raises:
             AgreementError: a run before is known to be out of step.
@@ -167,7 +170,7 @@ class Lockstep:
     def _look(self) -> None:
         """Read what has arrived."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         while self._open and (shared := self._open[0].shared) is not None and shared.arrived:
             self._read(self._open.popleft())
 
@@ -186,7 +189,8 @@ class Lockstep:
 def _packed(marks: Sequence[int]) -> list[int]:
     words = [0] * MARKS
     for mark in marks:
-        words[min(mark, MARKS * BITS - 1) // BITS] |= 1 << (min(mark, MARKS * BITS - 1) % BITS)
+        assert mark < MOST, f"a mark of {mark}; the message has {MOST}"
+        words[mark // BITS] |= 1 << (mark % BITS)
     return words
 
 

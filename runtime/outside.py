@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import backward_number, wants_gradient
+from zcompile._torch import backward_number, post_accumulate_hooks, wants_gradient
 from zcompile.errors import ParameterError
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate
 from zcompile.runtime.gradients import Delivery
@@ -48,8 +48,9 @@ class Outside:
         """Take a gradient; gives the zeros that get into `.grad` in its place."""
         number = backward_number()
         assert number is not None, "autograd calls hooks within a backward"
-        if number not in self._brought:
-            self._brought = {number: {}}  # of those before, only one that has failed has left anything
+        if number not in self._brought:  # a checkpoint runs a backward within another
+            self._brought = {n: brought for n, brought in self._brought.items() if self.delivery.runs(n)}
+            self._brought[number] = {}
             self.delivery.at_end(lambda: self._reduce(self._brought.pop(number)))
         brought = self._brought[number]
         brought[name] = brought[name] + gradient if name in brought else gradient.clone()
@@ -61,6 +62,7 @@ class Outside:
             return [accumulate(bound, grads) for bound, grads in self._bound(brought, set(brought))]
         names = [name for unit in self.units.values() for name in unit.parameters]
         self.delivery.enter(RunKind.GRADIENTS, hashlib.sha256(b"outside of programs").hexdigest())
+        self.delivery.lockstep.check()  # the host waits here anyway
         communicator = self.delivery.lockstep.communicator
         flags = torch.tensor([name in brought for name in names], dtype=torch.int32, device=communicator.device)
         on_any = communicator.any_rank(flags).tolist()
@@ -98,10 +100,13 @@ class Taking:
         """Take the gradient, unless it is not for `.grad`: `torch.autograd.grad` gets it as it is.
 
         Raises:
-            ParameterError: the parameter is tensor-parallel.
+            ParameterError: the parameter is tensor-parallel, or has a hook that would run before the average.
         """
         if not wants_gradient(get_gradient_edge(self.parameter).node):
             return None
+        if post_accumulate_hooks(self.parameter):
+            fix = "remove the hook, or let the forward of the model do it and call the compiled model"
+            raise ParameterError(self.name, "was read outside of the model's call, and has a hook on its gradient", fix)
         if isinstance(gradient, DTensor):
             fix = "let the forward of the model do it, and call the compiled model"
             raise ParameterError(self.name, "is tensor-parallel, and was read outside of the model's call", fix)

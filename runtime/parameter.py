@@ -53,7 +53,8 @@ class ShardedParameter(DTensor):
             if "not supported for tensor subclasses" in str(error):
                 raise _refusal(args, func, "take its full_tensor() on every rank, or its to_local()") from None
             raise
-        if func in _SAME_VALUES and result.grad_fn is None:
+        same = func in _SAME_VALUES and isinstance(args[0], ShardedParameter) and isinstance(result, DTensor)
+        if same and result.grad_fn is None:
             return sharded(result, args[0].zcompile_name)
         is_attribute = getattr(func, "__name__", "") == "__get__"  # of `.grad`, say, which is what it is
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zcompile._torch import default_store
@@ -76,6 +77,9 @@ class Waits:
         self.check: Callable[[], None] = lambda: None
         """Raises what is known by now to be wrong; called while this rank waits."""
         self._prefix = f"zcompile/{group.group_name}/waits"
+        if len(self.ranks) > 1 and dist.get_backend(group) != "fake":
+            # Reports of an earlier model on the group say nothing of this one's ranks.
+            self._prefix += f" {default_store().add(f'{self._prefix} of {self.rank}', 1)}"
         self._told = False
 
     def until(
@@ -116,9 +120,11 @@ class Waits:
         """
         try:
             yield
-        except (GroupError, AgreementError):
+        except (GroupError, AgreementError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
+            if not isinstance(error, RankLost) and "allocate memory" in str(error):
+                raise
             raise self.explanation(error, what) from error
 
     def explanation(self, error: RuntimeError, what: str) -> GroupError | AgreementError:

@@ -91,7 +91,7 @@ class Engine:
         self.regions = RegionCache(options.backend, communicator.rank)
         if options.backend == "inductor":
             self.regions.ready = prepare_inductor(communicator.device)
-        self.freshness = Freshness(self.shards, communicator)
+        self.freshness = Freshness(self.shards, communicator, lambda: self.lockstep.check())
         self.recorder = communicator.recorder
         self.lockstep = Lockstep(communicator, agreement.number, lambda: (self.freshness.steps, self.freshness.idle))
         scatter = layout.stage.optimizer_sharded

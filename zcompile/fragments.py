@@ -303,6 +303,7 @@ class Leaves:
             if not self.delivery.synchronises:
                 return [accumulate(self.bound, own)]
             self.delivery.enter(RunKind.GRADIENTS, _digest(*leaves))
+            self.delivery.lockstep.check()  # the host waits for the flags anyway
             reached = [g is not None or shards.held(name) is not None for name, g in zip(leaves, own, strict=True)]
             flags = torch.tensor(reached, dtype=torch.int32, device=shards.communicator.device)
             on_any = shards.communicator.any_rank(flags).tolist()

@@ -43,7 +43,7 @@ from zcompile.runtime.arena import Arenas, Lender
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients import HOLDS, Delivery, Unreached
 from zcompile.runtime.loader import load
-from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
+from zcompile.runtime.lockstep import MOST, Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.runtime.stash import Stash
@@ -226,10 +226,13 @@ class Step:
         if not self._communicates[Phase.BACKWARD]:
             return lambda: flows.unreached(live)
         # What is all of them on one rank need not be counted by groups, which another rank may have otherwise.
-        marks = [ALL] if len(live) == len(flows.groups) else [ALL + 1 + number for number in live]
+        countable = ALL + len(flows.groups) < MOST  # else zeros are delivered where no gradient flows
+        marks = [ALL] if len(live) == len(flows.groups) or not countable else [ALL + 1 + number for number in live]
         is_new = self.session.is_new(self._digest)
         call = delivery.enter(RunKind.BACKWARD, self._digest, marks, flows.digest, is_new=is_new)
         self._agree()
+        if self.session.updater is not None and not self.session.lockstep.communicator.separates:
+            self.session.lockstep.check()  # this backward updates: behind it, it would be too late
         return lambda: _unreached(flows, call)
 
     def _accumulating(self) -> Callable[[list[Any]], Any]:
