@@ -192,7 +192,8 @@ class UnitShards:
         if held is None or held.taken == running:
             return gradient
         held.taken = running
-        return gradient.to(param.dtype).add_(held.total)
+        # Nothing can be added to one number that is expanded to a shape, as the gradient of a sum is.
+        return gradient.to(param.dtype).contiguous().add_(held.total)
 
     def is_taken(self, name: str) -> bool:
         """True if the backward that runs now has taken the gradient held back for `name` into a reduction."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -151,11 +152,12 @@ class Summed(nn.Module):
         return (x * self.row.sum() * self.table.sum()).sum()
 
 
-def summed_twice(rank: int, world: int, stage: int, bucket: int | None) -> bool:
-    """Two backwards into one gradient, which is written to in place, beside autograd's."""
+def summed_twice(rank: int, world: int, stage: int, bucket: int | None, held: bool) -> bool:
+    """Two backwards into one gradient, which is written to in place, beside autograd's; the first one `held` back."""
     compiled, plain = zcompile.compile(Summed(), stage=stage, bucket=bucket, backend="eager"), Summed()
-    for _ in range(2):
-        compiled(torch.tensor(float(rank))).backward()
+    for number in range(2):
+        with compiled.no_sync() if held and not number else contextlib.nullcontext():
+            compiled(torch.tensor(float(rank))).backward()
         plain(torch.tensor((world - 1) / 2)).backward()
     got = (p.grad.mul_(2) for p in compiled.parameters())
     full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in got]
@@ -165,8 +167,8 @@ def summed_twice(rank: int, world: int, stage: int, bucket: int | None) -> bool:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_gradient_that_is_one_number_expanded(ranks: Ranks, world: int, stage: int) -> None:
-    for bucket in (None, 16):
-        assert ranks.run(world, summed_twice, world, stage, bucket) == [True] * world
+    for bucket, held in ((None, False), (16, False), (None, True)):
+        assert ranks.run(world, summed_twice, world, stage, bucket, held) == [True] * world
 
 
 def inference_first(rank: int) -> bool:
