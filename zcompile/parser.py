@@ -201,7 +201,7 @@ class _Parser:
         index = len(scope.graph.find_nodes(op="placeholder"))
         op: Op
         if kind == "unit":
-            op = Shards(rest)
+            op = Shards(unescaped(rest))
         elif kind == "parameter":
             op = Parameter(unescaped(rest))
         elif kind in _KEPT:
@@ -341,7 +341,7 @@ def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: 
     unit: str = getattr(source, "unit", "")
     if node.target is ops.region:
         # The margin says what the call is meant to read; its arguments, what it does read.
-        units = [name for name in source_text.split(" + ") if layout.has_unit(name)]
+        units = [name for name in map(unescaped, source_text.split(" + ")) if layout.has_unit(name)]
         reads = {argument for argument, item in regions[str(first)].takes if item is not None}
         return Call(str(first), tuple(units[: len(reads)]))
     if node.target is ops.all_gather:

@@ -267,11 +267,11 @@ def _argument(program: Program, node: fx.Node) -> Line:
     match held.op:
         case Shards(unit):
             count = len(program.layout.unit(unit).params)
-            return Line(f"{node.name},", delta=f"{count} parameters", source=f"unit {unit}")
+            return Line(f"{node.name},", delta=f"{count} parameters", source=f"unit {escaped(unit)}")
         case Parameter(name):
             return Line(f"{node.name},", _type_text(held), source=f"parameter {escaped(name)}")
         case WaitGather(unit):
-            return Line(f"{node.name},", source=f"full unit {unit}")
+            return Line(f"{node.name},", source=f"full unit {escaped(unit)}")
         case Arena():
             return Line(f"{node.name},", _type_text(held), source="arena")
         case Peers(size):
@@ -297,7 +297,9 @@ def _type_text(held: Data) -> str:
 
 def _source_text(held: Data) -> str:
     """Where a value comes from, one word for each module."""
-    return " + ".join(map(escaped, held.source.split(" + ")))
+    units = held.op.units if isinstance(held.op, Call) else ()
+    words = units if " + ".join(units) == held.source else held.source.split(" + ")
+    return " + ".join(map(escaped, words))
 
 
 def _statement(node: fx.Node, delta: int) -> list[Line]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
@@ -91,7 +92,13 @@ def _unit_table(layout: Layout) -> Table:
     table = Table("unit", "parameters", "full", "shard per rank", "messages")
     for unit in layout.units:
         shard = sum(param.shard_numel * param.dtype.itemsize for param in unit.params)
-        row = (unit.name, str(len(unit.params)), human_bytes(unit.nbytes), human_bytes(shard), str(len(unit.messages)))
+        row = (
+            escape(unit.name),
+            str(len(unit.params)),
+            human_bytes(unit.nbytes),
+            human_bytes(shard),
+            str(len(unit.messages)),
+        )
         table.add_row(*row)
     return table
 
@@ -139,7 +146,9 @@ def _overlap_table(program: Program) -> Table:
         body = program.body(phase)
         for start, node in enumerate(body):
             if isinstance(data(node).op, (AllGather, Reduce)):
-                table.add_row(f"{phase}: {node.name}", human_bytes(program.wire_bytes(node)), _hidden_by(body[start:]))
+                table.add_row(
+                    f"{phase}: {node.name}", human_bytes(program.wire_bytes(node)), escape(_hidden_by(body[start:]))
+                )
     return table
 
 

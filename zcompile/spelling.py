@@ -36,10 +36,5 @@ def unescaped(text: str) -> str:
     return _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
 
 
-def word(name: str) -> str:
-    """`name` as one that needs no escapes."""
-    return "".join(char if _is_plain(char) else "_" for char in name)
-
-
 def _is_plain(char: str) -> bool:
     return char.isalnum() or char in "_.+-"

@@ -14,7 +14,7 @@ from torch import nn
 from zcompile._torch import local_tensor, mesh_size
 from zcompile.errors import OptionError, nearest
 from zcompile.layout import Layout, Param, Stage, Unit
-from zcompile.spelling import identifier, word
+from zcompile.spelling import identifier
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NORMALISES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -145,10 +145,10 @@ def make_units(
 
 
 def _named(groups: list[tuple[str, list[Param]]], taken: set[str]) -> Iterator[Unit]:
-    """Units with names of their own, a word each; a unit between blocks is named after its first module."""
+    """Units with names of their own; a unit between blocks is named after its first module."""
     for block, params in groups:
         modules = (block,) if block else tuple(dict.fromkeys(p.name.rpartition(".")[0] for p in params))
-        name = word(block or modules[0] or params[0].name)
+        name = block or modules[0] or params[0].name
         while identifier(name) in taken:
             name += "_"
         taken.add(identifier(name))
