@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zcompile
-from zcompile.spelling import escaped, free, identifier, unescaped
+from zcompile.spelling import escaped, free, identifier, quoted, unescaped
 
 COLLIDING = [
     "region_0", "region", "forward", "backward", "box", "torch", "ops", "aten", "unbox", "wait", "release", "copy",
@@ -37,6 +38,8 @@ INJECTED = [
     "[/red]",
     "\\u{41}",
     "\ud800",
+    "\U000693ee\x85",
+    "\U00020000",
 ]
 
 
@@ -112,6 +115,13 @@ def test_any_names(names: list[str]) -> None:
 def test_an_escaped_name_is_one_word_and_comes_back(name: str) -> None:
     assert unescaped(escaped(name)) == name
     assert all(char.isalnum() or char in "_.+-\\{}" for char in escaped(name))
+
+
+@given(st.text(st.characters(codec=None)))
+@example('a"\\"')
+def test_a_quoted_name_is_the_literal_of_it(name: str) -> None:
+    assert ast.literal_eval(quoted(name)) == name
+    assert quoted(name).isascii()
 
 
 @given(st.text(min_size=1))

@@ -53,7 +53,7 @@ from zcompile.ops import (
     op_of,
 )
 from zcompile.program import Program, Region, after_items
-from zcompile.spelling import escaped
+from zcompile.spelling import escaped, quoted
 from zcompile.tensor_type import TensorType, dtype_text, human_bytes
 
 _TEMPLATE = """\
@@ -68,16 +68,16 @@ shards = "cpu"
 {%- endif %}
 units = {
 {%- for unit in units.units %}
-    {{ unit.name | tojson }}: [
+    {{ unit.name | quoted }}: [
 {%- for param in unit.params %}
-        {{ param_text(param) | tojson }},
+        {{ param_text(param) | quoted }},
 {%- endfor %}
     ],
 {%- endfor %}
 }
 packed = {
 {%- for unit in units.units if unit.messages | map("length") | max > 1 %}
-    {{ unit.name | tojson }}: {{ unit.messages | map("list") | selectattr(1, "defined") | list }},
+    {{ unit.name | quoted }}: {{ unit.messages | map("list") | selectattr(1, "defined") | list }},
 {%- endfor %}
 }
 
@@ -171,8 +171,9 @@ def region_text(region: Region) -> str:
 def _rendered(
     functions: Sequence[Function], units: Layout | None = None, text: Callable[[Param], str] | None = None
 ) -> str:
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE)
-    return template.render(functions=functions, units=units, param_text=text) + "\n"
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
+    environment.filters["quoted"] = quoted
+    return environment.from_string(_TEMPLATE).render(functions=functions, units=units, param_text=text) + "\n"
 
 
 def _param_text(param: Param, unused: frozenset[str]) -> str:

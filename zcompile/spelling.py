@@ -31,6 +31,12 @@ def escaped(name: str) -> str:
     return "".join(char if _is_plain(char) else f"\\u{{{ord(char):x}}}" for char in name)
 
 
+def quoted(name: str) -> str:
+    """`name` as a string of Python, in ASCII. JSON would write characters beyond 16 bits as two."""
+    text = name.encode("unicode_escape").decode().replace('"', '\\"')
+    return f'"{text}"'
+
+
 def unescaped(text: str) -> str:
     """What `escaped` was given."""
     return _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
