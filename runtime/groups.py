@@ -368,7 +368,8 @@ class Communicator:
         if self._exchanges:
             rows = list(torch.empty(self.size, numbers.numel(), dtype=torch.int64))
             rows[self.rank] = numbers
-            works = self._exchange([numbers] * self.size, rows, _CALLS)
+            with self.waits.explained("what the others run"):
+                works = self._exchange([numbers] * self.size, rows, _CALLS, recorded=False)
             landing = HostFlight(lambda: self._wait_all(works), Traffic(), self.waits, "what the others run")
             assert self._progress is not None, "messages are exchanged on the host only"
             return Shared(self._progress.follow(landing), lambda: torch.stack(rows))
