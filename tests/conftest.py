@@ -5,11 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+settings.register_profile("no deadline", deadline=None)  # a shared machine is slow at times
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,6 @@ from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.spelling import identifier
 from zcompile.units import find_blocks, make_layout, match_blocks
 
-settings.register_profile("no deadline", deadline=None)  # a shared machine is slow at times
-settings.load_profile("no deadline")
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 worlds = st.integers(1, 9)
 shapes = st.lists(st.integers(0, 12), min_size=1, max_size=3).map(tuple)
