@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zcompile._torch import local_tensor, no_step_hooks, unhooked_step
 from zcompile.errors import OptimizerError
@@ -44,6 +45,8 @@ class LocalSteps:
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._locals = WeakTensorKeyDictionary()
+        """What stands for each parameter, always the same: optimizers may keep state of their own by it."""
 
     def wanted(self, optimizer: Optimizer) -> bool:
         """True if `optimizer` is to step local tensors. Collective at its first step, where it is tried on DTensors.
@@ -55,12 +58,19 @@ class LocalSteps:
             self._found[optimizer] = _decided(optimizer)
         return self._found[optimizer]
 
+    def begin(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalStep:
+        """A step of `optimizer` on local tensors, for the parameters in `groups`."""
+        return LocalStep(optimizer, groups, self._locals)
+
 
 class LocalStep:
     """One step of `optimizer` on local tensors: `optimizer` in it shares its state, and has `groups` of them."""
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-        self._real, self._groups = optimizer, groups
+    def __init__(
+        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], known: MutableMapping[torch.Tensor, nn.Parameter]
+    ) -> None:
+        """`known`: what has stood for parameters in steps before."""
+        self._real, self._groups, self._known = optimizer, groups, known
         self._locals: list[tuple[torch.Tensor, torch.Tensor]] = []
         local = [{**group, "params": [self._local(param) for param in group["params"]]} for group in groups]
         state: dict[Any, Any] = defaultdict(dict)
@@ -75,7 +85,10 @@ class LocalStep:
     def _local(self, param: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
             return param
-        made = nn.Parameter(local_tensor(param), requires_grad=param.requires_grad)
+        if param not in self._known:
+            self._known[param] = nn.Parameter(local_tensor(param), requires_grad=param.requires_grad)
+        made = self._known[param].requires_grad_(param.requires_grad)
+        made.data = local_tensor(param)  # whatever a step before has put there
         vars(made).update(vars(param))  # marks that the optimizer reads
         self._locals.append((param, made))
         made.grad = None if param.grad is None else local_tensor(param.grad)
@@ -227,7 +240,8 @@ def _stepped(
     if "lr" in options:  # a schedule may begin with none
         rate = options["lr"]
         options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, torch.Tensor) else _RATE
-    tried = sharing(optimizer, state=defaultdict(dict), param_groups=[{**options, "params": [param]}])
+    kept = {name: copy.copy(value) for name, value in vars(optimizer).items() if isinstance(value, (dict, list, set))}
+    tried = sharing(optimizer, **{**kept, "state": defaultdict(dict), "param_groups": [{**options, "params": [param]}]})
     for gradient in gradients:
         param.grad = gradient.clone()
         unhooked_step(tried)

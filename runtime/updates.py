@@ -15,7 +15,7 @@ from zcompile._torch import unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients import run_hooks
-from zcompile.runtime.local_steps import LocalStep, LocalSteps, sharing
+from zcompile.runtime.local_steps import LocalSteps, sharing
 
 
 class States(Protocol):
@@ -76,7 +76,7 @@ class Updater:
             if self.states is not None:
                 self.states.before(parameters)
             for optimizer, groups in self._held(parameters):
-                _step(optimizer, groups, local=self._local.wanted(optimizer))
+                _step(optimizer, groups, self._local if self._local.wanted(optimizer) else None)
                 if self.states is not None:
                     self.states.after(optimizer, parameters)
         finally:
@@ -112,13 +112,13 @@ class Updater:
         return list(found.values())
 
 
-def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]], *, local: bool = False) -> None:
-    """Step `optimizer` for the parameters in `groups` alone; `local`: for this rank's parts as plain tensors."""
+def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]], local: LocalSteps | None = None) -> None:
+    """Step `optimizer` for the parameters in `groups` alone; with `local` this rank's parts as plain tensors."""
     narrowed = [{**optimizer.param_groups[number], "params": params} for number, params in sorted(groups.items())]
-    if not local:
+    if local is None:
         unhooked_step(sharing(optimizer, param_groups=narrowed))
         return
-    step = LocalStep(optimizer, narrowed)
+    step = local.begin(optimizer, narrowed)
     unhooked_step(step.optimizer)
     step.finish()
 

@@ -113,6 +113,25 @@ def test_methods_and_results_of_the_compiled_module_stay_its_own() -> None:
     assert not compiled.blocks[0].training
 
 
+class Profiled(nn.Linear):
+    """Has an attribute of a name that compiled modules have, too."""
+
+    profile = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.profile
+
+
+def test_an_attribute_that_is_something_else_here_is_refused() -> None:
+    model = Profiled(4, 4)
+    compiled = zcompile.compile(model, backend="eager")
+    before = compiled(torch.ones(3, 4))
+    with pytest.raises(ParameterError, match="has an attribute 'profile', which is something else on the compiled"):
+        compiled.profile = 4.0
+    model.profile = 4.0
+    torch.testing.assert_close(compiled(torch.ones(3, 4)), 2 * before)
+
+
 @pytest.mark.parametrize("value", [nn.Linear(4, 4), nn.Parameter(torch.ones(4))])
 def test_parameters_that_are_set_are_refused_by_name(value: object) -> None:
     plain, compiled = both()

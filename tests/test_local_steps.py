@@ -56,6 +56,25 @@ class FewBits(torch.optim.Optimizer):
         return loss
 
 
+class Remembers(torch.optim.Optimizer):
+    """Keeps its moments in a dictionary of its own, and knows no DTensors."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.moments: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if isinstance(param, DTensor):
+                    raise TypeError("a DTensor")
+                self.moments[param] = 0.9 * self.moments.get(param, torch.zeros_like(param)) + param.grad
+                param.data = param.data - group["lr"] * self.moments[param]
+        return loss
+
+
 class Normed(torch.optim.SGD):
     """Scales each parameter's gradient by a norm that it reads off what is there: wrong on a part of it."""
 
@@ -83,6 +102,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD fused": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
     "Adagrad fused": lambda params: torch.optim.Adagrad(params, lr=0.05, fused=True),
     "few bits": lambda params: FewBits(params, lr=0.05),
+    "remembers": lambda params: Remembers(params, lr=0.05),
 }
 
 

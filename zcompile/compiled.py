@@ -302,8 +302,14 @@ class CompiledModule(nn.Module):
         """Set an attribute of the model, unless it is this module's own; programs that read it are traced again.
 
         Raises:
-            ParameterError: the value is a parameter, or a module with parameters, that was never sharded.
+            ParameterError: the value is a parameter, or a module with parameters, that was never sharded; or the model
+                has an attribute of a name that means something else here.
         """
+        ours = name in vars(CompiledModule) and not hasattr(nn.Module, name)
+        if ours and hasattr(self._model, name):
+            found = f"has an attribute {name!r}, which is something else on the compiled module"
+            fix = "keep the model that was given to zcompile.compile, and set it there: model.NAME = value"
+            raise ParameterError(type(self._model).__name__, found, fix)
         if self._is_own(name):
             super().__setattr__(name, value)
         if name == "training" or not self._is_own(name):

@@ -55,7 +55,7 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
         closure: Any = bound.arguments.get("closure")
         if closure is None:
             refuse_held(names)
-        local = LocalStep(optimizer, optimizer.param_groups) if local_steps.wanted(optimizer) else None
+        local = local_steps.begin(optimizer, optimizer.param_groups) if local_steps.wanted(optimizer) else None
 
         def closed() -> Any:
             loss = closure()  # it runs the backwards of this step
