@@ -32,6 +32,8 @@ POLL = 0.1
 """Seconds between two looks at what is waited for, by a rank that waits."""
 TOLD = 4.0
 """Seconds after which a rank that waits says so in the store."""
+ASKED = 2.0
+"""Seconds between two looks at what the others have said, by a rank that waits for long."""
 WARNED = 10.0
 """Seconds after which it says so to its user."""
 GRACE = 1.0
@@ -95,12 +97,15 @@ class Waits:
         """
         if done(POLL):
             return
-        started, warned = time.perf_counter() - POLL, False
+        started, warned, asked = time.perf_counter() - POLL, False, 0.0
         while not done(POLL):
             self.check()
             waited = time.perf_counter() - started
             if waited > TOLD and not self._told:
                 self._tell(Report(self._missing(awaited), where_of(what), self.run))
+            if waited > max(TOLD, asked + ASKED):
+                self._raise_refusal(self._reports(()))
+                asked = waited
             if waited > WARNED and not warned:
                 self._warn(waited, where_of(what), self._missing(awaited))
                 warned = True
@@ -127,18 +132,27 @@ class Waits:
                 raise
             raise self.explanation(error, what) from error
 
-    def explanation(self, error: RuntimeError, what: str) -> GroupError | AgreementError:
-        """Who is to blame for a message that has failed; the others are told."""
+    def explanation(self, error: RuntimeError, what: str) -> GroupError:
+        """Who is to blame for a message that has failed; the others are told.
+
+        Raises:
+            AgreementError: another rank has found the ranks out of step.
+        """
         self.check()  # a rank that is out of step says more than a broken connection
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         awaited = [self.ranks[error.rank]] if isinstance(error, RankLost) else self._missing(None)
         self._tell(Report(awaited, where_of(what), self.run))
         reports = self._reports(() if timed_out else awaited)
-        if refusal := next((report.refusal for report in reports.values() if report.refusal), None):
-            return AgreementError(*refusal)
+        self._raise_refusal(reports)
         culprits = to_blame(awaited, reports, self.rank)
         self._tell(Report(culprits, where_of(what), self.run))
         return GroupError(where_of(what), self._found(culprits, reports, timed_out=timed_out), _fix(culprits, reports))
+
+    @staticmethod
+    def _raise_refusal(reports: Mapping[int, Report]) -> None:
+        """Raise the AgreementError that another rank has raised, for it is this one's too."""
+        if refusal := next((report.refusal for report in reports.values() if report.refusal), None):
+            raise AgreementError(*refusal)
 
     def culprits(self, awaited: Sequence[int]) -> list[int]:
         """Who is to blame, as far as the others have reported, if these did not come."""

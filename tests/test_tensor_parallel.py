@@ -631,3 +631,33 @@ def test_what_cannot_be_meant_is_an_error_on_every_rank(
     for found in ranks.run(4, wrong, case):
         assert found.startswith(kind.__name__)
         assert text in found
+
+
+def one_evaluates_more(rank: int, data: int, stage: int) -> str:
+    dp, tp = meshes(data, 2)
+    compiled = build(dp, tp, "everything", stage=stage)
+    batch = tokens(0, dp.get_local_rank())
+    with torch.no_grad():
+        compiled(*batch)
+    compiled(*batch).backward()
+    try:
+        if rank == 0:
+            with torch.no_grad():
+                compiled(*batch)
+        for _ in range(2):
+            compiled(*batch).backward()
+    except zcompile.AgreementError as error:
+        return str(error)
+    except zcompile.GroupError:
+        return "a rank is gone"
+    return "no error"
+
+
+@pytest.mark.parametrize(("data", "stage"), [(1, 3), (2, 0)])
+def test_tensor_parallel_ranks_that_are_out_of_step_are_told(ranks: Ranks, data: int, stage: int) -> None:
+    answers = ranks.run(2 * data, one_evaluates_more, data, stage, group=15)
+    for message in answers[:2]:  # the peers of the first mesh
+        assert message.startswith("the ranks are out of step: ")
+        assert "rank 0: run " in message
+        assert ", an evaluation" in message
+    assert "no error" not in answers

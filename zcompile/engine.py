@@ -100,12 +100,13 @@ class Engine:
         self.everyone = everyone or agreement
         """Of all ranks that have a part of the model: choices that are made once are theirs."""
         self.peers = ModelPeers(beside, communicator.device) if beside is not None else None
+        if self.peers is not None:
+            self.lockstep.peers = self.peers.lockstep(self.lockstep.steps)
         self._session = Session(
             self.shards,
             self.delivery,
             self._agree,
             lambda digest: digest not in self._agreed,
-            self.peers is not None,
             self.lockstep,
             self.freshness.refresh,
             self.recorder,

@@ -62,8 +62,6 @@ class Session:
     """Called with the program before it communicates for the first time: the ranks agree on it."""
     is_new: Callable[[str], bool]
     """True for a digest on which the ranks have not agreed."""
-    has_peers: bool
-    """True if regions communicate, with ranks of a model-parallel mesh."""
     lockstep: Lockstep
     """Told of every run of a phase that communicates."""
     refresh: Callable[[], None]
@@ -155,10 +153,12 @@ class Step:
             return self._run_forward(box)
 
     def _run_forward(self, box: list[Any]) -> list[Any]:
+        lockstep = self.session.lockstep
+        kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
+        lockstep.enter_with_peers(kind)
         if self._communicates[Phase.FORWARD]:
-            kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
-            self.session.lockstep.enter(kind, self._digest, is_new=self.session.is_new(self._digest))
-        if self._communicates[Phase.FORWARD] or self.session.has_peers:
+            lockstep.enter(kind, self._digest, is_new=self.session.is_new(self._digest))
+        if self._communicates[Phase.FORWARD] or lockstep.peers is not None:
             self._agree()
         if self._has_copies:
             self.session.refresh()
@@ -215,6 +215,7 @@ class Step:
 
     def _entered(self) -> Unreached:
         """Begin a backward; gives what tells afterwards which parameters no gradient has flowed to."""
+        self.session.lockstep.enter_with_peers(RunKind.BACKWARD)
         delivery, flows = self.session.delivery, self._flows
         flowing, delivery.flowing = delivery.flowing, None
         # Autograd knows fewer results where AOTAutograd has put some of its own among them: which ones is not known.

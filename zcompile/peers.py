@@ -19,6 +19,7 @@ from zcompile.program import Program
 from zcompile.replicated import digests, mark_replicated
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.lockstep import Lockstep
 from zcompile.runtime.placing import ModelParallel
 
 T = TypeVar("T")
@@ -32,6 +33,10 @@ class ModelPeers:
         self.communicator = Communicator(parallel.mesh, device)
         self._agreement = Agreement(self.communicator)
         self._agreed: set[str] = set()
+
+    def lockstep(self, steps: Callable[[], tuple[int, int]]) -> Lockstep:
+        """By what they tell each other of their runs; `steps` as for `Lockstep`."""
+        return Lockstep(self.communicator, self._agreement.number, steps)
 
     def together(self, make: Callable[[], T]) -> T:
         """What `make` gives; an error on one of them is the same error on all."""
