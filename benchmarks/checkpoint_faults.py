@@ -204,8 +204,8 @@ def swap(disk: Disk, *, which: str) -> None:
     other = Disk(disk.root, disk.world, disk.stage, disk.timeout, "other")
     other.done(f"{STEP}{STEP}C")
     path = damaged(disk, which)
-    shutil.copy(other.checkpoint / path.name, path)
-    loads_or_says(disk, right, path.name)
+    shutil.copy(damaged(other, which), path)
+    loads_or_says(disk, right, path.name, *([str(disk.checkpoint)] if which == MANIFEST else []))
 
 
 def manifest(disk: Disk, *, edit: Callable[[Disk, dict[str, Any]], object], sealed: bool) -> None:

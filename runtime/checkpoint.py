@@ -222,10 +222,19 @@ def _known(folder: Path) -> list[Manifest]:
         if content.pop("sha256") != _content_digest(content):
             return []
         both = [content, previous] if (previous := content.pop("previous", None)) else [content]
+        if not all(_is_manifest(one) for one in both):
+            return []
         held = _digest(folder / METADATA) if len(both) > 1 else ""
         return [one for one in both if one["files"][METADATA]["sha256"] == held] or both
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
+
+
+def _is_manifest(content: Manifest) -> bool:
+    """Whether it says size and digest of every file, `.metadata` among them."""
+    files = content["files"]
+    about = [(one["bytes"], one["sha256"]) for one in files.values()]
+    return METADATA in files and all(isinstance(size, int) and isinstance(digest, str) for size, digest in about)
 
 
 def _is_plain(name: str) -> bool:

@@ -6,6 +6,7 @@ A sum over a `Shard(0)` DTensor is this rank's part of it, placed `Partial`, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,12 @@ from zcompile._torch import (
     with_local,
 )
 from zcompile.errors import ParameterError
+from zcompile.runtime.explained import ExplainedDTensor, explained, first_held, watched
+from zcompile.runtime.waits import Waits
 
 
 @supports_foreach
-class ShardedParameter(DTensor):
+class ShardedParameter(ExplainedDTensor):
     """A sharded `nn.Parameter`. What optimizers, clipping and checkpoints do with a DTensor works unchanged."""
 
     zcompile_name: str
@@ -32,7 +35,7 @@ class ShardedParameter(DTensor):
     def __deepcopy__(self, _: object) -> ShardedParameter:
         """A parameter with memory of its own; torch's own way fails on a view of a larger storage."""
         copied = torch.nn.Parameter(with_local(self, local_tensor(self).clone()), requires_grad=self.requires_grad)
-        return sharded(copied, self.zcompile_name)
+        return sharded(copied, self.zcompile_name, self.zcompile_waits)
 
     @classmethod
     def __torch_function__(
@@ -43,9 +46,10 @@ class ShardedParameter(DTensor):
         Raises:
             ParameterError: the result is differentiable, a term of a loss outside of the model's call; or `func` mixes
                 the parameter with a plain tensor.
+            GroupError: naming the ranks that have not come, and the line that has called it.
         """
         try:
-            with no_torch_function():
+            with explained(func, args), no_torch_function():
                 result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
@@ -55,12 +59,12 @@ class ShardedParameter(DTensor):
             raise
         same = func in _SAME_VALUES and isinstance(args[0], ShardedParameter) and isinstance(result, DTensor)
         if same and result.grad_fn is None:
-            return sharded(result, args[0].zcompile_name)
+            return sharded(result, args[0].zcompile_name, args[0].zcompile_waits)
         is_attribute = getattr(func, "__name__", "") == "__get__"  # of `.grad`, say, which is what it is
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
                 raise _refusal(args, func)
-            return tree_map_only(DTensor, _whole, result)
+            return tree_map_only(DTensor, functools.partial(_whole, held=first_held(args)), result)
         return result
 
 
@@ -76,18 +80,19 @@ _SAME_VALUES = frozenset(
 """What gives the parameter itself, for others to read: trackers call `detach().cpu().numpy()`."""
 
 
-def sharded(tensor: torch.Tensor, name: str) -> ShardedParameter:
+def sharded(tensor: torch.Tensor, name: str, waits: Waits | None = None) -> ShardedParameter:
     """`tensor` as a ShardedParameter: nn.Parameter, given one, would make a DTensor of it."""
     tensor.__class__ = ShardedParameter
     assert isinstance(tensor, ShardedParameter), "its class was set"
-    tensor.zcompile_name = name
+    tensor.zcompile_name, tensor.zcompile_waits = name, waits
     return tensor
 
 
-def _whole(result: DTensor) -> DTensor:
-    if any(placement.is_partial() for placement in result.placements):
+def _whole(result: DTensor, held: ExplainedDTensor | None) -> DTensor:
+    if held is None or not any(placement.is_partial() for placement in result.placements):
+        return result
+    with watched(held, "a sum over a parameter's shards"):
         return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
-    return result
 
 
 def _refusal(args: Any, func: Callable[..., Any], fix: str = "") -> ParameterError:

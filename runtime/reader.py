@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Collection
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,20 +22,28 @@ _FIX = "load what torch.distributed.checkpoint.save or compiled.save_checkpoint 
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a folder; in `.metadata` it takes the types of which torch's own consists, and no other."""
+    """torch's reader of a folder; in `.metadata` it takes the types of which torch's own consists, and no other.
+
+    `listed`: the files that the folder's manifest lists, where it has one; data in others is refused.
+    """
+
+    def __init__(self, folder: Path, listed: Collection[str] | None = None) -> None:
+        super().__init__(folder)
+        self._listed = listed
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What the folder holds.
 
         Raises:
-            StateError: `.metadata` is missing, damaged, holds other types, or names files outside of the folder.
+            StateError: `.metadata` is missing, damaged, holds other types, or names files outside of the folder, or
+                that are not listed.
         """
-        metadata = _metadata(Path(self.path) / ".metadata")
+        metadata = _metadata(Path(self.path) / ".metadata", self._listed)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 
-def _metadata(path: Path) -> Metadata:
+def _metadata(path: Path, listed: Collection[str] | None) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _Unpickler(file, path).load()
@@ -46,6 +55,8 @@ def _metadata(path: Path) -> Metadata:
     for file_name in sorted(files):
         if file_name.is_absolute() or ".." in file_name.parts:
             raise StateError(str(path), f"names '{file_name}', which does not lie in its folder", _FIX)
+        if listed is not None and str(file_name) not in listed:
+            raise StateError(str(path.with_name(str(file_name))), "is not listed in the checkpoint's manifest", _FIX)
     if not isinstance(metadata, Metadata):
         raise StateError(str(path), f"holds a {type(metadata).__name__} in place of metadata", _FIX)
     return metadata

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile._torch import backward_number, local_tensor
 from zcompile.layout import Param, Unit
+from zcompile.runtime.explained import explain
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.parameter import sharded
 from zcompile.runtime.placing import ModelParallel, Placing, along
@@ -112,13 +113,13 @@ class UnitShards:
         else:
             local = self.memory.own(value)
         made = nn.Parameter(self._placings[param.name].place(local), requires_grad=param.trainable)
-        sharded(made, param.name)
+        sharded(made, param.name, self.communicator.waits)
         return made
 
     def gradient(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, shaped like this rank's part of the parameter `name`, as it stands in `.grad`."""
         placing = self._placings.get(name)
-        return tensor if placing is None else placing.place(tensor)
+        return tensor if placing is None else explain(placing.place(tensor), self.communicator.waits)
 
     def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
         """This rank's part of `full`, which is shaped like the full parameter `name`, in memory of its own."""
@@ -160,7 +161,9 @@ class UnitShards:
         if parameter.grad is not None:
             self._add_averaged(name, gradient, parameter.grad)
         placing = self._placings.get(name)
-        shown = gradient if placing is None else placing.unreduced().place(gradient)
+        shown = gradient
+        if placing is not None:
+            shown = explain(placing.unreduced().place(gradient), self.communicator.waits)
         self._held[name] = Held(gradient, shown)
         self._show(name, shown)
 

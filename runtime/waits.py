@@ -132,15 +132,55 @@ class Waits:
                 raise
             raise self.explanation(error, what) from error
 
-    def explanation(self, error: RuntimeError, what: str) -> GroupError:
+    @contextlib.contextmanager
+    def watched(self, what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
+        """Around a collective of torch's that blocks this thread: one of its own tells of long waits, as `until` does.
+
+        An error that is no collective's is left as it is. `ranks`: who takes part; by default the group's.
+
+        Raises:
+            GroupError, AgreementError: as in `explained`.
+        """
+        others = [rank for rank in (self.ranks if ranks is None else ranks) if rank != self.rank]
+        if not others:
+            yield
+            return
+        ended, thread = threading.Event(), threading.get_ident()
+        watch = threading.Thread(target=self._watch, args=(ended, thread, what, others), daemon=True)
+        watch.start()
+        try:
+            yield
+        except RuntimeError as error:
+            ended.set()
+            if not is_of_collective(error):
+                raise
+            raise self.explanation(error, what, others) from error
+        finally:
+            ended.set()
+        if watch.is_alive():
+            watch.join()
+        self.over()
+
+    def _watch(self, ended: threading.Event, thread: int, what: str, others: Sequence[int]) -> None:
+        """Tell of a wait of `thread` once it has lasted for long."""
+        if ended.wait(TOLD) or (frame := sys._current_frames().get(thread)) is None:
+            return
+        where = where_of(what, frame)
+        self._tell(Report(others, where, self.run))
+        if not ended.wait(WARNED - TOLD):
+            self._warn(WARNED, where, others)
+
+    def explanation(self, error: RuntimeError, what: str, others: Sequence[int] | None = None) -> GroupError:
         """Who is to blame for a message that has failed; the others are told.
+
+        `others`: who was waited for, where neither the error nor the progress thread knows.
 
         Raises:
             AgreementError: another rank has found the ranks out of step.
         """
         self.check()  # a rank that is out of step says more than a broken connection
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        awaited = [self.ranks[error.rank]] if isinstance(error, RankLost) else self._missing(None)
+        awaited = [self.ranks[error.rank]] if isinstance(error, RankLost) else others or self._missing(None)
         self._tell(Report(awaited, where_of(what), self.run))
         reports = self._reports(() if timed_out else awaited)
         self._raise_refusal(reports)
@@ -172,13 +212,20 @@ class Waits:
     def _found(self, culprits: Sequence[int], reports: Mapping[int, Report], *, timed_out: bool) -> str:
         names = named(culprits)
         here = f" ({self.run})" if self.run else ""
-        waiting = {rank: report for rank, report in reports.items() if rank in culprits}
-        if waiting:
-            found = "; ".join(f"rank {rank} waits in {r.where} ({r.run})" for rank, r in sorted(waiting.items()))
+        if waiting := sorted(rank for rank in culprits if rank in reports):
+            found = "; ".join(self._places(waiting, reports))
             return f"rank {self.rank} waits there{here}, and {found}: the ranks have come out of step"
         if timed_out:
             return f"rank {self.rank} waited there{here} until the group's timeout, and {names} never came"
         return f"rank {self.rank} waited there{here}, and {names} {'is' if len(culprits) == 1 else 'are'} gone"
+
+    @staticmethod
+    def _places(waiting: Sequence[int], reports: Mapping[int, Report]) -> Iterator[str]:
+        """Where ranks wait, those at one place together."""
+        places = dict.fromkeys((reports[rank].where, reports[rank].run) for rank in waiting)
+        for where, run in places:
+            ranks = [rank for rank in waiting if (reports[rank].where, reports[rank].run) == (where, run)]
+            yield f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {where}" + (f" ({run})" if run else "")
 
     def _warn(self, seconds: float, where: str, awaited: Sequence[int]) -> None:
         culprits = self.culprits(awaited)
@@ -230,15 +277,34 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def where_of(what: str) -> str:
-    """The line of a program that waits now, with what is in its margin; `what` where none does."""
-    frame: types.FrameType | None = sys._getframe()
+def where_of(what: str, frame: types.FrameType | None = None) -> str:
+    """The line of a program that waits now, with what is in its margin; else `what`, and the user's line that asked.
+
+    `frame`: of the thread that waits; by default this one's.
+    """
+    asked = ""
+    frame = frame or sys._getframe()
     while frame is not None:
-        if (file := frame.f_code.co_filename).startswith("<zcompile "):
-            line = " ".join(linecache.getline(file, frame.f_lineno).split())
-            return f"line {frame.f_lineno} of {file[len('<zcompile ') : -1]}, `{line}`"
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        if file.startswith("<zcompile "):
+            return f"line {number} of {file[len('<zcompile ') : -1]}, `{_text_of(file, number)}`"
+        if not asked and frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+            asked = f", at line {number} of {file}, `{_text_of(file, number)}`"
         frame = frame.f_back
-    return what
+    return f"{what}{asked}"
+
+
+_NOT_THE_USERS = ("zcompile", "torch", "contextlib", "threading", "functools")
+"""Packages that stand between a wait and the user's line."""
+
+
+def _text_of(file: str, number: int) -> str:
+    return " ".join(linecache.getline(file, number).split())
+
+
+def is_of_collective(error: RuntimeError) -> bool:
+    """Whether torch raises it of a collective; gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _fix(culprits: Sequence[int], reports: Mapping[int, Report]) -> str:

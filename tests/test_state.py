@@ -686,6 +686,28 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(ranks: Ranks, tmp_path
     assert kinds(tmp_path / "c") == WHOLE
 
 
+def lists_less(content: dict[str, Any]) -> None:
+    del content["files"][min(name for name in content["files"] if name.endswith(".distcp"))]
+
+
+def tells_no_size(content: dict[str, Any]) -> None:
+    del content["files"][".metadata"]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(lists_less, ".distcp: is not listed in the checkpoint's manifest"), (tells_no_size, "zcompile.json: is damaged")],
+)
+def test_a_manifest_that_does_not_tell_of_every_file_is_refused(
+    ranks: Ranks, tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    ranks.run(2, save_one, str(tmp_path / "c"))
+    forge(tmp_path / "c", change)
+    one, two = ranks.run(2, load_damaged, [str(tmp_path / "c")])
+    assert one == two
+    assert text in one[0]
+
+
 CALLS = [
     ("os", "mkdir"),
     ("posix", "mkdir"),

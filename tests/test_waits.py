@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import time
 import warnings
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.models import batch, make
@@ -110,6 +113,97 @@ def test_a_state_that_one_rank_alone_asks_for(started: Ranks, what: str) -> None
     assert kind == "AgreementError"
     assert "rank 1 did not get here within 5 s" in message
     assert seconds < 15
+
+
+def calls_alone(rank: int, what: str) -> tuple[str, str, float]:
+    """All ranks but the second communicate by way of what users hold, which the second leaves out."""
+    model = make("gpt")
+    compiled = zcompile.compile(model, stage=3, backend="eager")
+    compiled(*batch("gpt", rank, 0)).backward()
+    if rank == 1:
+        time.sleep(9)
+        return "", "", 0.0
+    weight = next(iter(compiled.parameters()))
+    assert weight.grad is not None
+    calls = {
+        "clip": lambda: torch.nn.utils.clip_grad_norm_(compiled.parameters(), 0.1),
+        "gradient": weight.grad.full_tensor,
+        "parameter": weight.full_tensor,
+        "norm": lambda: weight.detach().norm().item(),
+    }
+    return failed(calls[what])
+
+
+@pytest.mark.parametrize(
+    ("world", "what", "line"),
+    [
+        (2, "clip", "clip_grad_norm_"),
+        pytest.param(3, "gradient", "call()", marks=pytest.mark.slow),
+        pytest.param(2, "parameter", "call()", marks=pytest.mark.slow),
+        pytest.param(2, "norm", "norm().item()", marks=pytest.mark.slow),
+    ],
+)
+def test_a_collective_of_torch_that_one_rank_leaves_out_names_it(
+    started: Ranks, world: int, what: str, line: str
+) -> None:
+    answers = started.run(world, calls_alone, what, group=5)
+    for kind, message, seconds in answers[:1] + answers[2:]:
+        assert kind == "GroupError"
+        assert "rank 1 never came" in message
+        assert f"{__file__}, `" in message
+        assert line in message.split("`")[1]
+        assert seconds < 15
+
+
+@pytest.mark.slow
+def test_a_long_collective_of_torch_is_warned_of(ranks: Ranks) -> None:
+    (mine, _), (theirs, _) = ranks.run(2, clips_late, group=60)
+    assert len(mine) == 1
+    assert mine[0].startswith("zcompile: rank 0 has waited 10 s for rank 1, at ")
+    assert "clip_grad_norm_(compiled.parameters(), 0.1)" in mine[0]
+    assert not theirs
+
+
+def clips_late(rank: int) -> tuple[list[str], float]:
+    compiled = trained(rank)
+    compiled(*batch("gpt", rank, 1)).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 1:
+            time.sleep(11)
+        norm = torch.nn.utils.clip_grad_norm_(compiled.parameters(), 0.1)
+    return [str(warning.message) for warning in caught if "waited" in str(warning.message)], float(norm)
+
+
+def test_an_error_of_an_operation_on_gradients_is_left_as_it_is(ranks: Ranks) -> None:
+    for kind, message in ranks.run(2, misuses):
+        assert kind == "RuntimeError"
+        assert "rank" not in message
+
+
+def misuses(rank: int) -> tuple[str, str]:
+    compiled = trained(rank)
+    compiled(*batch("gpt", rank, 1)).backward()
+    gradients = [param.grad for param in compiled.parameters() if param.grad is not None]
+    kind, message, _ = failed(lambda: gradients[0].add_(torch.zeros(2, 3, 4)))
+    return kind, message
+
+
+def test_gradients_and_parameters_are_saved_as_plain_dtensors(ranks: Ranks) -> None:
+    assert ranks.run(2, pickled) == [True] * 2
+
+
+def pickled(rank: int) -> bool:
+    compiled = trained(rank)
+    compiled(*batch("gpt", rank, 1)).backward()
+    gradients = [param.grad for param in compiled.parameters()]
+    held = [*compiled.parameters(), *gradients, *copy.deepcopy(gradients)]
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    back = torch.load(file)
+    pairs = zip(back, held, strict=True)
+    return all(type(one) is DTensor and torch.equal(one.to_local(), kept.to_local()) for one, kept in pairs)
 
 
 def test_who_is_to_blame() -> None:

@@ -258,10 +258,12 @@ class ModelState:
         self._settle()
         what, rank, size = f"load_checkpoint({os.fspath(folder)!r})", self.communicator.rank, self.communicator.size
         found = Path(os.path.abspath(folder))
-        self._together(what, lambda: check_files(found, read_manifest(found), rank, size))
-        content = self._together(what, lambda: self._skeleton(found, optimizer))
+        manifest = self._together(what, lambda: read_manifest(found))
+        self._together(what, lambda: check_files(found, manifest, rank, size))
+        reader = Reader(found, manifest["files"])
+        content = self._together(what, lambda: self._skeleton(reader, optimizer))
         with typed(str(found)):
-            dcp.load(content, storage_reader=Reader(found), process_group=self._own_group())
+            dcp.load(content, storage_reader=reader, process_group=self._own_group())
 
         def read() -> tuple[Any, Values, dict[str, Any] | None]:
             (blob,) = content["ranks"].values()
@@ -279,24 +281,24 @@ class ModelState:
         self._load(values)
         return extra
 
-    def _skeleton(self, folder: Path, optimizer: Optimizer | None) -> dict[str, Any]:
+    def _skeleton(self, reader: Reader, optimizer: Optimizer | None) -> dict[str, Any]:
         """Empty tensors for what the checkpoint holds, laid out as this stage and world have them.
 
         They are new ones: if loading fails halfway, the model and the optimizer are as they were.
         """
-        metadata = Reader(folder).read_metadata()
+        folder, metadata = str(reader.path), reader.read_metadata()
         saved: dict[tuple[str, ...], Shape] = {
             tuple(metadata.planner_data[key]): Shape(tuple(value.size), value.properties.dtype)
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
         targets = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
-        _check(targets, {path[1]: shape for path, shape in saved.items() if path[0] == "model"}, True, str(folder))
+        _check(targets, {path[1]: shape for path, shape in saved.items() if path[0] == "model"}, True, folder)
         content: dict[str, Any] = {"model": {name: _empty_like(value) for name, value in targets.items()}}
         if optimizer is not None:
             if ("optimizer", "about") not in saved:
-                fix = f"load the model alone: load_checkpoint({str(folder)!r})"
-                raise StateError(str(folder), "holds no optimizer state", fix)
+                fix = f"load the model alone: load_checkpoint({folder!r})"
+                raise StateError(folder, "holds no optimizer state", fix)
             slots: dict[str, dict[str, Shape]] = {}
             for path, shape in saved.items():
                 if path[:2] == ("optimizer", "state"):

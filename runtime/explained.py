@@ -1,0 +1,119 @@
+"""DTensors of which torch's own collectives say for whom they wait, and name who has stayed away.
+
+`clip_grad_norm_`, `full_tensor()` and the like communicate outside of programs, by torch's collectives: a rank that
+leaves one out would leave the others with an error of gloo's, which says nothing of ranks or calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zcompile._torch import copyable, local_tensor, no_torch_function, supports_foreach, with_local
+from zcompile.runtime.waits import Waits, is_of_collective
+
+
+@supports_foreach
+class ExplainedDTensor(DTensor):
+    """A sharded gradient, or a sum over shards on its way to be one. Copies and pickles of it are plain DTensors."""
+
+    zcompile_waits: Waits | None = None
+    """Of the ranks that the gradient is sharded over; None if there is one."""
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """As DTensor's. Collective.
+
+        Raises:
+            GroupError: naming the ranks that have not come, and the line that has called it.
+        """
+        with watched(self, "redistribute"):
+            return super().redistribute(*args, **kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        """As DTensor's. Collective.
+
+        Raises:
+            GroupError: naming the ranks that have not come, and the line that has called it.
+        """
+        with watched(self, "full_tensor"):
+            return super().full_tensor(**kwargs)
+
+    def __deepcopy__(self, _: object) -> DTensor:
+        """One with memory of its own; torch's own way fails on a view of a larger storage."""
+        return with_local(self, local_tensor(self).clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the plain DTensor that it is to others, who may not have zcompile."""
+        return copyable(self).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do `func`; of what it sums over the shards, the sum over the ranks is explained, too.
+
+        Raises:
+            GroupError: naming the ranks that have not come, and the line that has called it.
+        """
+        with explained(func, args), no_torch_function():
+            result = func(*args, **(kwargs or {}))
+        if (held := first_held(args)) is not None:
+            for one in result if isinstance(result, (list, tuple)) else [result]:
+                if type(one) is DTensor and any(placement.is_partial() for placement in one.placements):
+                    explain(one, held.zcompile_waits)
+        return result
+
+
+def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
+    """`tensor` itself, as one whose collectives are explained."""
+    tensor.__class__ = ExplainedDTensor
+    assert isinstance(tensor, ExplainedDTensor), "its class was set"
+    tensor.zcompile_waits = waits
+    return tensor
+
+
+@contextlib.contextmanager
+def explained(func: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
+    """Around an operation on such tensors. Where it sums over ranks, as it does of a `Partial`, waits are told of, too.
+
+    Raises:
+        GroupError: naming the ranks that have not come, and the line that has called it.
+    """
+    held, name = first_held(args), getattr(func, "__name__", "an operation")
+    if held is None or (waits := held.zcompile_waits) is None:
+        yield
+    elif any(placement.is_partial() for placement in held.placements) and name != "__get__":
+        with watched(held, name):
+            yield
+    else:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_of_collective(error):
+                raise
+            raise waits.explanation(error, name, _others(held)) from error
+
+
+def watched(held: ExplainedDTensor, name: str) -> contextlib.AbstractContextManager[None]:
+    """Around a collective of all ranks that `held` lies on."""
+    if held.zcompile_waits is None:
+        return contextlib.nullcontext()
+    return held.zcompile_waits.watched(name, held.device_mesh.mesh.flatten().tolist())
+
+
+def first_held(args: Sequence[Any]) -> ExplainedDTensor | None:
+    """The first of such tensors among arguments, which may be lists of them."""
+    for arg in args:
+        for one in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(one, ExplainedDTensor):
+                return one
+    return None
+
+
+def _others(held: ExplainedDTensor) -> list[int]:
+    me = torch.distributed.get_rank()
+    return [rank for rank in held.device_mesh.mesh.flatten().tolist() if rank != me]
