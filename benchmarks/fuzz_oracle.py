@@ -107,15 +107,17 @@ class Rank:
         """Under autocast, with parameters rounded to its dtype but for those of batch normalisation."""
         if "dtype" not in self.case.options:
             return run()
-        whole = _Whole(self.model, run)
-        kept = {f"model.{n}." for n, m in self.model.named_modules() if isinstance(m, nn.BatchNorm1d)}
-        rounded = {
-            name: param.to(torch.bfloat16)
-            for name, param in whole.named_parameters()
-            if not any(name.startswith(prefix) for prefix in kept)
-        }
         with torch.autocast("cpu", torch.bfloat16):
-            return torch.func.functional_call(whole, rounded, ())
+            return torch.func.functional_call(_Whole(self.model, run), self._rounded(), (), tie_weights=False)
+
+    def _rounded(self) -> dict[str, Tensor]:
+        """By name, once for each place in a module: in modules of two names torch would leave rounded ones behind."""
+        rounded, found = dict[nn.Parameter, Tensor](), dict[str, Tensor]()
+        for prefix, module in self.model.named_modules(prefix="model"):
+            if not isinstance(module, nn.BatchNorm1d):
+                for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                    found[f"{prefix}.{name}"] = rounded.setdefault(param, param.to(torch.bfloat16))
+        return found
 
 
 class _Whole(nn.Module):

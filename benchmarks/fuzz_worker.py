@@ -66,9 +66,13 @@ def judge(task: Task) -> Verdict:
     except Exception as error:
         # torch.compile wraps what its backends raise.
         cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
-        refused = isinstance(cause, zcompile.ZcompileError)
+        # All ranks do the same, so none may be out of step or gone.
+        refused = isinstance(cause, zcompile.ZcompileError) and not isinstance(cause, _OF_RANKS)
         return Verdict("refused" if refused else "crash", _message(cause), traceback.format_exc())
     return Verdict("right", bits=comparison.bits)
+
+
+_OF_RANKS = (zcompile.AgreementError, zcompile.GroupError)
 
 
 def _message(error: Exception) -> str:

@@ -53,7 +53,7 @@ def that_fit(program: Program, memory_limit: int) -> tuple[str, ...]:
         released = next(user for user in full.users if isinstance(data(user).op, Release))
         meanwhile = slice(place[released], place[gather])
         nbytes = -program.memory(released)
-        if max(held[meanwhile]) + nbytes <= memory_limit:
+        if max(held[meanwhile], default=0) + nbytes <= memory_limit:
             held[meanwhile] = [already + nbytes for already in held[meanwhile]]
             fitting.append(unit)
     return tuple(fitting)

@@ -36,10 +36,13 @@ def schedule_prefetch(program: Program, *, prefetch: int = 2) -> Program:
 
 
 def _first_uses(program: Program, phase: Phase) -> list[tuple[fx.Node, fx.Node]]:
-    """Full parameters in the order in which `phase` first calls a region with them, with that call."""
+    """Full parameters in the order in which `phase` first calls a region with them, with that call.
+
+    Those of one call are in the order in which they are waited for: a gather must not move behind its own wait.
+    """
     uses: dict[fx.Node, fx.Node] = {}
+    place = {full: index for index, full in enumerate(program.nodes(WaitGather))}
     for call in program.nodes(Call, phase=phase):
-        for argument in call.all_input_nodes:
-            if isinstance(data(argument).op, WaitGather):
-                uses.setdefault(argument, call)
+        for full in sorted(place.keys() & set(call.all_input_nodes), key=place.__getitem__):
+            uses.setdefault(full, call)
     return list(uses.items())

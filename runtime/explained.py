@@ -7,6 +7,7 @@ leaves one out would leave the others with an error of gloo's, which says nothin
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zcompile._torch import copyable, local_tensor, no_torch_function, supports_foreach, with_local
+from zcompile.errors import ParameterError
 from zcompile.runtime.waits import Waits, is_of_collective
 
 
@@ -21,8 +23,8 @@ from zcompile.runtime.waits import Waits, is_of_collective
 class ExplainedDTensor(DTensor):
     """A sharded gradient, or a sum over shards on its way to be one. Copies and pickles of it are plain DTensors."""
 
-    zcompile_waits: Waits | None = None
-    """Of the ranks that the gradient is sharded over; None if there is one."""
+    zcompile_waits: weakref.ref[Waits] | None = None
+    """Of the model's ranks. Weak: a cycle through tensors, of which autograd holds some, would never be freed."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As DTensor's. Collective.
@@ -58,13 +60,21 @@ class ExplainedDTensor(DTensor):
 
         Raises:
             GroupError: naming the ranks that have not come, and the line that has called it.
+            ParameterError: it takes gradients of which some are plain tensors.
         """
-        with explained(func, args), no_torch_function():
-            result = func(*args, **(kwargs or {}))
+        try:
+            with explained(func, args), no_torch_function():
+                result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            found = f"are sharded in part: {getattr(func, '__name__', 'an operation')} is given plain tensors, too"
+            fix = "use every parameter within what is compiled: nobody averages the gradients of others"
+            raise ParameterError("gradients", found, fix) from error
         if (held := first_held(args)) is not None:
             for one in result if isinstance(result, (list, tuple)) else [result]:
                 if type(one) is DTensor and any(placement.is_partial() for placement in one.placements):
-                    explain(one, held.zcompile_waits)
+                    explain(one, waits_of(held))
         return result
 
 
@@ -72,8 +82,13 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
     """`tensor` itself, as one whose collectives are explained."""
     tensor.__class__ = ExplainedDTensor
     assert isinstance(tensor, ExplainedDTensor), "its class was set"
-    tensor.zcompile_waits = waits
+    tensor.zcompile_waits = None if waits is None else weakref.ref(waits)
     return tensor
+
+
+def waits_of(held: ExplainedDTensor) -> Waits | None:
+    """None where nobody is to be named: on one rank, or once the model is gone."""
+    return None if held.zcompile_waits is None else held.zcompile_waits()
 
 
 @contextlib.contextmanager
@@ -84,7 +99,7 @@ def explained(func: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
         GroupError: naming the ranks that have not come, and the line that has called it.
     """
     held, name = first_held(args), getattr(func, "__name__", "an operation")
-    if held is None or (waits := held.zcompile_waits) is None:
+    if held is None or (waits := waits_of(held)) is None:
         yield
     elif any(placement.is_partial() for placement in held.placements) and name != "__get__":
         with watched(held, name):
@@ -100,9 +115,9 @@ def explained(func: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
 
 def watched(held: ExplainedDTensor, name: str) -> contextlib.AbstractContextManager[None]:
     """Around a collective of all ranks that `held` lies on."""
-    if held.zcompile_waits is None:
+    if (waits := waits_of(held)) is None:
         return contextlib.nullcontext()
-    return held.zcompile_waits.watched(name, held.device_mesh.mesh.flatten().tolist())
+    return waits.watched(name, held.device_mesh.mesh.flatten().tolist())
 
 
 def first_held(args: Sequence[Any]) -> ExplainedDTensor | None:

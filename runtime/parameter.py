@@ -7,6 +7,7 @@ A sum over a `Shard(0)` DTensor is this rank's part of it, placed `Partial`, and
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from zcompile._torch import (
     with_local,
 )
 from zcompile.errors import ParameterError
-from zcompile.runtime.explained import ExplainedDTensor, explained, first_held, watched
+from zcompile.runtime.explained import ExplainedDTensor, explained, first_held, waits_of, watched
 from zcompile.runtime.waits import Waits
 
 
@@ -35,7 +36,7 @@ class ShardedParameter(ExplainedDTensor):
     def __deepcopy__(self, _: object) -> ShardedParameter:
         """A parameter with memory of its own; torch's own way fails on a view of a larger storage."""
         copied = torch.nn.Parameter(with_local(self, local_tensor(self).clone()), requires_grad=self.requires_grad)
-        return sharded(copied, self.zcompile_name, self.zcompile_waits)
+        return sharded(copied, self.zcompile_name, waits_of(self))
 
     @classmethod
     def __torch_function__(
@@ -59,7 +60,7 @@ class ShardedParameter(ExplainedDTensor):
             raise
         same = func in _SAME_VALUES and isinstance(args[0], ShardedParameter) and isinstance(result, DTensor)
         if same and result.grad_fn is None:
-            return sharded(result, args[0].zcompile_name, args[0].zcompile_waits)
+            return sharded(result, args[0].zcompile_name, waits_of(args[0]))
         is_attribute = getattr(func, "__name__", "") == "__get__"  # of `.grad`, say, which is what it is
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
@@ -84,7 +85,8 @@ def sharded(tensor: torch.Tensor, name: str, waits: Waits | None = None) -> Shar
     """`tensor` as a ShardedParameter: nn.Parameter, given one, would make a DTensor of it."""
     tensor.__class__ = ShardedParameter
     assert isinstance(tensor, ShardedParameter), "its class was set"
-    tensor.zcompile_name, tensor.zcompile_waits = name, waits
+    tensor.zcompile_name = name
+    tensor.zcompile_waits = None if waits is None else weakref.ref(waits)
     return tensor
 
 

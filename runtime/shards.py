@@ -75,6 +75,8 @@ class UnitShards:
         sizes, self.offsets = _sizes(unit)
         self.buffers = {dtype: self.memory.zeros(unit.name, size, dtype) for dtype, size in sizes.items()}
         self.parameters: dict[str, nn.Parameter] = {}
+        self._adopted: dict[str, int] = {}
+        """Versions of parameters when they came."""
         self._placings: dict[str, Placing] = {}
         """Of parameters that are DTensors."""
         self.kept: dict[tuple[str, ...], Full] = {}
@@ -93,16 +95,18 @@ class UnitShards:
         value, mesh = local_tensor(source), self.communicator.mesh
         self.communicator.broadcast(value)
         self._placings[param.name] = along(param, mesh) if beside is None else beside.sharded(param, source)
-        self.parameters[param.name] = adopted = self._distributed(param, value)
-        return adopted
+        return self._adopt(param, self._distributed(param, value))
 
     def adopt_plain(self, param: Param, source: nn.Parameter, beside: ModelParallel | None = None) -> nn.Parameter:
         """Take the user's own parameter, as stage 0 does, with the values of the mesh's first rank. Collective."""
         self.communicator.broadcast(local_tensor(source))
         if beside is not None and isinstance(source, DTensor):
             self._placings[param.name] = beside.whole(source)
-        self.parameters[param.name] = source
-        return source
+        return self._adopt(param, source)
+
+    def _adopt(self, param: Param, parameter: nn.Parameter) -> nn.Parameter:
+        self.parameters[param.name], self._adopted[param.name] = parameter, _version(parameter)
+        return parameter
 
     def _distributed(self, param: Param, value: torch.Tensor) -> nn.Parameter:
         start, stop = param.shard_rows(self.communicator.rank)
@@ -215,8 +219,8 @@ class UnitShards:
         return list(self._held)
 
     def version(self) -> int:
-        """A number that grows with every write in place that autograd sees."""
-        return sum(_version(parameter) for parameter in self.parameters.values())
+        """A number that grows with every write in place that autograd sees; zero for units that have just come."""
+        return sum(_version(parameter) - self._adopted[name] for name, parameter in self.parameters.items())
 
     def outgrow_kept(self) -> None:
         """Every kept copy is out of date now. One that no gather has renewed since the last time is freed."""

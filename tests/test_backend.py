@@ -117,6 +117,61 @@ def test_equal_blocks_that_share_a_graph_keep_parameters_of_their_own(ranks: Ran
     assert ranks.run(2, looped, stage) == [[], []]
 
 
+class Piecewise(nn.Module):
+    """Each layer in a graph of its own: the later ones come when the first has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layers[0](x))
+        print(end="")
+        x = torch.tanh(self.layers[1](x))
+        print(end="")
+        return self.layers[2](x).square().mean()
+
+
+def piecewise(rank: int, stage: int) -> list[str]:
+    torch.manual_seed(0)
+    reference = Piecewise()
+    model = copy.deepcopy(reference)
+    called = torch.compile(model, backend=zcompile.backend(stage=stage, backend="eager"))
+    trained, wanted = sgd(model), sgd(reference)
+    for step in range(3):
+        inputs = [torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+        called(inputs[rank]).backward()
+        torch.stack([reference(x) for x in inputs]).mean().backward()
+        for optimizer in (trained, wanted):
+            optimizer.step()
+            optimizer.zero_grad()
+    state = model.state_dict()
+    pairs = {name: (full(state[name]), param) for name, param in reference.named_parameters()}
+    return [name for name, (ours, theirs) in pairs.items() if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_graphs_that_come_while_the_model_runs(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, piecewise, stage) == [[], []]
+
+
+def clipped_in_part(rank: int) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    called = torch.compile(model[0], backend=zcompile.backend(stage=3, backend="eager"))
+    model[1](called(torch.ones(2, 4))).sum().backward()
+    try:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    except zcompile.ParameterError as error:
+        return str(error)
+    return ""
+
+
+def test_clipping_gradients_that_are_sharded_in_part_says_why_it_cannot(ranks: Ranks) -> None:
+    for message in ranks.run(2, clipped_in_part):
+        assert message.startswith("gradients: are sharded in part")
+
+
 def compiled(kind: str = "mlp", **options: Any) -> tuple[nn.Module, nn.Module]:
     model = make(kind)
     return model, torch.compile(model, backend=zcompile.backend(backend="eager", **options))

@@ -150,6 +150,26 @@ def test_programs_of_one_model_keep_nothing_over_the_turn_each_for_itself() -> N
     assert [len(program.nodes(AllGather, phase=Phase.BACKWARD)) for program in programs] == [1, 1, 1]
 
 
+class TiedFirst(torch.nn.Module):
+    """The backward reads the embedding for the first head, and again for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 6)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(6, size) for size in (11, 2, 6))
+        self.heads[0].weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = self.embedding(x)
+        return [head(hidden) for head in self.heads]
+
+
+def test_a_unit_that_is_gathered_again_before_it_is_released_is_kept() -> None:
+    compiled = zcompile.compile(TiedFirst(), prefetch=3, memory_limit="1 MiB", backend="eager")
+    sum(out.sum() for out in compiled(torch.arange(6))).backward()
+    assert compiled.programs[0].text().count("= all_gather(embedding)") == 1
+
+
 def test_a_model_in_several_programs_cannot_keep_a_limit() -> None:
     compiled = zcompile.compile(broken(), memory_limit="1 GiB", backend="eager")
     with pytest.warns(UserWarning, match="graph break"), pytest.raises(OptionError, match="memory_limit"):

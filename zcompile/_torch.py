@@ -54,7 +54,9 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # rows of what another dimension gave
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # an `if` on a size of the data's own
-from torch.optim.optimizer import Optimizer, _foreach_supported_types
+from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as clipping_foreach_types
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
 
@@ -307,10 +309,11 @@ T = TypeVar("T", bound=type)
 
 
 def supports_foreach(kind: T) -> T:
-    """Tell optimizers that the foreach kernels take this kind of DTensor, as torch tells them of DTensor itself."""
-    kinds: list[Any] = _foreach_supported_types
-    if kind not in kinds:
-        kinds.append(kind)
+    """Tell optimizers and clipping that foreach kernels take this kind of DTensor, as torch tells them of DTensor."""
+    lists: tuple[list[Any], ...] = (optimizer_foreach_types, clipping_foreach_types)
+    for kinds in lists:
+        if kind not in kinds:
+            kinds.append(kind)
     return kind
 
 
