@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import linecache
+import os
 import sys
 import threading
 import time
@@ -288,7 +289,7 @@ def where_of(what: str, frame: types.FrameType | None = None) -> str:
         file, number = frame.f_code.co_filename, frame.f_lineno
         if file.startswith("<zcompile "):
             return f"line {number} of {file[len('<zcompile ') : -1]}, `{_text_of(file, number)}`"
-        if not asked and frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+        if not asked and _is_users(frame):
             asked = f", at line {number} of {file}, `{_text_of(file, number)}`"
         frame = frame.f_back
     return f"{what}{asked}"
@@ -296,6 +297,16 @@ def where_of(what: str, frame: types.FrameType | None = None) -> str:
 
 _NOT_THE_USERS = ("zcompile", "torch", "contextlib", "threading", "functools")
 """Packages that stand between a wait and the user's line."""
+
+
+def _is_users(frame: types.FrameType) -> bool:
+    """Whether the code is neither of these packages' nor generated; what torch generates names no module of its own."""
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    generated = frame.f_code.co_filename.startswith((_TORCH, "<"))
+    return package not in _NOT_THE_USERS and not generated
+
+
+_TORCH = os.path.dirname(torch.__file__)
 
 
 def _text_of(file: str, number: int) -> str:

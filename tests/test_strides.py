@@ -100,3 +100,25 @@ def test_a_graph_is_left_alone_whose_strides_inductor_keeps() -> None:
     before = graph.code
     keep_strides(graph, [x])
     assert graph.code == before
+
+
+class Channel(nn.Module):
+    """One channel of a convolution, which is not dense, goes into the next unit's region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.head = nn.Linear(10, 10), nn.Conv2d(1, 3, 3, padding=1), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.first(x.transpose(0, 1)).transpose(0, 1)
+        return self.head(self.wide(turned[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("sizes", [[(2, 3)], [(2, 3), (4, 5)]])
+def test_a_part_of_a_convolution_keeps_its_strides(sizes: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model = Channel()
+    compiled = zcompile.compile(copy.deepcopy(model), stage=0, units=["head"])
+    for size in sizes:
+        x = torch.randn(*size, 10)
+        torch.testing.assert_close(compiled(x), model(x))

@@ -53,6 +53,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # rows of what another dimension gave
 )
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # an `if` on a size of the data's own
 from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
@@ -87,6 +88,7 @@ __all__ = [
     "default_partition",
     "default_store",
     "flattened",
+    "force_stride_order",
     "give_up",
     "group_timeout",
     "has_gradient_hooks",
@@ -122,6 +124,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "unhooked_step",
+    "untraced_sizes",
     "wants_gradient",
     "with_local",
 ]
@@ -177,6 +180,12 @@ def no_rematerialization() -> contextlib.AbstractContextManager[None]:
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """While a graph is traced: operations inside make and compute real tensors, not those of the tracer."""
     outside: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return outside
+
+
+def untraced_sizes() -> contextlib.AbstractContextManager[Any]:
+    """While a graph is traced: what is done with varying sizes inside is no operation of the graph."""
+    outside: contextlib.AbstractContextManager[Any] = disable_proxy_modes_tracing()
     return outside
 
 
@@ -415,6 +424,14 @@ def prepare_inductor(device: torch.device) -> Callable[[], None]:
     thread = threading.Thread(target=compile_kernel, name="zcompile prepare", daemon=True)
     thread.start()
     return thread.join
+
+
+def force_stride_order() -> OpOverload:
+    """Inductor's own operation, (tensor, strides) -> the tensor in memory of that order, which may be its own."""
+    from torch._inductor.inductor_prims import force_stride_order as force
+
+    operation: OpOverload = force
+    return operation
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:

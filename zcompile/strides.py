@@ -7,8 +7,10 @@ and a region that reads it is compiled for the recorded strides.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,14 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from zcompile._torch import OpOverload, inductor_decompositions, is_symbolic, tracing_again
+from zcompile._torch import (
+    OpOverload,
+    force_stride_order,
+    inductor_decompositions,
+    is_symbolic,
+    tracing_again,
+    untraced_sizes,
+)
 
 Order = tuple[int, ...]
 """Dimensions from the one with the largest stride to the one with the smallest."""
@@ -28,8 +37,28 @@ def keep_strides(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     with tracing_again([node.meta.get("val") for node in module.graph.nodes]):
         make_fx(found.run, decomposition_table=inductor_decompositions())(*inputs)
     for node, order in found.differing.items():
-        _copy(node, order)
+        _replace(node, functools.partial(reordered, node, order, torch.ops.aten.clone.default))
+    for node, order in _seen_in_part(module.graph):
+        _replace(node, functools.partial(_forced, node, order))
     module.recompile()
+
+
+def _seen_in_part(graph: fx.Graph) -> Iterator[tuple[fx.Node, Order]]:
+    """Convolutions of which the graph returns views that are not dense, with their orders as recorded.
+
+    Inductor chooses the layout of a convolution, and gives results the recorded strides only if they are dense.
+    """
+    results = [node for node in graph.output_node().all_input_nodes if isinstance(node.meta.get("val"), Tensor)]
+    for base in dict.fromkeys(_base(node) for node in results if order_of(node.meta["val"]) is None):
+        if base.target is torch.ops.aten.convolution.default and (order := order_of(base.meta["val"])) is not None:
+            yield base, order
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a view is a view of, and so on."""
+    while isinstance(target := node.target, OpOverload) and target.is_view:
+        node = node.all_input_nodes[0]
+    return node
 
 
 class _Decomposed(fx.Interpreter):
@@ -41,9 +70,10 @@ class _Decomposed(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result, recorded = super().run_node(n), n.meta.get("val")
-        if not isinstance(result, Tensor) or not isinstance(recorded, Tensor) or _same_strides(result, recorded):
+        if not isinstance(result, Tensor) or not isinstance(recorded, Tensor):
             return result
-        order = order_of(recorded)
+        with untraced_sizes():  # recorded ones are no values of the graph that is traced here
+            order = None if _same_strides(result, recorded) else order_of(recorded)
         if order is None:
             return result
         self.differing[n] = order
@@ -84,13 +114,37 @@ def _inverse(order: Order) -> Order:
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
-def _copy(node: fx.Node, order: Order) -> None:
-    """Let the users of `node` read a copy of it that is dense in `order`."""
+def _replace(node: fx.Node, make: Callable[[], fx.Node]) -> None:
+    """Let the users of `node` read what `make` puts behind it."""
     users = list(node.users)
     with node.graph.inserting_after(node):
-        copied = reordered(node, order, torch.ops.aten.clone.default)
+        made = make()
     for user in users:
-        user.replace_input_with(node, copied)
+        user.replace_input_with(node, made)
+
+
+def _forced(node: fx.Node, order: Order) -> fx.Node:
+    """`node` dense in `order`; of a clone Inductor would say that it changes nothing, by what was recorded."""
+    graph, last = node.graph, [node]
+
+    def put(target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
+        with graph.inserting_after(last[-1]):
+            last.append(graph.call_function(target, args))
+        last[-1].meta["val"] = value
+        return last[-1]
+
+    strides = dict[int, Any]()
+    stride: Any = 1
+    value: Any = 1
+    for dim in reversed(order):
+        strides[dim], size = stride, node.meta["val"].shape[dim]
+        value = value * size
+        if is_symbolic(size):
+            size = put(torch.ops.aten.sym_size.int, (node, dim), size)
+        stride = put(operator.mul, (stride, size), value) if is_symbolic(value) else stride * size
+    forced = put(force_stride_order(), (node, [strides[dim] for dim in range(len(order))]), node.meta["val"])
+    forced.meta = dict(node.meta)
+    return forced
 
 
 def reordered(node: fx.Node, order: Order, how: OpOverload) -> fx.Node:
