@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -169,3 +170,53 @@ def test_a_train_step_more_updates_nothing(ranks: Ranks) -> None:
     for message in ranks.run(2, step_of_one_rank_is_skipped):
         assert "rank 0: run" in message
         assert "a train step" in message
+
+
+class Scaled(torch.nn.Module):
+    """Its parameter has no rows to shard: under stages 1 and 2 a forward of it sends nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Routed(torch.nn.Module):
+    """Each row goes to the expert that it chooses; one that none has chosen is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.last = Scaled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, out = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]))
+        return self.last(out).square().sum()
+
+
+def routes_apart(rank: int, stage: int) -> tuple[str, float]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    compiled = zcompile.compile(Routed(), stage=stage, backend="eager")
+    both = torch.tensor([[1.0, 2, 3, 4], [-1, 2, 3, 4]])
+    for _ in range(2):
+        compiled(both).backward()
+    started = time.perf_counter()
+    try:
+        compiled(both[1:] if rank else both).backward()
+    except zcompile.AgreementError as error:
+        return str(error), time.perf_counter() - started
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_expert_that_one_rank_leaves_out(ranks: Ranks, stage: int) -> None:
+    for message, seconds in ranks.run(2, routes_apart, stage):
+        assert message.startswith("the ranks are out of step: ")
+        assert seconds < 10

@@ -101,9 +101,8 @@ class Step:
         self._digest = program.digest()
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in Phase}
         self._flows = Flows(traced)
-        self._has_copies = session.updater is not None or any(
-            op_of(node, AllGather).keep for node in program.nodes(AllGather)
-        )
+        keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
+        self._has_copies = keeps or (session.updater is not None and program.layout.stage.optimizer_sharded)
         checkpoints = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
         self._lender = Lender(session.arenas, arena_bytes(program), checkpoints)
         self._regions = regions.get_all(program.regions)
@@ -156,9 +155,10 @@ class Step:
         lockstep = self.session.lockstep
         kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
         lockstep.enter_with_peers(kind)
-        if self._communicates[Phase.FORWARD]:
+        meets = self._communicates[Phase.FORWARD] or self._has_copies  # the ranks compare their copies, too
+        if meets:
             lockstep.enter(kind, self._digest, is_new=self.session.is_new(self._digest))
-        if self._communicates[Phase.FORWARD] or lockstep.peers is not None:
+        if meets or lockstep.peers is not None:
             self._agree()
         if self._has_copies:
             self.session.refresh()
