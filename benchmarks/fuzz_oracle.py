@@ -17,6 +17,8 @@ from benchmarks.random_models import heads_of, make_batch, make_model
 
 Values = dict[str, Tensor | None]
 CLIP = 0.1
+LARGEST = 1e3
+"""What models in lower precision may give: targets are of the size of one."""
 
 
 def make_optimizer(case: Case, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -148,7 +150,7 @@ def steps_of(case: Case) -> list[Step]:
     """All steps of a case: each rank's gradients one after the other, averaged.
 
     Raises:
-        ValueError: not all numbers are finite.
+        ValueError: not all numbers are finite, or training in lower precision diverges.
         Others: whatever PyTorch raises of such a model.
     """
     ranks = [Rank(case, rank) for rank in range(case.world)]
@@ -172,6 +174,8 @@ def _step(case: Case, ranks: Sequence[Rank], step: int) -> Step:
     buffers = [{name: _copy(buffer) for name, buffer in rank.model.named_buffers()} for rank in ranks]
     if not all(value.isfinite().all() for value in (*gradients.values(), *weights.values()) if value is not None):
         raise ValueError("this model's numbers are not finite")
+    if "dtype" in case.options and any(value.abs().max() > LARGEST for given in evaluations for value in given):
+        raise ValueError("this model's training diverges, and its rounding with it")
     return Step(evaluations, losses, gradients, weights, buffers)
 
 
