@@ -110,14 +110,14 @@ def explained(func: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
         except RuntimeError as error:
             if not is_of_collective(error):
                 raise
-            raise waits.explanation(error, name, _others(held)) from error
+            raise waits.explanation(error, name, _others(held, waits)) from error
 
 
 def watched(held: ExplainedDTensor, name: str) -> contextlib.AbstractContextManager[None]:
     """Around a collective of all ranks that `held` lies on."""
     if (waits := waits_of(held)) is None:
         return contextlib.nullcontext()
-    return waits.watched(name, held.device_mesh.mesh.flatten().tolist())
+    return waits.watched(name, _others(held, waits))
 
 
 def first_held(args: Sequence[Any]) -> ExplainedDTensor | None:
@@ -129,6 +129,5 @@ def first_held(args: Sequence[Any]) -> ExplainedDTensor | None:
     return None
 
 
-def _others(held: ExplainedDTensor) -> list[int]:
-    me = torch.distributed.get_rank()
-    return [rank for rank in held.device_mesh.mesh.flatten().tolist() if rank != me]
+def _others(held: ExplainedDTensor, waits: Waits) -> list[int]:
+    return [rank for rank in held.device_mesh.mesh.flatten().tolist() if rank != waits.rank]

@@ -134,15 +134,14 @@ class Waits:
             raise self.explanation(error, what) from error
 
     @contextlib.contextmanager
-    def watched(self, what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    def watched(self, what: str, others: Sequence[int]) -> Iterator[None]:
         """Around a collective of torch's that blocks this thread: one of its own tells of long waits, as `until` does.
 
-        An error that is no collective's is left as it is. `ranks`: who takes part; by default the group's.
+        An error that is no collective's is left as it is. `others`: the ranks of the world that take part, too.
 
         Raises:
             GroupError, AgreementError: as in `explained`.
         """
-        others = [rank for rank in (self.ranks if ranks is None else ranks) if rank != self.rank]
         if not others:
             yield
             return

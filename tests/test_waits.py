@@ -185,7 +185,7 @@ def misuses(rank: int) -> tuple[str, str]:
     compiled = trained(rank)
     compiled(*batch("gpt", rank, 1)).backward()
     gradients = [param.grad for param in compiled.parameters() if param.grad is not None]
-    kind, message, _ = failed(lambda: gradients[0].add_(torch.zeros(2, 3, 4)))
+    kind, message, _ = failed(lambda: gradients[0].view(1, 1))
     return kind, message
 
 
