@@ -7,6 +7,7 @@ import gc
 import re
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -149,7 +150,7 @@ def full(value: Tensor | None) -> Tensor:
 # -- what is trained ------------------------------------------------------------------------------------------------
 
 
-class Subject:
+class Subject(ABC):
     """A model that zcompile trains, in the way of its case."""
 
     def __init__(self, task: Task) -> None:
@@ -162,9 +163,9 @@ class Subject:
         """Another one on other ranks: the first rank's values win."""
         return self.rank
 
+    @abstractmethod
     def start(self) -> None:
         """Compile `self.model`."""
-        raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
         given = dict(self.case.options)
@@ -173,23 +174,23 @@ class Subject:
         folder = f"disk:{self.task.folder}"
         return {name: folder if value == DISK else value for name, value in given.items()}
 
+    @abstractmethod
     def called(self) -> Callable[..., Any]:
-        raise NotImplementedError
+        """What is called with a batch."""
 
+    @abstractmethod
     def module(self) -> nn.Module:
         """That which has modes, parameters and buffers."""
-        raise NotImplementedError
 
     def weights(self) -> Found:
         return dict(self.module().named_parameters())
 
+    @abstractmethod
     def explain(self) -> None:
         """Ask for a page of text."""
 
     def step(self, number: int, want: Step, comparison: Comparison) -> None:
         """Take a step, and compare what it gives."""
-        if saves_before(self.case, number):
-            self.save()
         if self.case.evaluate:
             with evaluating(self.case, self.module()):
                 batch, _ = batch_of(self.case, self.rank, number, -1)
@@ -199,11 +200,9 @@ class Subject:
         comparison.values("weights", self.weights(), want.weights)
         comparison.values("buffers", dict(self.module().named_buffers()), want.buffers[self.rank])
 
-    def save(self) -> None:
-        """Take the state through what the case says."""
-
+    @abstractmethod
     def train(self, number: int, want: Step, comparison: Comparison) -> None:
-        raise NotImplementedError
+        """One step, compared with what it should be."""
 
 
 class Loop(Subject):
@@ -223,6 +222,11 @@ class Loop(Subject):
 
     def explain(self) -> None:
         self.compiled.explain()
+
+    def step(self, number: int, want: Step, comparison: Comparison) -> None:
+        if saves_before(self.case, number):
+            self.save()
+        super().step(number, want, comparison)
 
     def train(self, number: int, want: Step, comparison: Comparison) -> None:
         case = self.case
@@ -254,6 +258,7 @@ class Loop(Subject):
         return loss.detach()
 
     def save(self) -> None:
+        """Take the state through what the case says."""
         before, optimizer = self.compiled, self.optimizer
         match self.case.save:
             case "checkpoint":

@@ -68,6 +68,17 @@ def test_ranks_seeded_apart_are_left_alone(ranks: Ranks) -> None:
     assert ranks.run(2, plain) == [True, True]
 
 
+def frozen(rank: int, backend: str) -> bool:
+    """Torch 2.13 refuses to trace a graph without a backward in which a user's checkpoint draws random numbers."""
+    compiled = zcompile.compile(Dropped().requires_grad_(False), backend=backend)
+    return 0 < int((compiled(torch.ones(64)) == 0).sum()) < 64
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_dropout_in_a_checkpoint_without_a_backward(ranks: Ranks, backend: str) -> None:
+    assert ranks.run(1, frozen, backend) == [True]
+
+
 def untouched(rank: int) -> bool:
     torch.manual_seed(0)
     compiled = zcompile.compile(make("mlp"), backend="eager")
