@@ -28,6 +28,8 @@ from benchmarks.team import Team, TeamError, on_two_ends
 WORLD = 4
 COMPILING = 4
 """How many times as long a case may take that Inductor compiles."""
+FRESH = 50
+"""Cases after which ranks are started anew: threads of gloo's groups live as long as anything refers to a group."""
 KINDS = ("right", "wrong", "crash", "hang", "refused", "void")
 ORDER = ("wrong", "crash", "hang", "refused", "void")
 """What a case is, whose ranks say different things: the first of these that one says."""
@@ -39,9 +41,13 @@ class Pool:
     def __init__(self, folder: Path, timeout: float) -> None:
         self.folder, self.timeout = folder, timeout
         self.team: Team | None = None
+        self._run = 0
 
     def run(self, case: Case) -> Verdict:
         """What became of a case."""
+        self._run += 1
+        if self._run % FRESH == 0:
+            self.close()
         if self.team is None:
             self.team = Team(
                 "benchmarks.fuzz_worker", [LOOPBACK] * WORLD, self.folder / "log", self.timeout, environment=on_two_ends
@@ -60,6 +66,7 @@ class Pool:
     def close(self) -> None:
         if self.team is not None:
             self.team.close(patience=0.5)
+            self.team = None
 
 
 def whole(answers: list[Verdict]) -> Verdict:

@@ -130,14 +130,22 @@ def _renamed(
 
 def _known(node: fx.Node) -> Data:
     """The data of a node; made up for one that the partitioner has put in, as it does to replay random numbers."""
-    if has_data(node):
-        return data(node)
     source = node.all_input_nodes[0] if node.target is operator.getitem else None
+    if has_data(node):
+        # What was drawn has the data of the operation in whose place it stands: it is a result of that now.
+        of_pair = source is not None and source.target is saved_random
+        return replace(data(node), op=Item(1)) if of_pair else data(node)
     several = source is not None and (
         source.target is saved_random or isinstance(source.meta.get("val"), (tuple, list))
     )
     op = Item(int(str(node.args[1]))) if several else Compute()
-    return Data(op, type=TensorType.of(node.meta.get("val")), view=is_view(node))
+    return Data(op, type=TensorType.of(node.meta.get("val")), source=_drawn_for(source or node), view=is_view(node))
+
+
+def _drawn_for(node: fx.Node) -> str:
+    """The module whose code draws what a `saved_random` gives; empty for any other node."""
+    drawn = (user for user in node.users if node.target is saved_random and has_data(user))
+    return next((data(user).source for user in drawn), "")
 
 
 def _reread_parameters(program: Program) -> None:

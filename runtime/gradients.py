@@ -200,9 +200,14 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A hook on a parameter without memory: a gradient that autograd carries there comes from reading it."""
+    """A hook on a parameter without memory: a gradient that autograd carries there comes from reading it.
+
+    One of `register_hook`: it runs before the gradient is added to `.grad`, which may be a shard's.
+    """
 
     name: str
+    is_own = True
+    """No hook of the user's."""
 
     def __call__(self, _: torch.Tensor) -> None:
         """Refuse the gradient.
@@ -217,8 +222,7 @@ class Refusal:
 def run_hooks(holder: nn.Parameter) -> None:
     """Run the user's hooks of `register_post_accumulate_grad_hook`: the gradient is in `.grad`."""
     for hook in post_accumulate_hooks(holder):
-        if not isinstance(hook, Refusal):
-            hook(holder)
+        hook(holder)
 
 
 def _spread_overflow(changed: Iterable[nn.Parameter], device: torch.device) -> None:

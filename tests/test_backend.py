@@ -226,9 +226,9 @@ class Reads(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, outside: bool = True) -> torch.Tensor:
         y = self.linear(x)
-        return y.sum() + self.outside()
+        return y.sum() + self.outside() if outside else y.sum()
 
     @torch.compiler.disable
     def outside(self) -> torch.Tensor:
@@ -242,6 +242,16 @@ def test_a_parameter_read_between_graphs_is_refused() -> None:
     assert torch.isnan(loss)
     with pytest.raises(zcompile.ParameterError, match=r"linear\.weight: was read outside of compiled graphs"):
         loss.backward()
+
+
+def test_a_parameter_read_between_graphs_is_refused_beside_a_gradient_of_its_shard() -> None:
+    model = Reads()
+    called = torch.compile(model, backend=zcompile.backend(backend="eager"))
+    called(torch.randn(2, 4), outside=False).backward()
+    gradient = model.linear.weight.grad
+    with pytest.raises(zcompile.ParameterError, match=r"linear\.weight: was read outside of compiled graphs"):
+        called(torch.randn(2, 4)).backward()
+    assert model.linear.weight.grad is gradient
 
 
 def partly_compiled(rank: int) -> str:

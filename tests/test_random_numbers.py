@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
@@ -77,6 +80,47 @@ def frozen(rank: int, backend: str) -> bool:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_dropout_in_a_checkpoint_without_a_backward(ranks: Ranks, backend: str) -> None:
     assert ranks.run(1, frozen, backend) == [True]
+
+
+class Block(nn.Module):
+    """Draws before anything else of its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + nn.functional.dropout(x, 0.5))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+
+def checkpointed(rank: int, stage: int) -> bool:
+    plain = Blocks()
+    compiled = zcompile.compile(copy.deepcopy(plain), stage=stage, backend="eager")
+    for model in (plain, compiled):
+        torch.manual_seed(5)
+        model(torch.ones(3, 8)).backward()
+    pairs = zip(plain.parameters(), compiled.parameters(), strict=True)
+    return all(torch.equal(one.grad, full(other.grad)) for one, other in pairs)
+
+
+def full(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_blocks_that_draw_first_and_are_checkpointed_by_the_user(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(1, checkpointed, stage) == [True]
 
 
 def untouched(rank: int) -> bool:

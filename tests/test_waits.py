@@ -235,3 +235,22 @@ def exchange(rank: int, world: int, numel: int) -> bool:
 @pytest.mark.parametrize(("world", "numel"), [(2, 1), (3, 5), (2, 3_000_001), (3, 4_500_000), (4, 9_000)])
 def test_an_all_reduce_sums_in_the_order_of_ranks(ranks: Ranks, world: int, numel: int) -> None:
     assert all(ranks.run(world, exchange, world, numel))
+
+
+def has_no_program(rank: int) -> tuple[str, str, float]:
+    def fails(program: zcompile.Program) -> zcompile.Program:
+        if rank == 0:
+            raise ValueError("this batch has none")
+        return program
+
+    compiled = zcompile.compile(make("gpt"), backend="eager", passes={"mine": zcompile.Pass("mine", fails)})
+    return failed(lambda: compiled(*batch("gpt", rank, 0)))
+
+
+def test_a_rank_without_a_program_is_told_of_at_once(ranks: Ranks) -> None:
+    (kind, _, _), *others = ranks.run(3, has_no_program, group=60)
+    assert kind == "PipelineError"
+    for other, message, seconds in others:
+        assert other == "AgreementError"
+        assert "rank 0 has none: mine raised ValueError: this batch has none" in message
+        assert seconds < 20

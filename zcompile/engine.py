@@ -26,7 +26,7 @@ from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.cost import bucket_for
 from zcompile.dumps import check_dump, write_dump, writing
-from zcompile.errors import OptionError, PipelineError, TimelineError
+from zcompile.errors import AgreementError, OptionError, PipelineError, ProgramError, TimelineError
 from zcompile.front_end import autocast
 from zcompile.hardware import CPU, GPU, Hardware, load_profile
 from zcompile.layout import Layout, Unit
@@ -176,6 +176,7 @@ class Engine:
 
     def new_call(self) -> ModelCall:
         """A call of the model, or of one graph of it."""
+        self.communicator.waits.over()  # what was told the others of an earlier one is told no more
         kind = self.communicator.device.type
         # By `dtype` or by the user's autocast. Whole gradients (stage 0) carry an overflow to every rank by themselves.
         float16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
@@ -199,9 +200,14 @@ class Engine:
 
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
         offer(traced, lambda: Asked(self.options, self.schedule, self._keeps(traced), updater is not None))
-        if self.peers is None:
+        if self.peers is not None:
+            return self.peers.together(lambda: self._lowered(traced, updater))
+        try:
             return self._lowered(traced, updater)
-        return self.peers.together(lambda: self._lowered(traced, updater))
+        except (OptionError, PipelineError, ProgramError) as error:  # as its batch alone may have it
+            found = f"rank {self.communicator.waits.rank} has none: {error.subject} {error.found}"
+            self.communicator.waits.refuse(AgreementError("the program", found, error.fix))
+            raise
 
     def _lowered(self, traced: Program, updater: Updater | None) -> Runner:
         journal = Journal()

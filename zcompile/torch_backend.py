@@ -221,7 +221,7 @@ class Backend:
                     shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)
                     made[id(old)] = _Known(param.name, old, husk_of(old, param.full_dtype, old.device)[0])
                     old.zcompile_backend = weakref.ref(self)  # type: ignore[attr-defined]
-                    old.requires_grad_(True).register_post_accumulate_grad_hook(Refusal(param.name))
+                    old.requires_grad_(True).register_hook(Refusal(param.name))
                     old.requires_grad_(param.trainable)
                     if not plain:
                         held.twins[param.name] = old
