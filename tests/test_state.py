@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -976,3 +977,22 @@ def hugging_face(rank: int, folder: str) -> bool:
 def test_hugging_face_loads_the_file(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert ranks.run(2, hugging_face, str(tmp_path)) == [True, True]
+
+
+def broken_off(rank: int, folder: str, what: str) -> tuple[str, float]:
+    """A message fails on rank 0, whose process goes on: as where another rank has died before it answered."""
+    model = zcompile.compile(make("mlp"), backend="eager")
+    model.save_checkpoint(folder).result()
+    broken = mock.patch.object(dcp, what, side_effect=RuntimeError("Connection closed by peer"))
+    act = {"save": model.save_checkpoint, "load": model.load_checkpoint}[what]
+    started = time.perf_counter()
+    with broken if rank == 0 else contextlib.nullcontext(), pytest.raises(StateError) as error:
+        act(folder)
+    return error.value.found, time.perf_counter() - started
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_ranks_do_not_wait_for_one_whose_message_has_failed(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    for found, seconds in ranks.run(3, broken_off, str(tmp_path / "c"), what):
+        assert found.startswith("a rank failed or is gone: ")
+        assert seconds < 20

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import group_timeout, local_tensor, with_local
+from zcompile._torch import close_connections, group_timeout, local_tensor, with_local
 from zcompile.errors import StateError, nearest
 from zcompile.optimizer_state import Shape, Slots, empty_slots, put_together, take_apart
 from zcompile.runtime.agreement import Agreement
@@ -221,6 +221,7 @@ class ModelState:
         if failure is None:
             done.set_result(None)
             return
+        self._hang_up(failure)
         try:
             if self.communicator.rank == 0:
                 clear(place.folder)
@@ -263,7 +264,11 @@ class ModelState:
         reader = Reader(found, manifest["files"])
         content = self._together(what, lambda: self._skeleton(reader, optimizer))
         with typed(str(found)):
-            dcp.load(content, storage_reader=reader, process_group=self._own_group())
+            try:
+                dcp.load(content, storage_reader=reader, process_group=self._own_group())
+            except (Exception, CheckpointException) as error:
+                self._hang_up(error)
+                raise
 
         def read() -> tuple[Any, Values, dict[str, Any] | None]:
             (blob,) = content["ranks"].values()
@@ -327,6 +332,14 @@ class ModelState:
                 use_local_synchronization=True,  # a mesh need not hold all ranks
             )
         return self._group
+
+    def _hang_up(self, failure: BaseException) -> None:
+        """End the waits of others for this rank where a message has failed here; they would last for half an hour.
+
+        What torch.distributed.checkpoint raises is on all ranks already. The group stays as it is: a later save fails.
+        """
+        if self._group is not None and not isinstance(failure, CheckpointException):
+            close_connections(self._group, self.communicator.rank, self.communicator.size)
 
     # -- errors of all ranks --------------------------------------------------------------------------------------
 
