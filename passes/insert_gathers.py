@@ -31,7 +31,8 @@ from zcompile.ops import (
     release,
     wait,
 )
-from zcompile.program import Program, after_items
+from zcompile.program import Program
+from zcompile.program_graph import after_items
 
 
 @dataclass(frozen=True, slots=True)

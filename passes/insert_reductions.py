@@ -31,7 +31,8 @@ from zcompile.ops import (
     reduce_scatter,
     wait,
 )
-from zcompile.program import Program, after_items, set_results
+from zcompile.program import Program
+from zcompile.program_graph import after_items, set_results
 
 
 def insert_reductions(program: Program) -> Program:

@@ -37,7 +37,9 @@ from zcompile.ops import (
     region,
     set_data,
 )
-from zcompile.program import Program, Region, set_results
+from zcompile.program import Program
+from zcompile.program_graph import set_results
+from zcompile.region import Region
 from zcompile.runs import runs
 
 

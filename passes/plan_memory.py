@@ -29,7 +29,8 @@ from zcompile import ops
 from zcompile.ops import AllGather, Arena, Data, Reduce, Stack, Store, data, set_data
 from zcompile.packing import most_alive, pack
 from zcompile.places import placeable
-from zcompile.program import Program, after_items
+from zcompile.program import Program
+from zcompile.program_graph import after_items
 from zcompile.saved import maker_of
 from zcompile.tensor_type import TensorType, human_bytes
 

@@ -27,7 +27,8 @@ from zcompile._torch import (
 )
 from zcompile.derived import derived_values, is_view
 from zcompile.ops import Compute, Data, Input, Item, Parameter, Phase, Results, data, has_data, set_data
-from zcompile.program import Program, set_results
+from zcompile.program import Program
+from zcompile.program_graph import set_results
 from zcompile.tensor_type import TensorType
 
 _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {

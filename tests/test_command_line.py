@@ -20,8 +20,8 @@ from torch import nn
 import zcompile
 from zcompile import SubjectError, command_line, doctor
 from zcompile.hardware import load_profile
+from zcompile.interception import Asked, Traced, intercepting
 from zcompile.subjects import subject_of
-from zcompile.tracing import Asked, Traced, intercepting
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -16,6 +16,7 @@ from torch import nn
 import zcompile
 from tests.models import batch, make
 from zcompile import OptionError, TimelineError, dumps
+from zcompile.dag import dag
 from zcompile.drawing import dot_text
 from zcompile.dumps import NOTE, difference, trace
 from zcompile.hardware import Hardware
@@ -70,7 +71,7 @@ def _names(diff: Path) -> tuple[str, str]:
 def test_the_program_is_a_graph_that_networkx_reads(compiled: zcompile.CompiledModule, dumped: Path) -> None:
     found = nx.node_link_graph(json.loads((dumped / "program_0" / "program.json").read_text()), edges="edges")
     program = compiled._engine.steps[0].program
-    assert set(found) == set(program.dag())
+    assert set(found) == set(dag(program))
     assert all(isinstance(about["seconds"], float) for _, about in found.nodes(data=True))
 
 

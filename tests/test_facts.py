@@ -37,7 +37,7 @@ from zcompile.passes.keep_full import keep_full
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
-from zcompile.program import set_results
+from zcompile.program_graph import set_results
 from zcompile.runtime.agreement import first_difference
 
 PREFETCH = 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 
 import zcompile
@@ -71,8 +72,29 @@ def test_data_goes_one_way(room: str, forbidden: tuple[str, ...]) -> None:
     assert offenders(room, *forbidden) == []
 
 
+def import_graph() -> nx.DiGraph[str]:
+    """Which module imports which: at the top, in functions and for type checkers."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
+    modules = {f"zcompile.{name}" if not name.startswith("zcompile") else name for name in modules}
+    modules = {name.removesuffix(".__init__") for name in modules}
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for file, tree in trees("zcompile", "passes", "runtime"):
+        name = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        name = name if name.startswith("zcompile") else f"zcompile.{name}"
+        for imported in imports(tree):
+            target = imported if imported in modules else imported.rpartition(".")[0]
+            if target in modules:
+                graph.add_edge(name, target)
+    return graph
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    assert list(nx.simple_cycles(import_graph())) == []
+
+
 def test_runtime_knows_no_programs() -> None:
-    assert offenders("runtime", "zcompile.program", "zcompile.ops", "zcompile.printer", "zcompile.facts") == []
+    programs = ("zcompile.program", "zcompile.program_graph", "zcompile.ops", "zcompile.printer", "zcompile.facts")
+    assert offenders("runtime", *programs) == []
     found = [file for file, tree in trees("runtime") if any(dotted(node) == "torch.fx" for node in ast.walk(tree))]
     assert found == [], "nor through an attribute of torch"
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
 from zcompile._torch import compile_with_inductor, is_symbolic, prepare_inductor
-from zcompile.program import Region
+from zcompile.region import Region
 from zcompile.regions import RegionCache, spread
 from zcompile.runtime.loader import load
 

@@ -22,7 +22,7 @@ from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.partition_activations import partition_activations
 from zcompile.passes.schedule_prefetch import schedule_prefetch
-from zcompile.program import Region
+from zcompile.region import Region
 from zcompile.simulator import UPDATE_BYTES, simulate
 from zcompile.tensor_type import TensorType
 from zcompile.timeline import Sent, Spent

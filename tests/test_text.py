@@ -18,6 +18,7 @@ from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, joined
 from zcompile import ParseError, Program
 from zcompile._torch import local_tensor
+from zcompile.dag import dag
 from zcompile.hardware import Hardware
 from zcompile.ops import Call, Phase, data
 from zcompile.pipeline import Journal
@@ -202,20 +203,20 @@ RATES = Hardware.of(flops=1e9, memory_bandwidth=1e12, latency=1e-3, bandwidth=1e
 
 
 def chain() -> nx.DiGraph[str]:
-    return zcompile.parse(joined(CHAIN, GATHERED)).dag(RATES)
+    return dag(zcompile.parse(joined(CHAIN, GATHERED)), RATES)
 
 
 def test_the_dag_has_no_circle_and_every_value() -> None:
     program = after_each_pass("gpt", 3, 2)[-1]
-    dag = program.dag()
-    assert nx.is_directed_acyclic_graph(dag)
-    assert set(dag) == {node.name for node in program.graph.nodes}
+    found = dag(program)
+    assert nx.is_directed_acyclic_graph(found)
+    assert set(found) == {node.name for node in program.graph.nodes}
 
 
 def test_edges_are_uses_and_the_order_of_collectives() -> None:
-    dag = chain()
-    assert {("a_gather", "a_full"), ("a_full", "ya"), ("x", "ya")} <= set(dag.edges)
-    order = [edge for edge in dag.edges if dag.edges[edge].get("order")]
+    found = chain()
+    assert {("a_gather", "a_full"), ("a_full", "ya"), ("x", "ya")} <= set(found.edges)
+    order = [edge for edge in found.edges if found.edges[edge].get("order")]
     assert order == [("a_gather", "b_gather"), ("b_gather", "c_gather"), ("c_gather", "b_gather_1")]
 
 
@@ -227,17 +228,17 @@ def test_a_matmul_has_its_flops_and_the_time_of_the_roofline() -> None:
 
 
 def test_both_matmuls_of_a_backward_are_counted() -> None:
-    dag = chain()
-    (call,) = dag.predecessors("db")
-    assert dag.nodes[call]["flops"] == 2 * 2 * 8 * 4 * 4
+    found = chain()
+    (call,) = found.predecessors("db")
+    assert found.nodes[call]["flops"] == 2 * 2 * 8 * 4 * 4
 
 
 def test_bytes_are_what_a_line_takes_or_gives_back() -> None:
-    dag = chain()
-    assert dag.nodes["ya"]["bytes"] == 8 * 4 * 4
-    assert dag.nodes["a_gather"]["bytes"] == 4 * 4 * 4
-    (release,) = (name for name in dag.successors("a_full") if dag.nodes[name]["op"] == "Release")
-    assert dag.nodes[release]["bytes"] == -4 * 4 * 4
+    found = chain()
+    assert found.nodes["ya"]["bytes"] == 8 * 4 * 4
+    assert found.nodes["a_gather"]["bytes"] == 4 * 4 * 4
+    (release,) = (name for name in found.successors("a_full") if found.nodes[name]["op"] == "Release")
+    assert found.nodes[release]["bytes"] == -4 * 4 * 4
 
 
 def test_a_collective_takes_latency_and_the_bytes_that_a_rank_sends() -> None:
@@ -246,17 +247,17 @@ def test_a_collective_takes_latency_and_the_bytes_that_a_rank_sends() -> None:
 
 
 def test_the_dag_of_a_phase_holds_that_phase_alone() -> None:
-    dag = zcompile.parse(joined(CHAIN, OUTLINED)).phase(Phase.BACKWARD).dag()
-    assert "ga" in dag
-    assert "ya" not in dag
+    found = dag(zcompile.parse(joined(CHAIN, OUTLINED)).phase(Phase.BACKWARD))
+    assert "ga" in found
+    assert "ya" not in found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flops_and_seconds_are_not_negative(kind: str) -> None:
     program = after_each_pass(kind, 3, 2)[-1]
-    dag = program.dag()
-    assert all(node["flops"] >= 0 and node["seconds"] >= 0 for _, node in dag.nodes(data=True))
-    assert any(dag.nodes[call.name]["flops"] > 0 for call in program.nodes(Call))
+    found = dag(program)
+    assert all(node["flops"] >= 0 and node["seconds"] >= 0 for _, node in found.nodes(data=True))
+    assert any(found.nodes[call.name]["flops"] > 0 for call in program.nodes(Call))
 
 
 def test_what_margins_say_is_what_is_alive() -> None:

@@ -1,5 +1,7 @@
 """zcompile: a compiler for distributed training. `zcompile.compile(model)` shards a plain model by ZeRO."""
 
+from importlib.metadata import version
+
 from zcompile.compiled import CompiledModule, compile
 from zcompile.errors import (
     AgreementError,
@@ -26,12 +28,13 @@ from zcompile.parser import parse
 from zcompile.pipeline import Pass, Pipeline
 from zcompile.pipelines import pipeline
 from zcompile.planner import plan
-from zcompile.program import Program, Region
+from zcompile.program import Program
+from zcompile.region import Region
 from zcompile.timeline import Timeline
 from zcompile.torch_backend import Backend, backend
 from zcompile.train_step import TrainStep, train_step
 
-__version__ = "0.1.0"
+__version__ = version("zcompile")
 
 __all__ = [
     "AgreementError",

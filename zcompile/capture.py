@@ -31,7 +31,8 @@ from zcompile.derived import is_view
 from zcompile.errors import CaptureError
 from zcompile.layout import Layout
 from zcompile.ops import Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
-from zcompile.program import Program, set_results
+from zcompile.program import Program
+from zcompile.program_graph import set_results
 from zcompile.spelling import free, identifier
 from zcompile.tensor_type import TensorType
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,10 +18,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from zcompile.effects import is_collective, is_wait
 from zcompile.fusion import fuses, is_stored
 from zcompile.hardware import Hardware
-from zcompile.ops import Call, Compute, Item, data, op_of, values_of
-
-if TYPE_CHECKING:
-    from zcompile.program import Region
+from zcompile.ops import Call, Compute, Item, Reduce, data, op_of, values_of
+from zcompile.program import Program
+from zcompile.program_graph import COMMUNICATIONS
+from zcompile.region import Region
 
 _LATENCY_SHARE = 1 / 20
 _BUCKETS = (2**20, 64 * 2**20)
@@ -136,12 +136,19 @@ def _read_by(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def seconds_of(node: fx.Node, regions: Mapping[str, Region], hardware: Hardware, tensor_parallel: int = 1) -> float:
-    """Seconds of a node of a program that computes; 0 for any other."""
-    op = data(node).op
+def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
+    """Seconds of a line on `hardware`: of a communication, its flight."""
+    parts, op = program.layout.tensor_parallel, data(line).op
+    if isinstance(op, COMMUNICATIONS):
+        payload, world, messages = program.payload(line), program.layout.world, program.message_count(line)
+        copied = payload / world if program.layout.away and not isinstance(op, Reduce) else 0
+        sent = hardware.collective_seconds(payload, world, messages, apart=parts)
+        return copied / hardware.host_bandwidth + sent
+    if peers := program.peers_of(line):
+        return hardware.collective_seconds(data(line).nbytes, peers)
     if isinstance(op, Call):
-        return region_seconds(regions[op.region], hardware, tensor_parallel)
-    return operation_seconds(node, hardware) if isinstance(op, Compute) else 0.0
+        return region_seconds(program.regions[op.region], hardware, parts)
+    return operation_seconds(line, hardware) if isinstance(op, Compute) else 0.0
 
 
 def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> int:

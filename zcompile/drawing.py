@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import jinja2
 from torch import fx
 
+from zcompile.cost import line_seconds
 from zcompile.hardware import Hardware
 from zcompile.ops import AllGather, Call, GatherAhead, Item, Phase, Reduce, Release, Results, Update, data
-from zcompile.program import COMMUNICATIONS, Program
+from zcompile.program import Program
+from zcompile.program_graph import COMMUNICATIONS
 from zcompile.tensor_type import human_bytes
 
 _TEMPLATE = """\
@@ -80,7 +82,7 @@ def _box(program: Program, node: fx.Node, hardware: Hardware) -> _Box:
     if isinstance(held.op, Call):
         lines = [f"{held.op.region} of {held.source or 'the root'}"]
     if node.op == "call_function":
-        if seconds := program.seconds(node, hardware):
+        if seconds := line_seconds(program, node, hardware):
             lines.append(f"{seconds * 1e3:.3g} ms")
         if nbytes := program.memory(node):
             lines.append(f"{'+' if nbytes > 0 else '-'}{human_bytes(abs(nbytes))}")

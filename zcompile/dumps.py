@@ -33,13 +33,15 @@ from typing import Any
 
 import networkx as nx
 
+from zcompile.dag import dag
 from zcompile.drawing import dot_text
 from zcompile.errors import OptionError
 from zcompile.hardware import Hardware
 from zcompile.ops import Phase
 from zcompile.pipeline import Journal
 from zcompile.printer import region_text
-from zcompile.program import Program, Region
+from zcompile.program import Program
+from zcompile.region import Region
 from zcompile.simulator import simulate
 from zcompile.timeline import Timeline
 
@@ -104,7 +106,7 @@ def write_dump(
         for phase in Phase if program.has_backward else (Phase.FORWARD,):
             (home / f"{phase}.py").write_text(str(program.phase(phase)))
         (home / "program.json").write_text(
-            json.dumps(nx.node_link_data(program.dag(hardware), edges="edges"), indent=1)
+            json.dumps(nx.node_link_data(dag(program, hardware), edges="edges"), indent=1)
         )
         notes |= dict.fromkeys(_draw(home, program, hardware))
         _write_regions(home / "regions", program, code)

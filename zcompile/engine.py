@@ -29,6 +29,7 @@ from zcompile.dumps import check_dump, write_dump, writing
 from zcompile.errors import AgreementError, OptionError, PipelineError, ProgramError, TimelineError
 from zcompile.front_end import autocast
 from zcompile.hardware import CPU, GPU, Hardware, load_profile
+from zcompile.interception import Asked, offer
 from zcompile.layout import Layout, Unit
 from zcompile.local_graphs import Locals, on_locals
 from zcompile.lower import Session, Step
@@ -55,7 +56,6 @@ from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.updates import Updater
 from zcompile.stashes import make_stashes
 from zcompile.timeline import Timeline
-from zcompile.tracing import Asked, offer
 
 
 class Engine:

@@ -21,7 +21,7 @@ from zcompile.compiled import compile
 from zcompile.cost import region_seconds
 from zcompile.gpt import GPT, Shape
 from zcompile.hardware import Hardware
-from zcompile.program import Region
+from zcompile.region import Region
 from zcompile.timeline import Spent
 
 FITTED = ("flops", "elementwise", "attention", "functions", "launch")

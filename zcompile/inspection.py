@@ -20,6 +20,7 @@ from zcompile.cost import bucket_for
 from zcompile.dumps import write_dump
 from zcompile.errors import SubjectError, ZcompileError
 from zcompile.hardware import CPU, GPU, Hardware
+from zcompile.interception import Asked, Traced, intercepting
 from zcompile.layout import STAGES, Layout
 from zcompile.memory import model_state
 from zcompile.page import write_page
@@ -30,7 +31,7 @@ from zcompile.program import Program
 from zcompile.regions import generated_code
 from zcompile.report import explain
 from zcompile.subjects import Subject, raised
-from zcompile.tracing import Asked, Traced, intercepting, trace
+from zcompile.tracing import trace
 from zcompile.units import make_layout
 
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from zcompile.fusion import is_stored
 from zcompile.layout import Layout
+from zcompile.liveness import last_needs, may_show, owner_of
 from zcompile.ops import (
     Accumulate,
     AllGather,
@@ -29,13 +30,13 @@ from zcompile.ops import (
     Results,
     Store,
     Update,
-    WaitReduce,
     data,
     items_of,
     op_of,
     values_of,
 )
-from zcompile.program import Program, Region
+from zcompile.program import Program
+from zcompile.region import Region
 
 Freed = tuple[tuple[fx.Node, ...], int]
 """Placeholders of a region that show one memory, and its bytes."""
@@ -167,20 +168,6 @@ def _freed_within(program: Program, call: fx.Node, ends: Mapping[fx.Node, fx.Nod
     return freed
 
 
-def may_show(program: Program, view: object, value: fx.Node) -> bool:
-    """True if `view` may show the memory of `value`: as a view of it, or as another result of the same call."""
-    if not isinstance(view, fx.Node) or not data(view).view:
-        return False
-    (source,) = view.all_input_nodes if isinstance(data(view).op, Item) else (None,)
-    if source is None or source not in value.all_input_nodes:
-        return value in view.all_input_nodes
-    if not isinstance(data(source).op, Call):
-        return True
-    outputs = program.regions[op_of(source, Call).region].outputs
-    one, other = (_owner(outputs[op_of(node, Item).index]) for node in (view, value))
-    return one is other
-
-
 def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
     """The most bytes that a region holds while it runs, its results included, its arguments not.
 
@@ -190,7 +177,7 @@ def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
     last = {node: index for index, node in enumerate(nodes)}
     for index, node in enumerate(nodes):
         for source in node.all_input_nodes:
-            last[_owner(source)] = len(nodes) if isinstance(data(node).op, Results) else index
+            last[owner_of(source)] = len(nodes) if isinstance(data(node).op, Results) else index
     live = most = 0
     ending: dict[int, int] = {}
     for placeholders, nbytes in freed:
@@ -206,45 +193,6 @@ def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
     return most
 
 
-def _owner(node: fx.Node) -> fx.Node:
-    """The value of a region whose memory `node` shows."""
-    while data(node).view:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def peak_bytes(program: Program) -> int:
     """The most bytes that a step holds beside the shards and the optimizer's state."""
     return max(live_bytes(program).values(), default=0)
-
-
-def last_needs(program: Program) -> dict[fx.Node, fx.Node]:
-    """The last line that needs the memory of each value that a line makes, views of it and messages included."""
-    position = {node: index for index, node in enumerate(program.graph.nodes)}
-    alone = program.layout.world == 1
-    last: dict[fx.Node, fx.Node] = {}
-    for node in reversed(program.graph.nodes):
-        needs = [node, *(last[user] if _carries(node, user, alone) else user for user in node.users)]
-        if isinstance(data(node).op, Item):
-            beside = (item for item in node.all_input_nodes[0].users if item in last)
-            needs += [last[item] for item in beside if may_show(program, item, node)]
-        last[node] = max(needs, key=position.__getitem__)
-    return {node: end for node, end in last.items() if _comes_and_goes(node)}
-
-
-def _comes_and_goes(node: fx.Node) -> bool:
-    """True for a value with memory of its own that is there while the value is; the stack always is."""
-    return node.op == "call_function" and data(node).nbytes > 0 and not isinstance(data(node).op, Store)
-
-
-def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
-    """True if `user` gives on the memory of `node`, or may: which argument a region's view shows is not known."""
-    match data(user).op:
-        case Reduce():
-            return True  # its result arrives when it has been waited for
-        case WaitReduce():
-            return alone or not op_of(node, Reduce).scatter  # an all_reduce averages in place
-        case Call():
-            return data(user).view or any(data(item).view for item in user.users)
-        case _:
-            return data(user).view

@@ -7,7 +7,8 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.ops import Call, Data, Fetch, Phase, Stash, WaitFetch, data
-from zcompile.program import Program, after_items
+from zcompile.program import Program
+from zcompile.program_graph import after_items
 from zcompile.saved import maker_of
 from zcompile.tensor_type import TensorType
 

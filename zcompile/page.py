@@ -19,7 +19,8 @@ from zcompile.memory import Held, alive_at, live_by_kind, model_state
 from zcompile.ops import Phase, data
 from zcompile.pipeline import Entry, Journal
 from zcompile.printer import function_text, lines_with_nodes
-from zcompile.program import COMMUNICATIONS, Program
+from zcompile.program import Program
+from zcompile.program_graph import COMMUNICATIONS
 from zcompile.rendering import rendered, write
 from zcompile.report import model_line, state_line, volume_line
 from zcompile.simulator import simulate

@@ -23,7 +23,9 @@ from zcompile.errors import ParseError
 from zcompile.known import known
 from zcompile.layout import STAGES, Layout, Param, Unit
 from zcompile.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, op_of, set_data
-from zcompile.program import Program, Region, set_results
+from zcompile.program import Program
+from zcompile.program_graph import set_results
+from zcompile.region import Region
 from zcompile.spelling import unescaped
 from zcompile.tensor_type import TensorType, dtype_of
 

@@ -10,7 +10,8 @@ from torch import fx
 from zcompile.layout import Param
 from zcompile.ops import AllGather, GatherAhead, Phase, Reduce, Release, data, op_of
 from zcompile.packing import Interval, aligned
-from zcompile.program import Program, sent_dtype
+from zcompile.program import Program
+from zcompile.program_graph import sent_dtype
 
 
 def placeable(program: Program) -> dict[fx.Node, Interval]:

@@ -29,7 +29,7 @@ from torch import fx
 
 from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.layout import Layout, Param
-from zcompile.memory import last_needs
+from zcompile.liveness import last_needs
 from zcompile.ops import (
     Arena,
     Away,
@@ -52,7 +52,8 @@ from zcompile.ops import (
     items_of,
     op_of,
 )
-from zcompile.program import Program, Region, after_items
+from zcompile.program_graph import ProgramGraph, after_items
+from zcompile.region import Region
 from zcompile.spelling import escaped, quoted
 from zcompile.tensor_type import TensorType, dtype_text, human_bytes
 
@@ -141,19 +142,19 @@ class Function:
     body: list[str]
 
 
-def render(program: Program, *, regions: bool = False, units: bool = False) -> str:
+def render(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
     """The text of `program`: its phases, and before them its units and regions when asked."""
     lines = _rendered_program(program, regions=regions, units=units).split("\n")
     return "\n".join(line.partition(_MARK)[0] for line in lines)
 
 
-def lines_with_nodes(program: Program) -> list[tuple[str, str]]:
+def lines_with_nodes(program: ProgramGraph) -> list[tuple[str, str]]:
     """The lines of `render(program)`, each with the name of its node; empty for what is none's."""
     split = (line.partition(_MARK) for line in _rendered_program(program).splitlines())
     return [(text, node) for text, _, node in split]
 
 
-def _rendered_program(program: Program, *, regions: bool = False, units: bool = False) -> str:
+def _rendered_program(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
     functions = [_function(found.name, *_region_lines(found)) for found in program.regions.values() if regions]
     for phase in program.phases:
         if phase is Phase.FORWARD or program.has_backward:
@@ -203,7 +204,7 @@ def _function(name: str, arguments: list[Line], body: list[Line]) -> Function:
 # -- a phase ----------------------------------------------------------------------------------------------------------
 
 
-def inputs_of(program: Program, phase: Phase) -> list[fx.Node]:
+def inputs_of(program: ProgramGraph, phase: Phase) -> list[fx.Node]:
     """The values that the function of `phase` unboxes, in order: units first, then what the caller or forward gave."""
     body = program.body(phase)
     used = {source for node in body for source in node.all_input_nodes}
@@ -217,7 +218,7 @@ def inputs_of(program: Program, phase: Phase) -> list[fx.Node]:
     return [*bound, *program.kept(), *program.saved(), *tangents]
 
 
-def _result_nodes(program: Program, phase: Phase) -> Iterator[fx.Node]:
+def _result_nodes(program: ProgramGraph, phase: Phase) -> Iterator[fx.Node]:
     if phase is Phase.BACKWARD:
         yield from program.results.backward_nodes()
         return
@@ -227,7 +228,7 @@ def _result_nodes(program: Program, phase: Phase) -> Iterator[fx.Node]:
         yield from program.kept()
 
 
-def _phase_lines(program: Program, phase: Phase) -> tuple[list[Line], list[Line]]:
+def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[Line], list[Line]]:
     arguments = [_argument(program, node) for node in inputs_of(program, phase)]
     body = program.body(phase)
     deaths = _deaths(program, phase, body)
@@ -253,7 +254,7 @@ def _if_sound(find: Callable[[A], T], of: A, otherwise: T) -> T:
         return otherwise
 
 
-def _freed(program: Program) -> dict[fx.Node, int]:
+def _freed(program: ProgramGraph) -> dict[fx.Node, int]:
     """The bytes that are given back behind each line, or the last of its results."""
     freed: dict[fx.Node, int] = {}
     for value, line in last_needs(program).items():
@@ -263,7 +264,7 @@ def _freed(program: Program) -> dict[fx.Node, int]:
     return freed
 
 
-def _argument(program: Program, node: fx.Node) -> Line:
+def _argument(program: ProgramGraph, node: fx.Node) -> Line:
     held = data(node)
     match held.op:
         case Shards(unit):
@@ -379,7 +380,7 @@ def _delta_text(delta: int) -> str:
     return f"{'+' if delta > 0 else '-'}{human_bytes(abs(delta))}" if delta else ""
 
 
-def _deaths(program: Program, phase: Phase, body: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def _deaths(program: ProgramGraph, phase: Phase, body: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """After which node of the body which values die."""
     alive_at_end = set(_result_nodes(program, phase))
     last: dict[fx.Node, fx.Node] = {}
@@ -405,7 +406,7 @@ def _delete(dead: list[fx.Node], freed: int) -> list[Line]:
     return [Line(first, delta=_delta_text(-freed)), *map(Line, rest)]
 
 
-def _return(program: Program, phase: Phase) -> str:
+def _return(program: ProgramGraph, phase: Phase) -> str:
     results = program.results
     if phase is Phase.FORWARD:
         saved = [*program.kept(), *program.saved()] if program.has_backward else []

@@ -14,7 +14,7 @@ from torch import fx
 
 from zcompile._torch import compile_with_inductor, inductor_code, is_symbolic, replayed_random, saved_random
 from zcompile.eager import fit_kernels
-from zcompile.program import Region
+from zcompile.region import Region
 from zcompile.strides import keep_strides
 
 

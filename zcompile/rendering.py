@@ -5,12 +5,12 @@ What is put into them is escaped: names of modules are text, whatever is in them
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-import zcompile
 from zcompile.tensor_type import human_bytes
 
 
@@ -21,7 +21,7 @@ def rendered(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters["human"] = human_bytes
-    return environment.get_template(template).render(version=zcompile.__version__, **values)
+    return environment.get_template(template).render(version=version("zcompile"), **values)
 
 
 def write(path: Path, text: str) -> Path:

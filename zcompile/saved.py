@@ -7,9 +7,10 @@ import operator
 from torch import fx
 
 from zcompile._torch import saved_random
-from zcompile.memory import may_show
+from zcompile.liveness import may_show
 from zcompile.ops import Call, Item, Phase, data, op_of
-from zcompile.program import Program, Region
+from zcompile.program import Program
+from zcompile.region import Region
 
 
 def maker_of(program: Program, node: fx.Node) -> fx.Node | None:

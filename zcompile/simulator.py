@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from zcompile.cost import line_seconds
 from zcompile.hardware import Hardware
 from zcompile.layout import Param
 from zcompile.lines import line_of
@@ -82,7 +83,7 @@ class _Lanes:
                 self._wait(node, "" if isinstance(op, WaitFetch) else op.unit)
             case Call(region=region):
                 if region not in self._regions:
-                    self._regions[region] = self.program.seconds(node, self.hardware)
+                    self._regions[region] = line_seconds(self.program, node, self.hardware)
                 self._add(node, Spent.COMPUTE, self._regions[region])
             case Update(params=names):
                 self._add(node, Spent.OPTIMIZER, self._update_seconds(self.program.layout.param(n) for n in names))
@@ -100,7 +101,7 @@ class _Lanes:
     def _launch(self, node: fx.Node, unit: str, group: str, nbytes: int) -> None:
         self._event(node, "send", node.name, unit, Spent.EXPOSED, nbytes * self.hardware.sending)
         start = max(self.now, self.wires.get(group, 0.0))
-        end = self.wires[group] = self._arrival[node] = start + self.program.seconds(node, self.hardware)
+        end = self.wires[group] = self._arrival[node] = start + line_seconds(self.program, node, self.hardware)
         if nbytes:
             self.messages.append(Sent(function_text(node.target), unit, nbytes, start, end, node.name, group))
 

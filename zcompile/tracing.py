@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +21,9 @@ from zcompile.capture import Capture, Names, Runner
 from zcompile.configuration import Options
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.front_end import BREAKS, autocast, traceable, typed_errors
+from zcompile.interception import Asked, Traced
 from zcompile.layout import STAGES, Layout
 from zcompile.local_graphs import Local, on_locals
-from zcompile.prefetching import Schedule
 from zcompile.program import Program
 from zcompile.report import Break
 from zcompile.runtime.placing import Placing
@@ -122,53 +120,6 @@ def _first_traced(name: str, call: Callable[[], object]) -> Program:
         broken = Break.of("", name, error)
         raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "mend it to plan it") from error
     raise AssertionError("a backend is called for every graph")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a program is to be compiled with."""
-
-    options: Options
-    schedule: Schedule
-    """Before anything is chosen by what is measured."""
-    keeps: bool = True
-    """False of a part of a model, whose units are not kept full over the turn."""
-    updates: bool = False
-    """True for a train step."""
-
-
-class Traced(BaseException):
-    """There is a program: nothing is to be compiled.
-
-    No Exception: neither torch.compile, which traces, nor a script that trains is to catch it.
-    """
-
-    def __init__(self, program: Program, asked: Asked) -> None:
-        super().__init__("a model was traced")
-        self.program, self.asked = program, asked
-
-
-_INTERCEPTING: ContextVar[bool] = ContextVar("zcompile_intercepting", default=False)
-
-
-@contextlib.contextmanager
-def intercepting() -> Iterator[None]:
-    """Within this, the first compiled model that is called raises `Traced` in place of being compiled and run."""
-    wanted = _INTERCEPTING.set(True)
-    try:
-        yield
-    finally:
-        _INTERCEPTING.reset(wanted)
-
-
-def offer(program: Program, asked: Callable[[], Asked]) -> None:
-    """A program is about to be compiled as `asked` says.
-
-    Raises:
-        Traced: somebody only wants to see it.
-    """
-    if _INTERCEPTING.get():
-        raise Traced(program, asked())
 
 
 def _check_neighbours(mesh: DeviceMesh | None) -> None:

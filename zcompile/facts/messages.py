@@ -25,7 +25,8 @@ from zcompile.ops import (
     data,
     op_of,
 )
-from zcompile.program import Program, reads_of
+from zcompile.program import Program
+from zcompile.program_graph import reads_of
 
 
 def _gathered_before_use(program: Program) -> Iterator[Violation]:

@@ -41,7 +41,8 @@ from zcompile.ops import (
     op_of,
     reduce_scatter,
 )
-from zcompile.program import PLACEHOLDERS, Program
+from zcompile.program import Program
+from zcompile.program_graph import PLACEHOLDERS
 
 
 def _well_formed(program: Program) -> Iterator[Violation]:

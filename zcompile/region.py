@@ -1,0 +1,62 @@
+"""A region: a run of compute between communications, as one ATen graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile._torch import tree_map_only
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of compute between communications: an ATen graph compiled as one.
+
+    `takes` says for each placeholder of `graph` where it comes from: (argument of the call, item of that argument), the
+    item None when the argument itself is taken. Arguments that are units' full parameters come first.
+    Equal regions of a program are one Region, called several times.
+    """
+
+    name: str
+    graph: fx.Graph
+    takes: tuple[tuple[int, int | None], ...]
+    modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    """Graphs that higher-order operations in `graph` call, by attribute name."""
+    fuses: bool = True
+    """False if operations run one by one, each writing its result to memory."""
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        (result,) = self.graph.output_node().args
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    def key(self) -> str:
+        """Equal for regions that compile to the same code: operations, arguments, types and strides, names left out."""
+        number = {node: index for index, node in enumerate(self.graph.nodes)}
+        lines = [str(self.takes)]
+        for node in self.graph.nodes:
+            args, kwargs = tree_map_only(fx.Node, lambda source: _Number(number[source]), (node.args, node.kwargs))
+            target = self.modules[str(node.target)].code if node.op == "get_attr" else node.target
+            lines.append(f"{node.op} {'' if node.op == 'placeholder' else target} {args} {kwargs} {_memory(node)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A value's number, where its name would stand."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+def _memory(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return f"{value.dtype} {tuple(value.shape)} {tuple(value.stride())} {value.storage_offset()} {value.device}"
