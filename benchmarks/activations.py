@@ -32,8 +32,8 @@ from benchmarks.live_bytes import LiveBytes, build
 from benchmarks.memory import MIB, SIZES
 from benchmarks.team import ROOT
 from benchmarks.workload import ADAMW, batch, make_model
-from zcompile.ops import Away
-from zcompile.runtime.keepers import DiskKeeper
+from zcompile.ir.ops import Away
+from zcompile.runtime.offload.activation_keepers import DiskKeeper
 
 STEPS = 5
 

@@ -25,9 +25,9 @@ from benchmarks.memory import MIB
 from benchmarks.protocol import Sizes
 from benchmarks.team import ROOT
 from benchmarks.workload import ADAMW, make_model
-from zcompile.memory import arena_bytes
-from zcompile.packing import most_alive
-from zcompile.places import placeable
+from zcompile.cost.memory import arena_bytes
+from zcompile.ir.arena_places import placeable
+from zcompile.ir.packing import most_alive
 
 SIZES = Sizes(blocks=6, width=256, heads=4, vocabulary=4096, sequence=256, batch=2)
 SHOWN = (1, 25, 50, 100, 150, 200)

@@ -37,7 +37,7 @@ from benchmarks.protocol import Sizes
 from benchmarks.team import ROOT
 from benchmarks.workload import batch, make_model
 from zcompile._torch import partitioner_budget, tree_map_only
-from zcompile.cost import FORMULAS, flops_of
+from zcompile.cost.roofline import FORMULAS, flops_of
 
 BUDGETS = 10
 SHARES = tuple(share / 10 for share in range(11))

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.live_bytes import LiveBytes, build
 from benchmarks.memory import MIB
 from benchmarks.team import ROOT
-from zcompile.layout import Param, Unit
+from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.executor import BoundUnit, reduce_scatter
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import UnitShards

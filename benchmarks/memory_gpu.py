@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zcompile
 from benchmarks.team import ROOT
 from examples.gpt import GPT, GPTConfig
-from zcompile.memory import model_state, peak_bytes
+from zcompile.cost.memory import model_state, peak_bytes
 
 GB = 1e9
 

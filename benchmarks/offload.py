@@ -28,8 +28,8 @@ from benchmarks.memory import MIB
 from benchmarks.protocol import Sizes
 from benchmarks.team import ROOT
 from benchmarks.workload import batch, make_model
-from zcompile.runtime import offload
-from zcompile.runtime.offload import StateFile
+from zcompile.runtime.offload import optimizer_file as offload
+from zcompile.runtime.offload.optimizer_file import StateFile
 
 SIZES = Sizes(blocks=24, width=1024, heads=8, vocabulary=1024, sequence=64, batch=1)
 STEPS = 4

@@ -1,8 +1,8 @@
 """What the planner foretells beside what is measured: `python -m benchmarks.predictions`, as root for a limited link.
 
-Time: on each link two ranks first measure the machine and the link (`zcompile.doctor`), then train the GPT of `make
-bench` in every stage; the step is that of the loop, with AdamW. Memory: the bytes of one more run that counts what is
-allocated, beside shards and optimizer state. Predictions are those of `zcompile.plan`.
+Time: on each link two ranks first measure the machine and the link (`zcompile.tools.doctor`), then train the GPT of
+`make bench` in every stage; the step is that of the loop, with AdamW. Memory: the bytes of one more run that counts
+what is allocated, beside shards and optimizer state. Predictions are those of `zcompile.plan`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from benchmarks.live_bytes import LiveBytes, build
 from benchmarks.protocol import Sizes
 from benchmarks.team import ROOT, on_two_ends
 from benchmarks.workload import ADAMW, batch, make_model
-from zcompile.doctor import profile_of_ranks
-from zcompile.hardware import Hardware
-from zcompile.memory import Held
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.memory import Held
+from zcompile.tools.doctor import profile_of_ranks
 
 SIZES = Sizes()
 STAGES = (0, 1, 2, 3)

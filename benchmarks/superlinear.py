@@ -35,19 +35,19 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.memory import OUTPUT
-from zcompile.configuration import Options
-from zcompile.cost import flops_of
-from zcompile.gpt import SHAPES, VOCABULARY, Shape
-from zcompile.hardware import Hardware, load_profile
-from zcompile.layout import STAGES
-from zcompile.memory import live_by_kind, model_state
-from zcompile.planner import RESERVED
-from zcompile.program import Program
-from zcompile.replicated import digests, mark_replicated
-from zcompile.simulator import simulate
-from zcompile.tensor_parallel import divided_parameters
-from zcompile.tracing import trace
-from zcompile.units import make_layout
+from zcompile.cost.hardware import Hardware, load_profile
+from zcompile.cost.memory import live_by_kind, model_state
+from zcompile.cost.roofline import flops_of
+from zcompile.cost.simulator import simulate
+from zcompile.engine.replicated_values import digests, mark_replicated
+from zcompile.ir.layout import STAGES
+from zcompile.ir.program import Program
+from zcompile.model.tensor_parallel import divided_parameters
+from zcompile.model.units import make_layout
+from zcompile.schedule.options import Options
+from zcompile.tools.gpt import SHAPES, VOCABULARY, Shape
+from zcompile.tools.planner import RESERVED
+from zcompile.tools.tracing import trace
 
 GPUS = (64, 128, 256, 400)
 PARTS = 16

@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 import zcompile  # noqa: E402
 from examples.gpt import GPT, GPTConfig  # noqa: E402
+from zcompile.cost.timeline import Timeline  # noqa: E402
 from zcompile.runtime.recorder import Line, Recorder, Track  # noqa: E402
-from zcompile.timeline import Timeline  # noqa: E402
 
 
 class Trained:

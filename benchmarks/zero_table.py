@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from zcompile.forecast import Choice
-from zcompile.memory import model_state
-from zcompile.ops import AllGather, Release, WaitReduce, op_of
-from zcompile.planner import Rewriter
-from zcompile.program import Program
-from zcompile.subjects import subject_of
-from zcompile.tracing import trace
+from zcompile.cost.forecast import Choice
+from zcompile.cost.memory import model_state
+from zcompile.ir.ops import AllGather, Release, WaitReduce, op_of
+from zcompile.ir.program import Program
+from zcompile.tools.named_models import subject_of
+from zcompile.tools.planner import Rewriter
+from zcompile.tools.tracing import trace
 
 MODELS = {"gpt:7.5b": 7.5e9, "gpt:128b": 128e9, "gpt:1t": 1e12}
 WORLDS = (1, 4, 16, 64, 256, 1024)

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from examples.own_pass import WAIT_AT_END, Net
-from zcompile.configuration import Options
-from zcompile.layout import STAGES
-from zcompile.ops import Phase
-from zcompile.printer import lines_with_nodes
-from zcompile.program import Program
-from zcompile.tracing import trace
-from zcompile.units import make_layout
+from zcompile.ir.layout import STAGES
+from zcompile.ir.ops import Phase
+from zcompile.ir.printer import lines_with_nodes
+from zcompile.ir.program import Program
+from zcompile.model.units import make_layout
+from zcompile.schedule.options import Options
+from zcompile.tools.tracing import trace
 
 ROOT = Path(__file__).parent.parent
 STAGES_PAGE = ROOT / "docs" / "stages.md"

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from playwright.sync_api import sync_playwright
 
-from zcompile.configuration import Options
-from zcompile.hardware import load_profile
-from zcompile.inspection import of_subject
-from zcompile.page import write_page
-from zcompile.plan_page import write_plan_page
-from zcompile.planner import plan
-from zcompile.subjects import subject_of
+from zcompile.cost.hardware import load_profile
+from zcompile.report.plan_page import write_plan_page
+from zcompile.report.program_page import write_page
+from zcompile.schedule.options import Options
+from zcompile.tools.inspection import of_subject
+from zcompile.tools.named_models import subject_of
+from zcompile.tools.planner import plan
 
 IMAGES = Path(__file__).parent / "images"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]

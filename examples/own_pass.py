@@ -14,7 +14,7 @@ from torch import nn
 
 import zcompile
 from zcompile.facts import REDUCED_ONCE, WAITS_SUNK
-from zcompile.ops import Results, WaitReduce
+from zcompile.ir.ops import Results, WaitReduce
 
 
 def wait_at_end(program: zcompile.Program) -> zcompile.Program:

@@ -10,8 +10,8 @@ reductions add what was held back.
 
 from __future__ import annotations
 
-from zcompile.ops import Accumulate, Data, Phase, Reduce, WaitReduce, accumulate, data, op_of
-from zcompile.program import Program
+from zcompile.ir.ops import Accumulate, Data, Phase, Reduce, WaitReduce, accumulate, data, op_of
+from zcompile.ir.program import Program
 
 
 def accumulate_gradients(program: Program) -> Program:

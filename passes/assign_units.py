@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from zcompile.derived import derived_values, parameters_read
-from zcompile.layout import Layout
-from zcompile.ops import Compute, Item, Parameter, data, op_of, set_data
-from zcompile.program import Program
+from zcompile.ir.layout import Layout
+from zcompile.ir.ops import Compute, Item, Parameter, data, op_of, set_data
+from zcompile.ir.parameter_views import derived_values, parameters_read
+from zcompile.ir.program import Program
 
 
 def assign_units(program: Program) -> Program:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.derived import derived_values
-from zcompile.effects import is_random
-from zcompile.ops import Item, Phase, Results, data
-from zcompile.program import Program
-from zcompile.runs import runs
+from zcompile.ir.ops import Item, Phase, Results, data
+from zcompile.ir.parameter_views import derived_values
+from zcompile.ir.program import Program
+from zcompile.ir.side_effects import is_random
+from zcompile.passes.common.unit_runs import runs
 
 LARGE_BYTES = 1024 * 1024
 """Gradients of the last unit from which the exchange takes longer than a region more is worth."""

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from zcompile import ops
-from zcompile.ops import AllGather, Call, Data, GatherAhead, Phase, Reduce, Release, Update, WaitReduce, data, op_of
-from zcompile.program import Program
+from zcompile.ir import ops
+from zcompile.ir.ops import AllGather, Call, Data, GatherAhead, Phase, Reduce, Release, Update, WaitReduce, data, op_of
+from zcompile.ir.program import Program
 
 
 def gather_ahead(program: Program) -> Program:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zcompile.ops import (
+from zcompile.ir.ops import (
     AllGather,
     Call,
     Data,
@@ -31,8 +31,8 @@ from zcompile.ops import (
     release,
     wait,
 )
-from zcompile.program import Program
-from zcompile.program_graph import after_items
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import after_items
 
 
 @dataclass(frozen=True, slots=True)

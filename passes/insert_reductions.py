@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.layout import Unit
-from zcompile.ops import (
+from zcompile.ir.layout import Unit
+from zcompile.ir.ops import (
     Copy,
     Data,
     Item,
@@ -31,8 +31,8 @@ from zcompile.ops import (
     reduce_scatter,
     wait,
 )
-from zcompile.program import Program
-from zcompile.program_graph import after_items, set_results
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import after_items, set_results
 
 
 def insert_reductions(program: Program) -> Program:

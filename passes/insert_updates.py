@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ops import Copy, Data, Phase, Reduce, Shards, Update, WaitReduce, data, op_of, update
-from zcompile.program import Program
-from zcompile.program_graph import after_items, reads_of, set_results
+from zcompile.ir.ops import Copy, Data, Phase, Reduce, Shards, Update, WaitReduce, data, op_of, update
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import after_items, reads_of, set_results
 
 
 def insert_updates(program: Program) -> Program:

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ops import Call, Phase, Release, WaitGather, data, op_of
-from zcompile.program import Program
+from zcompile.ir.ops import Call, Phase, Release, WaitGather, data, op_of
+from zcompile.ir.program import Program
 
 
 def keep_full(program: Program, *, prefetch: int = 2) -> Program:

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
+from zcompile.cost.memory import live_bytes, peak_bytes
 from zcompile.errors import OptionError
-from zcompile.memory import live_bytes, peak_bytes
-from zcompile.ops import AllGather, Phase, Release, WaitGather, data, op_of
+from zcompile.ir.ops import AllGather, Phase, Release, WaitGather, data, op_of
+from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import human_bytes
 from zcompile.passes.keep_full import keep
-from zcompile.program import Program
-from zcompile.tensor_type import human_bytes
 
 
 def keep_within(program: Program, *, memory_limit: int, units: Sequence[str] | None = None) -> Program:
-    """A program that holds at most `memory_limit` bytes beside shards and optimizer state (see `zcompile.memory`).
+    """A program that holds at most `memory_limit` bytes beside shards and optimizer state (see `zcompile.cost.memory`).
 
     With `units`, those are kept, whatever it then holds: ranks with batches of other sizes must keep the same ones.
 

@@ -23,11 +23,11 @@ from dataclasses import replace
 
 from torch import fx
 
-from zcompile.memory import live_bytes
-from zcompile.moving import LEAST, fetched_at, movable, move
-from zcompile.ops import Away, Data, data
-from zcompile.program import Program
-from zcompile.tensor_type import human_bytes
+from zcompile.cost.memory import live_bytes
+from zcompile.ir.ops import Away, Data, data
+from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import human_bytes
+from zcompile.passes.common.move_saved import LEAST, fetched_at, movable, move
 
 
 def offload_activations(

@@ -19,9 +19,8 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
 
-from zcompile.derived import derived_values
-from zcompile.layout import Layout
-from zcompile.ops import (
+from zcompile.ir.layout import Layout
+from zcompile.ir.ops import (
     NAMES,
     Call,
     Data,
@@ -37,14 +36,15 @@ from zcompile.ops import (
     region,
     set_data,
 )
-from zcompile.program import Program
-from zcompile.program_graph import set_results
-from zcompile.region import Region
-from zcompile.runs import runs
+from zcompile.ir.parameter_views import derived_values
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import set_results
+from zcompile.ir.region import Region
+from zcompile.passes.common.unit_runs import runs
 
 
 def outline_regions(program: Program, *, fuses: bool = True) -> Program:
-    """A program whose body is calls of regions only; `fuses`: of what compiles them, see `zcompile.fusion`."""
+    """A program whose body is calls of regions only; `fuses`: of what compiles them, see `zcompile.cost.fusion`."""
     derived = derived_values(program)
     symbols = find_symbol_binding_fx_nodes(program.graph)
     outer = _Outer(program, fuses)

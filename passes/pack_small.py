@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zcompile.layout import SMALL_BYTES, Param, Unit
-from zcompile.program import Program
+from zcompile.ir.layout import SMALL_BYTES, Param, Unit
+from zcompile.ir.program import Program
 
 
 def pack_small(program: Program, *, small: int = SMALL_BYTES, bucket: int | None = None) -> Program:

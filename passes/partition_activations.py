@@ -22,10 +22,10 @@ from dataclasses import replace
 from torch import fx
 
 from zcompile.errors import OptionError
-from zcompile.moving import LEAST, movable, move
-from zcompile.ops import Data, Peers, data
-from zcompile.program import Program
-from zcompile.tensor_type import human_bytes
+from zcompile.ir.ops import Data, Peers, data
+from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import human_bytes
+from zcompile.passes.common.move_saved import LEAST, movable, move
 
 
 def partition_activations(

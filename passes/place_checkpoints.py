@@ -11,7 +11,8 @@ With checkpoint="unit", of two units that each multiply and apply a sine:
     dh = aten.mul.Tensor(dya, c)                       c = aten.cos.default(h_1)
                                                        dh = aten.mul.Tensor(dya, c)
 
-A budget chooses value by value (`zcompile.checkpointing`), so that the step holds no more and the least time is lost.
+A budget chooses value by value (`zcompile.passes.common.checkpoint_choice`), so that the step holds no more and the
+least time is lost.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from zcompile.checkpointing import Budget, Choice, by_unit
-from zcompile.cost import aten_cost
+from zcompile.cost.roofline import aten_cost
 from zcompile.errors import OptionError
-from zcompile.ops import Phase, data
-from zcompile.program import Program
-from zcompile.recompute import Turn, recompute
-from zcompile.tensor_type import human_bytes
+from zcompile.ir.ops import Phase, data
+from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import human_bytes
+from zcompile.passes.common.checkpoint_choice import Budget, Choice, by_unit
+from zcompile.passes.common.recompute import Turn, recompute
 
 
 def place_checkpoints(
@@ -44,7 +45,7 @@ def place_checkpoints(
         checkpoint: "unit" saves the input of each unit; a number of bytes bounds what the finished program holds
             beside shards and optimizer state, a float that as a share of what it holds without checkpoints.
         finish: The passes that follow.
-        fuses: Of what compiles the regions, see `zcompile.fusion`.
+        fuses: Of what compiles the regions, see `zcompile.cost.fusion`.
         whole: False for a part of a model, which may have nothing to save.
 
     Raises:

@@ -25,14 +25,14 @@ from dataclasses import replace
 
 import torch
 
-from zcompile import ops
-from zcompile.ops import AllGather, Arena, Data, Reduce, Stack, Store, data, set_data
-from zcompile.packing import most_alive, pack
-from zcompile.places import placeable
-from zcompile.program import Program
-from zcompile.program_graph import after_items
-from zcompile.saved import maker_of
-from zcompile.tensor_type import TensorType, human_bytes
+from zcompile.ir import ops
+from zcompile.ir.arena_places import placeable
+from zcompile.ir.ops import AllGather, Arena, Data, Reduce, Stack, Store, data, set_data
+from zcompile.ir.packing import most_alive, pack
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import after_items
+from zcompile.ir.tensor_type import TensorType, human_bytes
+from zcompile.passes.common.saved_values import maker_of
 
 
 def plan_memory(program: Program, *, checkpoints: bool = False) -> Program:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ops import Call, Phase, WaitGather, data
-from zcompile.program import Program
+from zcompile.ir.ops import Call, Phase, WaitGather, data
+from zcompile.ir.program import Program
 
 
 def schedule_prefetch(program: Program, *, prefetch: int = 2) -> Program:

@@ -12,8 +12,8 @@ they are used up (`consumed`) as they arrive.
 
 from __future__ import annotations
 
-from zcompile.ops import Reduce, Results, WaitReduce, data, op_of
-from zcompile.program import Program
+from zcompile.ir.ops import Reduce, Results, WaitReduce, data, op_of
+from zcompile.ir.program import Program
 
 
 def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> Program:

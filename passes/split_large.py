@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zcompile.ops import Reduce, data, op_of, set_data
-from zcompile.program import Program
+from zcompile.ir.ops import Reduce, data, op_of, set_data
+from zcompile.ir.program import Program
 
 
 def split_large(program: Program, *, bucket: int) -> Program:

@@ -25,11 +25,11 @@ from zcompile._torch import (
     random_states_as_tensors,
     saved_random,
 )
-from zcompile.derived import derived_values, is_view
-from zcompile.ops import Compute, Data, Input, Item, Parameter, Phase, Results, data, has_data, set_data
-from zcompile.program import Program
-from zcompile.program_graph import set_results
-from zcompile.tensor_type import TensorType
+from zcompile.ir.ops import Compute, Data, Input, Item, Parameter, Phase, Results, data, has_data, set_data
+from zcompile.ir.parameter_views import derived_values, is_view
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import set_results
+from zcompile.ir.tensor_type import TensorType
 
 _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
     "default": default_partition,

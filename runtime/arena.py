@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zcompile._torch import keeps_graph
-from zcompile.packing import aligned
+from zcompile.ir.packing import aligned
 
 
 class Loan:

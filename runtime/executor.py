@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from zcompile.layout import Param, Unit
+from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.arena import Places, Stack
-from zcompile.runtime.flights import Flight
+from zcompile.runtime.async_work import Flight
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.shards import Full, UnitShards

@@ -19,7 +19,7 @@ from zcompile._torch import (
     post_accumulate_hooks,
 )
 from zcompile.errors import ParameterError
-from zcompile.layout import Unit
+from zcompile.ir.layout import Unit
 from zcompile.runtime.executor import BoundUnit, Gradients, all_reduce, reduce_scatter
 from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder

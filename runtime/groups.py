@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile._torch import backend_name, close_connections, group_timeout, root_mesh
 from zcompile.errors import GroupError
-from zcompile.runtime.flights import EventFlight, Flight, HostFlight, Progress, StreamFlight, Traffic
+from zcompile.runtime.async_work import EventFlight, Flight, HostFlight, Progress, StreamFlight, Traffic
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.waits import RankLost, Waits
 

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zcompile._torch import local_tensor, no_step_hooks, unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.parameter import sharded
-from zcompile.runtime.placing import Placing
+from zcompile.runtime.placement import Placing
 
 _AS_THEY_ARE = (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
 """Optimizers that are known to step DTensors right, unless a fused kernel has no rule."""

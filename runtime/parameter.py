@@ -23,7 +23,7 @@ from zcompile._torch import (
     with_local,
 )
 from zcompile.errors import ParameterError
-from zcompile.runtime.explained import ExplainedDTensor, explained, first_held, waits_of, watched
+from zcompile.runtime.explained_dtensor import ExplainedDTensor, explained, first_held, waits_of, watched
 from zcompile.runtime.waits import Waits
 
 

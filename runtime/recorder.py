@@ -1,7 +1,7 @@
 """The recorder: when each line of a program, each message and each step of an optimizer began and ended.
 
 It is always on, so all that happens while a step runs is that moments are appended to arrays, two for a line. What they
-mean is worked out when somebody reads them (`zcompile.timeline`). Moments are seconds of `time.perf_counter`.
+mean is worked out when somebody reads them (`zcompile.cost.timeline`). Moments are seconds of `time.perf_counter`.
 """
 
 from __future__ import annotations

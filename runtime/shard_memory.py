@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from zcompile.runtime.flights import Flight
+from zcompile.runtime.async_work import Flight
 
 
 class ShardMemory:

@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile._torch import backward_number, local_tensor
-from zcompile.layout import Param, Unit
-from zcompile.runtime.explained import explain
+from zcompile.ir.layout import Param, Unit
+from zcompile.runtime.explained_dtensor import explain
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.parameter import sharded
-from zcompile.runtime.placing import ModelParallel, Placing, along
+from zcompile.runtime.placement import ModelParallel, Placing, along
 from zcompile.runtime.shard_memory import ShardMemory, aligned_end
 
 

@@ -15,7 +15,7 @@ import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import OptionError
-from zcompile.layout import Param, Unit
+from zcompile.ir.layout import Param, Unit
 from zcompile.runtime import executor
 from zcompile.runtime.executor import BoundUnit, reduce_scatter
 from zcompile.runtime.groups import Communicator

@@ -16,12 +16,12 @@ from tests.models import GPT, batch
 from tests.ranks import Ranks
 from tests.test_training import STEPS, train, train_ddp
 from zcompile import OptionError, Program
-from zcompile.checkpointing import GAP, Choice, Problem, choice
-from zcompile.cost import aten_cost
-from zcompile.memory import peak_bytes
-from zcompile.ops import Call, Phase, op_of
-from zcompile.options import checkpoint_of
-from zcompile.recompute import Turn
+from zcompile.cost.memory import peak_bytes
+from zcompile.cost.roofline import aten_cost
+from zcompile.ir.ops import Call, Phase, op_of
+from zcompile.passes.common.checkpoint_choice import GAP, Choice, Problem, choice
+from zcompile.passes.common.recompute import Turn
+from zcompile.schedule.option_checks import checkpoint_of
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 

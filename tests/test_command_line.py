@@ -18,10 +18,11 @@ from rich.console import Console
 from torch import nn
 
 import zcompile
-from zcompile import SubjectError, command_line, doctor
-from zcompile.hardware import load_profile
-from zcompile.interception import Asked, Traced, intercepting
-from zcompile.subjects import subject_of
+from zcompile import SubjectError
+from zcompile.cost.hardware import load_profile
+from zcompile.engine.interception import Asked, Traced, intercepting
+from zcompile.tools import command_line, doctor
+from zcompile.tools.named_models import subject_of
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -15,11 +15,13 @@ from torch import nn
 
 import zcompile
 from tests.models import batch, make
-from zcompile import OptionError, TimelineError, dumps
-from zcompile.dag import dag
-from zcompile.drawing import dot_text
-from zcompile.dumps import NOTE, difference, trace
-from zcompile.hardware import Hardware
+from zcompile import OptionError, TimelineError
+from zcompile.cost.dag import dag
+from zcompile.cost.hardware import Hardware
+from zcompile.report import dumps
+from zcompile.report.dot import dot_text
+from zcompile.report.dumps import NOTE, difference, trace
+from zcompile.tools import planner, tracing
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)
 
@@ -175,9 +177,8 @@ def test_a_trace_has_the_predicted_step_beside_measured_ones(tmp_path: Path) -> 
 
 
 def test_several_ranks_send_on_a_lane_of_their_own(compiled: zcompile.CompiledModule) -> None:
-    program = zcompile.planner.Rewriter(  # laid out for two ranks
-        make("gpt"), zcompile.tracing.trace(make("gpt"), batch("gpt", 0, 0)), None
-    ).program(zcompile.planner.Choice(3, 2, None, None), 2)
+    traced = tracing.trace(make("gpt"), batch("gpt", 0, 0))
+    program = planner.Rewriter(make("gpt"), traced, None).program(planner.Choice(3, 2, None, None), 2)
     events = trace([program], RATES)["traceEvents"]
     assert "communication" in lanes_of(events, events[0]["pid"])
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.ranks import Ranks
 from zcompile._torch import FakeTensorMode
-from zcompile.eager import fit_kernels
+from zcompile.engine.eager_regions import fit_kernels
 
 aten = torch.ops.aten
 

@@ -13,9 +13,10 @@ from torch import fx
 import zcompile
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, OUTLINED, at_stage, joined
-from zcompile import Pass, Pipeline, Program, ProgramError, facts, ops
-from zcompile.layout import STAGES
-from zcompile.ops import (
+from zcompile import Pass, Pipeline, Program, ProgramError, facts
+from zcompile.ir import ops
+from zcompile.ir.layout import STAGES
+from zcompile.ir.ops import (
     AllGather,
     Call,
     GatherAhead,
@@ -29,6 +30,7 @@ from zcompile.ops import (
     op_of,
     set_data,
 )
+from zcompile.ir.program_graph import set_results
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
@@ -37,7 +39,6 @@ from zcompile.passes.keep_full import keep_full
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
-from zcompile.program_graph import set_results
 from zcompile.runtime.agreement import first_difference
 
 PREFETCH = 1

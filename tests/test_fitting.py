@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
-from zcompile.cost import region_seconds
-from zcompile.fitting import Observation, Reference, fit, observe
-from zcompile.gpt import Shape
-from zcompile.hardware import Hardware, parse_profile, profile_text
-from zcompile.runtime import calibration
-from zcompile.runtime.calibration import Sizes, survey
+from zcompile.cost.hardware import Hardware, parse_profile, profile_text
+from zcompile.cost.roofline import region_seconds
+from zcompile.engine import calibration
+from zcompile.engine.calibration import Sizes, survey
 from zcompile.runtime.groups import Communicator
+from zcompile.tools.gpt import Shape
+from zcompile.tools.profile_fit import Observation, Reference, fit, observe
 
 GUESS = replace(Hardware.of(flops=1e11, memory_bandwidth=2e10), functions=1e9, launch=1e-6)
 TRUTH = replace(GUESS, flops=dict.fromkeys(GUESS.flops, 4e10), elementwise=0.5, attention=0.6, functions=3e8)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile import ProfileError
-from zcompile.hardware import Hardware, Link, load_profile, parse_profile, profile_text, profiles
+from zcompile.cost.hardware import Hardware, Link, load_profile, parse_profile, profile_text, profiles
 
 NODES = replace(
     Hardware.of(flops=1e12, memory_bandwidth=1e12),

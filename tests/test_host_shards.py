@@ -20,12 +20,12 @@ from tests.ranks import Ranks
 from zcompile import GroupError, OptionError
 from zcompile import compiled as compiling
 from zcompile._torch import local_tensor
-from zcompile.layout import Layout, Param
-from zcompile.memory import peak_bytes
-from zcompile.optimizers import _beside
+from zcompile.cost.memory import peak_bytes
+from zcompile.engine.optimizers import _beside
+from zcompile.ir.layout import Layout, Param
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.host_shards import HostShards
-from zcompile.runtime.placing import along
+from zcompile.runtime.offload.host_shards import HostShards
+from zcompile.runtime.placement import along
 from zcompile.runtime.shards import shard_bytes
 
 

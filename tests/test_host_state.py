@@ -13,7 +13,7 @@ from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.test_train_step import OPTIMIZERS, grouped
 from zcompile._torch import local_tensor
-from zcompile.runtime.host_state import HostState
+from zcompile.runtime.offload.optimizer_host import HostState
 
 
 def hosted(step: zcompile.TrainStep) -> HostState:

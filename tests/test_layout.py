@@ -15,13 +15,13 @@ import zcompile
 from tests.models import GPT, ConvNet, OddMLP
 from tests.passes.programs import CHAIN
 from zcompile import ModelError, OptionError, Program, facts
-from zcompile.layout import STAGES, Layout, Param, Unit
-from zcompile.ops import AllGather, Call, Release, WaitGather, data, op_of
+from zcompile.ir.layout import STAGES, Layout, Param, Unit
+from zcompile.ir.ops import AllGather, Call, Release, WaitGather, data, op_of
+from zcompile.ir.spelling import identifier
+from zcompile.model.units import find_blocks, make_layout, match_blocks
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.schedule_prefetch import schedule_prefetch
-from zcompile.spelling import identifier
-from zcompile.units import find_blocks, make_layout, match_blocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 worlds = st.integers(1, 9)

@@ -17,7 +17,7 @@ SCRIPT = """
 import json, sys, torch, zcompile
 from benchmarks.live_bytes import LiveBytes
 from tests.models import GPT
-from zcompile.memory import peak_bytes
+from zcompile.cost.memory import peak_bytes
 
 torch.set_num_threads(1)
 found = []

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
 from zcompile._torch import compile_with_inductor, is_symbolic, prepare_inductor
-from zcompile.region import Region
-from zcompile.regions import RegionCache, spread
+from zcompile.engine.region_cache import RegionCache, spread
+from zcompile.ir.region import Region
 from zcompile.runtime.loader import load
 
 

@@ -328,7 +328,7 @@ def test_weights_of_any_form_are_what_the_model_starts_from(form: Any, meta: boo
 def test_weights_of_every_dtype_are_read_from_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from zcompile.weights import SAFETENSORS_DTYPES, open_weights
+    from zcompile.model.weights import SAFETENSORS_DTYPES, open_weights
 
     values = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in SAFETENSORS_DTYPES.values()}
     values |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zcompile
 from tests.models import GPT, batch
 from tests.ranks import Ranks
-from zcompile.memory import model_state
+from zcompile.cost.memory import model_state
+from zcompile.ir.tensor_type import human_bytes
 from zcompile.runtime import executor, loader
-from zcompile.tensor_type import human_bytes
 
 WORLD = 2
 

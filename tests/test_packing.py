@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zcompile.packing import ALIGNMENT, Interval, aligned, most_alive, pack
+from zcompile.ir.packing import ALIGNMENT, Interval, aligned, most_alive, pack
 
 INTERVALS = st.lists(
     st.builds(

@@ -19,13 +19,13 @@ from torch import nn
 import zcompile
 from tests.models import batch, make
 from tests.test_dumps import steps
-from zcompile.forecast import Plan
-from zcompile.hardware import Hardware
-from zcompile.memory import alive_at, live_by_kind
-from zcompile.page import page_text
-from zcompile.pipeline import Journal
-from zcompile.plan_page import plan_page_text
-from zcompile.printer import lines_with_nodes
+from zcompile.cost.forecast import Plan
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.memory import alive_at, live_by_kind
+from zcompile.ir.printer import lines_with_nodes
+from zcompile.report.plan_page import plan_page_text
+from zcompile.report.program_page import page_text
+from zcompile.schedule.pipeline import Journal
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

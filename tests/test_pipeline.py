@@ -12,8 +12,8 @@ import zcompile
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, OUTLINED, joined
 from zcompile import Fact, OptionError, Pass, Pipeline, PipelineError, Program, ProgramError, Violation, facts
-from zcompile.layout import STAGES
-from zcompile.pipeline import Journal
+from zcompile.ir.layout import STAGES
+from zcompile.schedule.pipeline import Journal
 
 ORDER = [
     "split_phases",

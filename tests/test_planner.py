@@ -15,15 +15,15 @@ import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import CaptureError, ModelError, OptionError, ProfileError
-from zcompile.forecast import Choice
-from zcompile.gpt import GPT, SHAPES, shape_of
-from zcompile.hardware import Hardware
-from zcompile.memory import Held, model_state, peak_bytes
-from zcompile.ops import Phase
-from zcompile.plan_page import plan_page_text
-from zcompile.planner import Rewriter
-from zcompile.simulator import simulate
-from zcompile.tracing import trace
+from zcompile.cost.forecast import Choice
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.memory import Held, model_state, peak_bytes
+from zcompile.cost.simulator import simulate
+from zcompile.ir.ops import Phase
+from zcompile.report.plan_page import plan_page_text
+from zcompile.tools.gpt import GPT, SHAPES, shape_of
+from zcompile.tools.planner import Rewriter
+from zcompile.tools.tracing import trace
 
 FEW: dict[str, Any] = {"stages": [1, 3], "prefetches": [1], "dtypes": [None]}
 """Choices enough for what does not depend on them."""

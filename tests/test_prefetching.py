@@ -9,16 +9,16 @@ from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, parsed
 from tests.ranks import Ranks
 from zcompile import OptionError
 from zcompile._torch import FakeTensorMode
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.memory import peak_bytes
+from zcompile.cost.simulator import step_seconds
+from zcompile.engine.calibration import measure
 from zcompile.facts import REGIONS_OUTLINED
-from zcompile.hardware import Hardware
-from zcompile.memory import peak_bytes
-from zcompile.ops import AllGather, Phase
-from zcompile.options import bytes_of
+from zcompile.ir.ops import AllGather, Phase
 from zcompile.passes.schedule_prefetch import schedule_prefetch
-from zcompile.pipeline import Pass, Pipeline
-from zcompile.prefetching import LEAST_PACKED, Schedule, choose, fit
-from zcompile.runtime.calibration import measure
-from zcompile.simulator import step_seconds
+from zcompile.schedule.option_checks import bytes_of
+from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.schedule.prefetch import LEAST_PACKED, Schedule, choose, fit
 
 LINE = Hardware.of(flops=1e9, memory_bandwidth=1e18, bandwidth=1e6)
 

@@ -17,8 +17,8 @@ import zcompile
 from tests.models import GPT, batch, make
 from tests.ranks import Ranks
 from zcompile.facts import verify
-from zcompile.pipeline import Pass
-from zcompile.program import Program
+from zcompile.ir.program import Program
+from zcompile.schedule.pipeline import Pass
 
 
 def refusal(call: Any) -> tuple[str, str, float]:

@@ -14,12 +14,12 @@ from tests.passes.programs import CHAIN, PAIR, joined
 from tests.passes.test_partition_activations import SAME
 from tests.ranks import Ranks
 from zcompile import AgreementError
-from zcompile.ops import Input, Kind, data, set_data
+from zcompile.engine.replicated_values import digests, mark_replicated
+from zcompile.engine.tensor_parallel_group import ModelPeers
+from zcompile.ir.ops import Input, Kind, data, set_data
+from zcompile.ir.program import Program
 from zcompile.passes.partition_activations import partition_activations
-from zcompile.peers import ModelPeers
-from zcompile.program import Program
-from zcompile.replicated import digests, mark_replicated
-from zcompile.runtime.placing import ModelParallel
+from zcompile.runtime.placement import ModelParallel
 
 BODY = """
 def forward(box):

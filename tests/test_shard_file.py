@@ -16,7 +16,7 @@ from tests.ranks import Ranks
 from tests.test_offload import is_mapped
 from zcompile import OptionError, StateError
 from zcompile._torch import local_tensor
-from zcompile.runtime.shard_file import ShardFile
+from zcompile.runtime.offload.shard_file import ShardFile
 
 
 def trained(rank: int, kind: str, folder: str | None, options: dict[str, Any]) -> list[torch.Tensor]:

@@ -14,19 +14,19 @@ import zcompile
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, parsed
 from tests.passes.test_partition_activations import SAME
-from zcompile.cost import region_seconds
-from zcompile.hardware import Hardware, Link
-from zcompile.layout import STAGES
-from zcompile.ops import Compute, Data, Input, Kind, Results, set_data
+from zcompile.cost.hardware import Hardware, Link
+from zcompile.cost.roofline import region_seconds
+from zcompile.cost.simulator import UPDATE_BYTES, simulate
+from zcompile.cost.timeline import Sent, Spent
+from zcompile.ir.layout import STAGES
+from zcompile.ir.ops import Compute, Data, Input, Kind, Results, set_data
+from zcompile.ir.region import Region
+from zcompile.ir.tensor_type import TensorType
+from zcompile.model.units import make_layout
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.partition_activations import partition_activations
 from zcompile.passes.schedule_prefetch import schedule_prefetch
-from zcompile.region import Region
-from zcompile.simulator import UPDATE_BYTES, simulate
-from zcompile.tensor_type import TensorType
-from zcompile.timeline import Sent, Spent
-from zcompile.units import make_layout
 
 PRODUCT = 2 * 8 * 4 * 4
 """FLOPs of a product of the chain, of which a rank has eight in a step."""

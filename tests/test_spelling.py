@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zcompile
-from zcompile.spelling import escaped, free, identifier, quoted, unescaped
+from zcompile.ir.spelling import escaped, free, identifier, quoted, unescaped
 
 COLLIDING = [
     "region_0", "region", "forward", "backward", "box", "torch", "ops", "aten", "unbox", "wait", "release", "copy",

@@ -19,12 +19,12 @@ import zcompile
 from tests.models import GPT, make
 from tests.ranks import Ranks
 from zcompile import OptionError, StateError
-from zcompile.memory import peak_bytes
-from zcompile.ops import Away
-from zcompile.ops import Stash as Stashed
+from zcompile.cost.memory import peak_bytes
+from zcompile.ir.ops import Away
+from zcompile.ir.ops import Stash as Stashed
 from zcompile.runtime import stash as runtime_stash
-from zcompile.runtime.files import Room
-from zcompile.runtime.keepers import DiskKeeper
+from zcompile.runtime.offload.activation_keepers import DiskKeeper
+from zcompile.runtime.offload.unnamed_files import Room
 from zcompile.runtime.stash import Stash
 
 

@@ -29,7 +29,7 @@ import zcompile
 from tests.models import batch, make
 from tests.ranks import RankError, Ranks
 from zcompile import StateError
-from zcompile.runtime import checkpoint
+from zcompile.state import checkpoint
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 SAVED, MORE = 2, 3

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
 from zcompile._torch import FakeTensorMode, compile_with_inductor
-from zcompile.strides import keep_strides
+from zcompile.engine.region_strides import keep_strides
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
 

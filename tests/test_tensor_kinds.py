@@ -12,7 +12,7 @@ from torch import nn
 import zcompile
 from zcompile import ModelError
 from zcompile._torch import tree_map_only
-from zcompile.tracing import trace
+from zcompile.tools.tracing import trace
 
 aten = torch.ops.aten
 

@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import (
 import zcompile
 from tests.ranks import Ranks
 from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
-from zcompile.forecast import Choice
-from zcompile.ops import Peers, Phase
-from zcompile.planner import Rewriter
-from zcompile.tracing import trace
+from zcompile.cost.forecast import Choice
+from zcompile.ir.ops import Peers, Phase
+from zcompile.tools.planner import Rewriter
+from zcompile.tools.tracing import trace
 
 Values = dict[str, torch.Tensor]
 STEPS = 2

@@ -18,13 +18,13 @@ from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, joined
 from zcompile import ParseError, Program
 from zcompile._torch import local_tensor
-from zcompile.dag import dag
-from zcompile.hardware import Hardware
-from zcompile.ops import Call, Phase, data
-from zcompile.pipeline import Journal
-from zcompile.printer import region_text
+from zcompile.cost.dag import dag
+from zcompile.cost.hardware import Hardware
+from zcompile.ir.ops import Call, Phase, data
+from zcompile.ir.printer import region_text
+from zcompile.ir.tensor_type import Dim, TensorType
 from zcompile.runtime.loader import load
-from zcompile.tensor_type import Dim, TensorType
+from zcompile.schedule.pipeline import Journal
 
 KINDS = ("gpt", "mlp", "conv")
 

@@ -16,8 +16,8 @@ from torch import nn
 import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
+from zcompile.cost.timeline import Spent, Timeline
 from zcompile.runtime.recorder import MOST_RUNS, Line, Recorder, Track
-from zcompile.timeline import Spent, Timeline
 
 
 def calls_in(text: str) -> list[str]:

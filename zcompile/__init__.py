@@ -3,6 +3,10 @@
 from importlib.metadata import version
 
 from zcompile.compiled import CompiledModule, compile
+from zcompile.cost.dag import dag
+from zcompile.cost.forecast import Forecast, Plan
+from zcompile.cost.hardware import Hardware, load_profile
+from zcompile.cost.timeline import Timeline
 from zcompile.errors import (
     AgreementError,
     BackwardError,
@@ -22,15 +26,12 @@ from zcompile.errors import (
     ZcompileError,
 )
 from zcompile.facts import Fact, Violation, verify
-from zcompile.forecast import Forecast, Plan
-from zcompile.hardware import Hardware, load_profile
-from zcompile.parser import parse
-from zcompile.pipeline import Pass, Pipeline
-from zcompile.pipelines import pipeline
-from zcompile.planner import plan
-from zcompile.program import Program
-from zcompile.region import Region
-from zcompile.timeline import Timeline
+from zcompile.ir.parser import parse
+from zcompile.ir.program import Program
+from zcompile.ir.region import Region
+from zcompile.schedule.default_pipeline import pipeline
+from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.tools.planner import plan
 from zcompile.torch_backend import Backend, backend
 from zcompile.train_step import TrainStep, train_step
 
@@ -68,6 +69,7 @@ __all__ = [
     "ZcompileError",
     "backend",
     "compile",
+    "dag",
     "load_profile",
     "parse",
     "pipeline",

@@ -1,5 +1,5 @@
 """`python -m zcompile`, the same as the command `zcompile`."""
 
-from zcompile.command_line import main
+from zcompile.tools.command_line import main
 
 main()

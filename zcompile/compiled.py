@@ -18,33 +18,33 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zcompile._torch import copyable, local_tensor
-from zcompile.configuration import Options
-from zcompile.engine import Engine
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.timeline import Timeline
+from zcompile.engine.engine import Engine
+from zcompile.engine.fragments import Tree
+from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
-from zcompile.fragments import Tree
-from zcompile.hardware import Hardware
-from zcompile.layout import STAGES, Layout
-from zcompile.materialise import check_weights
-from zcompile.optimizers import check_optimizers, point_at_shards, watch_optimizers
-from zcompile.options import check_place, offload_of
-from zcompile.pipeline import Journal, Pass, Pipeline
-from zcompile.program import Program
+from zcompile.ir.layout import STAGES, Layout
+from zcompile.ir.program import Program
+from zcompile.model.materialise import check_weights
+from zcompile.model.sharding import Retired, Site, shard_model
+from zcompile.model.tensor_kinds import check_kinds
+from zcompile.model.tensor_parallel import check_replicated, model_parallel
+from zcompile.model.units import make_layout
+from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.flights import Traffic
+from zcompile.runtime.async_work import Traffic
 from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
-from zcompile.runtime.host_shards import HostShards
-from zcompile.runtime.outside import Outside
-from zcompile.runtime.placing import ModelParallel
-from zcompile.runtime.shard_file import ShardFile
+from zcompile.runtime.offload.host_shards import HostShards
+from zcompile.runtime.offload.shard_file import ShardFile
+from zcompile.runtime.outside_gradients import Outside
+from zcompile.runtime.placement import ModelParallel
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
-from zcompile.sharding import Retired, Site, shard_model
-from zcompile.state import ModelState, Save
-from zcompile.tensor_kinds import check_kinds
-from zcompile.tensor_parallel import check_replicated, model_parallel
-from zcompile.timeline import Timeline
-from zcompile.units import make_layout
-from zcompile.weights import Source, Weights, open_weights
+from zcompile.schedule.option_checks import check_place, offload_of
+from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import Journal, Pass, Pipeline
+from zcompile.state.model_state import ModelState, Save
 
 
 def compile(
@@ -513,7 +513,7 @@ class CompiledModule(nn.Module):
         hardware: str | Hardware | None = None,
         code: bool = False,
     ) -> Path:
-        """Write every program under `folder`, on the mesh's first rank only; see `zcompile.dumps` for what lies there.
+        """Write every program under `folder`, on the mesh's first rank only. What lies there: `zcompile.report.dumps`.
 
         Args:
             folder: It is made if it is not there; files in it of the same names are written over.

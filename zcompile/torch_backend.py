@@ -35,22 +35,22 @@ from zcompile._torch import (
     retracing,
     tracing_context,
 )
-from zcompile.capture import Names
-from zcompile.configuration import Options
-from zcompile.engine import Engine
+from zcompile.cost.timeline import Timeline
+from zcompile.engine.engine import Engine
+from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
-from zcompile.layout import STAGES, Layout
-from zcompile.optimizers import point_at_shards, watch_optimizers
-from zcompile.pipeline import Pass, Pipeline
-from zcompile.program import Program
+from zcompile.frontend.capture import Names
+from zcompile.ir.layout import STAGES, Layout
+from zcompile.ir.program import Program
+from zcompile.model.sharding import husk_of
+from zcompile.model.tensor_kinds import check_kind
+from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients import Refusal
 from zcompile.runtime.groups import Communicator, check_mesh, resolve_mesh
 from zcompile.runtime.shards import UnitShards
-from zcompile.sharding import husk_of
-from zcompile.tensor_kinds import check_kind
-from zcompile.timeline import Timeline
-from zcompile.units import blocks_of_names, make_units
+from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import Pass, Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +387,7 @@ class Backend:
         return self.engine.explain()
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write every program under `folder`, on the mesh's first rank only; see `zcompile.dumps`."""
+        """Write every program under `folder`, on the mesh's first rank only; see `zcompile.report.dumps`."""
         self.engine.dump(folder)
 
     def report(self, path: str | os.PathLike[str]) -> None:

@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import backend_name, has_step_pre_hooks
-from zcompile.capture import Names
 from zcompile.compiled import CompiledModule, compile
+from zcompile.engine.fragments import Fragment, Tree
 from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
-from zcompile.fragments import Fragment, Tree
-from zcompile.options import check_place, offload_of
-from zcompile.report import Break
-from zcompile.runtime.host_state import HostState
+from zcompile.frontend.capture import Names
+from zcompile.report.explain import Break
 from zcompile.runtime.lockstep import RunKind
-from zcompile.runtime.offload import StateFile
+from zcompile.runtime.offload.optimizer_file import StateFile
+from zcompile.runtime.offload.optimizer_host import HostState
 from zcompile.runtime.updates import States, Updater
+from zcompile.schedule.option_checks import check_place, offload_of
 
 LossFunction = Callable[..., torch.Tensor]
 """`loss_fn(model, *batch)`: calls `model` and gives the loss, a tensor of one element."""

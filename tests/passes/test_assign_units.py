@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from tests.passes.programs import PAIR, parsed
-from zcompile.ops import Item, data
+from zcompile.ir.ops import Item, data
 from zcompile.passes.assign_units import assign_units
 
 PHASES = """

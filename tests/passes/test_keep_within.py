@@ -6,8 +6,8 @@ import pytest
 
 from tests.passes.programs import CHAIN, GATHERED, GATHERED_TWICE, check, parsed
 from zcompile import OptionError
+from zcompile.cost.memory import live_bytes, peak_bytes
 from zcompile.facts import memory_bounded
-from zcompile.memory import live_bytes, peak_bytes
 from zcompile.passes.keep_within import keep_within, that_fit
 
 KEPT = """

@@ -8,10 +8,10 @@ from torch import fx
 import zcompile
 from tests.passes.programs import CHAIN, OUTLINED, check, joined, parsed
 from zcompile import ProgramError, facts, verify
-from zcompile.memory import live_bytes, peak_bytes
-from zcompile.ops import Stash, WaitFetch, data, set_data
+from zcompile.cost.memory import live_bytes, peak_bytes
+from zcompile.ir.ops import Stash, WaitFetch, data, set_data
+from zcompile.ir.program import Program
 from zcompile.passes.offload_activations import LEAST, offload_activations
-from zcompile.program import Program
 
 MOVED = """
 def forward(box):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.passes.programs import PAIR, check, expect, parsed
 from zcompile import OptionError, Program
-from zcompile.memory import peak_bytes
+from zcompile.cost.memory import peak_bytes
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.place_checkpoints import place_checkpoints

@@ -7,16 +7,16 @@ import pytest
 import zcompile
 from tests.passes.programs import CHAIN, GATHERED, GATHERED_TWICE, OUTLINED, at_stage, check, joined, parsed
 from zcompile import ProgramError, facts, verify
-from zcompile.memory import arena_bytes, live_bytes, peak_bytes
-from zcompile.ops import AllGather, Data, Reduce, Store, op_of, set_data
+from zcompile.cost.memory import arena_bytes, live_bytes, peak_bytes
+from zcompile.ir.arena_places import place_bytes
+from zcompile.ir.ops import AllGather, Data, Reduce, Store, op_of, set_data
+from zcompile.ir.program import Program
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.plan_memory import plan_memory
 from zcompile.passes.schedule_prefetch import schedule_prefetch
-from zcompile.places import place_bytes
-from zcompile.program import Program
 
 PLACED = """
 def forward(box):

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zcompile.errors import ProgramError
-from zcompile.ops import (
+from zcompile.ir.ops import (
     Call,
     data,
 )
-from zcompile.printer import lines_with_nodes
-from zcompile.program import Program
+from zcompile.ir.printer import lines_with_nodes
+from zcompile.ir.program import Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 from torch import fx
 
+from zcompile.cost.memory import arena_bytes, live_bytes
 from zcompile.facts.fact import Fact, Violation, label
-from zcompile.memory import arena_bytes, live_bytes
-from zcompile.ops import (
+from zcompile.ir.arena_places import lifetime, place_bytes
+from zcompile.ir.ops import (
     AllGather,
     Call,
     Fetch,
@@ -23,10 +24,9 @@ from zcompile.ops import (
     data,
     op_of,
 )
-from zcompile.packing import ALIGNMENT, Interval
-from zcompile.places import lifetime, place_bytes
-from zcompile.program import Program
-from zcompile.tensor_type import human_bytes
+from zcompile.ir.packing import ALIGNMENT, Interval
+from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import human_bytes
 
 
 def _places_disjoint(program: Program) -> Iterator[Violation]:
@@ -87,7 +87,7 @@ PARTS_REPLICATED = Fact("parts kept of what all peers have", _parts_replicated)
 
 
 def memory_bounded(limit: int) -> Fact:
-    """A step holds at most `limit` bytes beside shards and optimizer state, as `zcompile.memory` counts them."""
+    """A step holds at most `limit` bytes beside shards and optimizer state, as `zcompile.cost.memory` counts them."""
 
     def violations(program: Program) -> Iterator[Violation]:
         node, most = max(live_bytes(program).items(), key=lambda item: item[1])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from zcompile.facts.fact import Fact, Violation, label
-from zcompile.layout import Unit
-from zcompile.ops import (
+from zcompile.ir.layout import Unit
+from zcompile.ir.ops import (
     Accumulate,
     AllGather,
     Call,
@@ -25,8 +25,8 @@ from zcompile.ops import (
     data,
     op_of,
 )
-from zcompile.program import Program
-from zcompile.program_graph import reads_of
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import reads_of
 
 
 def _gathered_before_use(program: Program) -> Iterator[Violation]:

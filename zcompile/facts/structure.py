@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from zcompile.derived import derived_values
 from zcompile.facts.fact import Fact, Violation, label
-from zcompile.ops import (
+from zcompile.ir.ops import (
     Accumulate,
     AllGather,
     Arena,
@@ -41,8 +40,9 @@ from zcompile.ops import (
     op_of,
     reduce_scatter,
 )
-from zcompile.program import Program
-from zcompile.program_graph import PLACEHOLDERS
+from zcompile.ir.parameter_views import derived_values
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import PLACEHOLDERS
 
 
 def _well_formed(program: Program) -> Iterator[Violation]:

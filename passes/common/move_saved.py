@@ -1,0 +1,68 @@
+"""Moving what is saved for the backward elsewhere, and back before it is read."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zcompile.ir import ops
+from zcompile.ir.ops import Call, Data, Fetch, Phase, Stash, WaitFetch, data
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import after_items
+from zcompile.ir.tensor_type import TensorType
+from zcompile.passes.common.saved_values import maker_of
+
+LEAST = 2**16
+"""Bytes of what is worth a way out and back."""
+
+
+def movable(program: Program, least: int) -> dict[fx.Node, fx.Node]:
+    """What is saved of at least `least` bytes that can be elsewhere meanwhile, and the region that has made each.
+
+    Regions of the backward behind the first read it, and nothing else does.
+    """
+    calls = program.nodes(Call, phase=Phase.BACKWARD)
+    found = {}
+    for node in program.saved() if calls else ():
+        readers = _readers(node)
+        read_later = readers and calls[0] not in readers and all(reader in calls for reader in readers)
+        if read_later and data(node).nbytes >= least and (maker := maker_of(program, node)):
+            found[node] = maker
+    return found
+
+
+def move(program: Program, node: fx.Node, maker: fx.Node, place: fx.Node, ahead: int, *, kept: int = 0) -> None:
+    """Stash `node` at `place` as soon as it is there; the backward reads what is fetched `ahead` regions earlier.
+
+    `kept`: bytes of the device's memory that it takes there.
+    """
+    readers, held, early = _readers(node), data(node), fetched_at(program, node, ahead)
+    first = _first_reader(program, node)
+    with program.graph.inserting_after(after_items(maker)):
+        number = Data(Stash(), type=TensorType.make(torch.int64, ()), source=held.source, storage=kept)
+        stashed = program.add(ops.stash, (node, place), number, f"{node.name}_stashed")
+    stashed.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64, device="cpu")
+    with program.graph.inserting_before(early):
+        moving = Data(Fetch(), Phase.BACKWARD, held.type, held.source)
+        fetch = program.add(ops.fetch, (stashed, place), moving, f"{node.name}_fetch")
+    with program.graph.inserting_before(first):
+        back = Data(WaitFetch(), Phase.BACKWARD, held.type, held.source, view=True)
+        again = program.add(ops.wait, (fetch,), back, f"{node.name}_again")
+    again.meta["val"] = node.meta.get("val")
+    for reader in readers:
+        reader.replace_input_with(node, again)
+
+
+def fetched_at(program: Program, node: fx.Node, ahead: int) -> fx.Node:
+    """The region of the backward before which `node` is fetched: `ahead` before the first that reads it."""
+    calls = program.nodes(Call, phase=Phase.BACKWARD)
+    return calls[max(calls.index(_first_reader(program, node)) - ahead, 0)]
+
+
+def _first_reader(program: Program, node: fx.Node) -> fx.Node:
+    readers = _readers(node)
+    return next(call for call in program.nodes(Call, phase=Phase.BACKWARD) if call in readers)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if data(user).phase is Phase.BACKWARD]

@@ -1,0 +1,259 @@
+"""What the backward may compute again in place of reading it, and the rewriting that does so.
+
+A *run* is what becomes a region: consecutive operations of one unit. A value of the forward that a run of the backward
+reads is saved over the turn, or computed again within that run, from values that are saved.
+
+What is never computed again:
+
+- values that come from another unit's parameters: the unit would be gathered once more;
+- communication: ranks whose batches differ could choose otherwise, and would wait for each other forever;
+- what writes to its arguments, and control flow.
+
+Views and items of several results cost nothing: what counts is the value that owns the memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile._torch import is_symbolic, random_state, replayed_random, saved_random
+from zcompile.ir.ops import Compute, Data, Input, Item, Parameter, Phase, data, op_of, set_data
+from zcompile.ir.parameter_views import derived_values, is_view, parameters_read
+from zcompile.ir.program import Program
+from zcompile.ir.side_effects import is_pure, is_random
+from zcompile.ir.tensor_type import TensorType
+from zcompile.passes.common.unit_runs import runs
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What becomes a region; `index` counts the runs of the forward, then those of the backward."""
+
+    index: int
+    phase: Phase
+    unit: str
+    nodes: Sequence[fx.Node]
+
+
+class Turn:
+    """What crosses the turn from forward to backward, of a program with phases split and units assigned."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.derived = derived_values(program)
+        self.runs: list[Run] = []
+        for phase in Phase:
+            for nodes in runs([node for node in program.body(phase) if node not in self.derived]):
+                unit = next((data(node).unit for node in nodes if data(node).unit), "")
+                self.runs.append(Run(len(self.runs), phase, unit, nodes))
+        self.home = {node: run.index for run in self.runs for node in run.nodes}
+        self._reads = {run.index: self._units_read(run) for run in self.runs}
+
+    @property
+    def backward(self) -> list[Run]:
+        return [run for run in self.runs if run.phase is Phase.BACKWARD]
+
+    @cached_property
+    def needs(self) -> dict[int, list[fx.Node]]:
+        """For each run of the backward, the values of the forward that it reads; of views, what they are taken from."""
+        found = {}
+        for run in self.backward:
+            read = dict.fromkeys(v for node in run.nodes for v in node.all_input_nodes if self.crosses(v))
+            found[run.index] = list(dict.fromkeys(owner for value in read for owner in self.owners(value)))
+        return found
+
+    @cached_property
+    def returned(self) -> set[fx.Node]:
+        """Values that the caller holds anyway, as results or as the memory of results."""
+        return {self.owner(value) for value in self.program.results.outputs if isinstance(value, fx.Node)}
+
+    def crosses(self, value: fx.Node) -> bool:
+        """True for what the forward computes and would have to save: no input, size, or part of a parameter."""
+        held = data(value)
+        computed = value.op == "call_function" and held.phase is Phase.FORWARD
+        return computed and value not in self.derived and not is_symbolic(value.meta.get("val"))
+
+    def owner(self, value: fx.Node) -> fx.Node:
+        """The value whose memory `value` shows: itself, unless it is a view."""
+        while self.is_view(value):
+            value = value.all_input_nodes[0]
+        return value
+
+    def is_view(self, value: fx.Node) -> bool:
+        """True for a view of another value that is computed here, and for one of several views."""
+        if isinstance(data(value).op, Item):
+            return self.is_view(value.all_input_nodes[0])
+        return value.op == "call_function" and is_view(value) and bool(value.all_input_nodes)
+
+    def operation(self, value: fx.Node) -> fx.Node:
+        """What computes `value`: itself, or the operation of which it is one of several results."""
+        while isinstance(data(value).op, Item):
+            value = value.all_input_nodes[0]
+        return value
+
+    def sources(self, value: fx.Node) -> list[fx.Node]:
+        """The values of the forward that computing `value` takes, down to those that own memory."""
+        found: dict[fx.Node, None] = {}
+        for source in self.operation(value).all_input_nodes:
+            if self.crosses(source):
+                found |= dict.fromkeys(self.sources(source) if self.is_view(source) else [source])
+        return list(found)
+
+    def owners(self, value: fx.Node) -> list[fx.Node]:
+        """What must be there for `value` to be: itself, or of a view what it is taken from."""
+        return self.sources(value) if self.is_view(value) else [value]
+
+    def may_recompute(self, value: fx.Node, run: int) -> bool:
+        """True if `value` may be computed again within `run` of the backward."""
+        operation = self.operation(value)
+        read = {self.program.layout.unit_of(op_of(p, Parameter).name).name for p in self._parameters(operation)}
+        return is_pure(operation) and read <= self._reads[run]
+
+    def _parameters(self, node: fx.Node) -> list[fx.Node]:
+        views = [source for source in node.all_input_nodes if source not in self.derived and self.is_view(source)]
+        return [*parameters_read(node, self.derived), *(p for view in views for p in self._parameters(view))]
+
+    def _units_read(self, run: Run) -> set[str]:
+        layout = self.program.layout
+        read = (p for node in run.nodes for p in parameters_read(node, self.derived))
+        return {layout.unit_of(op_of(p, Parameter).name).name for p in read}
+
+
+def _called(node: fx.Node) -> Any:
+    """The operation that a node calls, as an argument of another node."""
+    return node.target
+
+
+def _is_mutated(node: fx.Node) -> bool:
+    op = data(node).op
+    return isinstance(op, Input) and op.mutated
+
+
+# -- rewriting --------------------------------------------------------------------------------------------------------
+
+
+def recompute(turn: Turn, wanted: Mapping[int, Collection[str]]) -> Program:
+    """The program whose backward computes again what is `wanted`: for each of its runs, names of the forward's values.
+
+    An operation runs again just before the first one that reads its result. What then nobody reads in the forward is
+    not computed there. An operation that draws random numbers keeps the generator's state, and is run under it again.
+    """
+    editor = _Editor(turn, wanted)
+    for index in turn.needs:
+        editor.rewrite(index)
+    _merge_equal(editor.program)
+    editor.program.graph.eliminate_dead_code()
+    return editor.program
+
+
+def _merge_equal(program: Program) -> None:
+    """Let each unit's backward compute a thing once: a partitioner may have put in what now runs again for others."""
+    known: dict[Hashable, fx.Node] = {}
+    for node in program.body(Phase.BACKWARD):
+        held = data(node)
+        if held.unit and not is_random(node) and (isinstance(held.op, Item) or is_pure(node)):
+            key = held.unit, node.target, repr((node.args, node.kwargs))
+            if (same := known.setdefault(key, node)) is not node:
+                node.replace_all_uses_with(same)
+
+
+class _Editor:
+    """A copy of a program while values are computed again in its backward."""
+
+    def __init__(self, turn: Turn, wanted: Mapping[int, Collection[str]]) -> None:
+        self.turn, self.wanted = turn, wanted
+        self.program = turn.program.copy()
+        self.copies: dict[fx.Node, fx.Node] = dict(zip(turn.program.graph.nodes, self.program.graph.nodes, strict=True))
+        self.again: dict[fx.Node, fx.Node] = {}
+        self.states: dict[fx.Node, fx.Node] = {}
+        """Generator states, by the operation that was run under them."""
+        self.kept: dict[fx.Node, fx.Node] = {}
+        """Copies of inputs that the forward writes to."""
+
+    def rewrite(self, index: int) -> None:
+        run = self.turn.runs[index]
+        self.again = {}
+        for node in run.nodes:
+            for source in node.all_input_nodes:
+                read = self._read(source, run, self.copies[node])
+                if read is not self.copies[source]:
+                    self.copies[node].replace_input_with(self.copies[source], read)
+
+    def _read(self, value: fx.Node, run: Run, before: fx.Node) -> fx.Node:
+        """`value` as `run` reads it: computed again, or of the forward."""
+        derived = value in self.turn.derived and data(value).phase is Phase.FORWARD
+        wanted = self.wanted.get(run.index, ())
+        again = self.turn.crosses(value) and any(owner.name in wanted for owner in self.turn.owners(value))
+        return self._made(value, run, before) if derived or again else self.copies[value]
+
+    def _made(self, value: fx.Node, run: Run, before: fx.Node) -> fx.Node:
+        """`value` computed again in `run`."""
+        if value not in self.again:
+            read = self._made if isinstance(data(value).op, Item) else self._read
+            sources = {
+                source: self._kept(source, value) if _is_mutated(source) else read(source, run, before)
+                for source in value.all_input_nodes
+            }
+            state = self._state(value) if is_random(value) else None
+            with self.program.graph.inserting_before(before):
+                made = self._replayed(value, state, sources) if state else self._copied(value, sources)
+            self.again[value] = set_data(made, replace(data(value), phase=Phase.BACKWARD, unit=run.unit))
+        return self.again[value]
+
+    def _kept(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+        """An input as it was before the forward wrote to it, as batch normalization does: a copy of it."""
+        if value not in self.kept:
+            with self.program.graph.inserting_before(self.copies[reader]):
+                made = self.program.graph.create_node(
+                    "call_function", torch.ops.aten.clone.default, (self.copies[value],), name=f"{value.name}_kept"
+                )
+            made.meta = dict(value.meta)
+            held = data(reader)
+            self.kept[value] = set_data(
+                made, Data(Compute(), type=data(value).type, source=held.source, unit=held.unit)
+            )
+        return self.kept[value]
+
+    def _copied(self, value: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        return self.program.graph.node_copy(value, sources.__getitem__)
+
+    def _replayed(self, value: fx.Node, state: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        args, kwargs = fx.map_arg((value.args, value.kwargs), sources.__getitem__)
+        made = self.program.graph.create_node(
+            "call_function", replayed_random, (state, _called(value), *args), kwargs, name=f"{value.name}_again"
+        )
+        made.meta = dict(value.meta)
+        return made
+
+    def _state(self, value: fx.Node) -> fx.Node:
+        """The generator's state before `value` is computed in the forward, which from now on gives it beside."""
+        if value not in self.states:
+            copied, graph = self.copies[value], self.program.graph
+            with graph.inserting_before(copied):
+                pair = graph.create_node(
+                    "call_function",
+                    saved_random,
+                    (_called(value), *copied.args),
+                    copied.kwargs,
+                    name=f"{value.name}_run",
+                )
+                state = graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{value.name}_state")
+                result = graph.create_node("call_function", operator.getitem, (pair, 1), name=f"{value.name}_drawn")
+            held = data(value)
+            given = random_state(value.meta["val"])
+            pair.meta["val"], state.meta["val"] = (given, value.meta["val"]), given
+            result.meta = dict(copied.meta)
+            set_data(pair, replace(held, op=Compute(), type=None))
+            set_data(state, replace(held, op=Item(0), type=TensorType.of(given)))
+            set_data(result, replace(held, op=Item(1)))
+            copied.replace_all_uses_with(result)
+            graph.erase_node(copied)
+            self.copies[value], self.states[value] = result, state
+        return self.states[value]

@@ -1,0 +1,37 @@
+"""What is saved for the backward, and may be kept elsewhere meanwhile."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from zcompile._torch import saved_random
+from zcompile.ir.liveness import may_show
+from zcompile.ir.ops import Call, Item, Phase, data, op_of
+from zcompile.ir.program import Program
+from zcompile.ir.region import Region
+
+
+def maker_of(program: Program, node: fx.Node) -> fx.Node | None:
+    """The region that has made `node`, which is saved for the backward, if a copy elsewhere lets its memory go.
+
+    It does not where another value shows that memory. What the last region leaves, the backward's first takes at once.
+    States of random number generators stay as they are: torch reads them from the beginning of their storage.
+    """
+    held = data(node)
+    call = node.all_input_nodes[0] if isinstance(held.op, Item) else node
+    if held.phase is not Phase.FORWARD or not isinstance(data(call).op, Call) or not held.nbytes:
+        return None
+    if _is_random_state(program.regions[op_of(call, Call).region], node):
+        return None
+    shown = any(may_show(program, other, node) for other in (*call.users, *node.users) if other is not node)
+    last = program.nodes(Call, phase=Phase.FORWARD)[-1]
+    return None if shown or call is last or node in program.results.outputs else call
+
+
+def _is_random_state(region: Region, node: fx.Node) -> bool:
+    """True for the first result of what saves the state of a random number generator and draws."""
+    op = data(node).op
+    made = region.outputs[op.index if isinstance(op, Item) else 0]
+    return made.target is operator.getitem and made.args[1] == 0 and made.all_input_nodes[0].target is saved_random

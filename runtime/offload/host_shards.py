@@ -1,0 +1,90 @@
+"""Shards in the memory of the host, for a model on a GPU: copied there to be gathered, and updated where they are.
+
+A copy sets out with its gather, `prefetch` units ahead of their use; gradients come back once they are reduced. Both
+run beside the compute, on streams of their own. Hazards:
+
+- What a gather is given was allocated, and may still be read, on the current stream, which the sending stream waits for
+  before it copies. The collective is launched on the sending stream, so it waits for the copy; who waits for the
+  collective has waited for both.
+- A gradient is complete when the current stream gets here, which the returning stream waits for; `record_stream` keeps
+  its memory until it is read.
+- The host writes to shards, and reads gradients, without asking any stream. So it waits for gradients before they are
+  delivered or used for an update, and for all copies whenever a call of the model, or the backward of a program, has
+  ended or failed. An update within the backward comes behind every gather of its unit in that step, which its gradients
+  have waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from zcompile.errors import StateError
+from zcompile.runtime.async_work import Flight, StreamFlight
+from zcompile.runtime.shard_memory import Reserved
+
+
+class HostShards(Reserved):
+    """Pinned memory of the host.
+
+    Args:
+        model: The device that the model computes on. On the CPU copies are made all the same, which only tests want.
+        sizes: Bytes of each unit's shards.
+
+    Raises:
+        StateError: the host has no room for them.
+    """
+
+    is_away = True
+
+    def __init__(self, model: torch.device, sizes: Mapping[str, int]) -> None:
+        on_gpu = model.type == "cuda"
+        try:
+            room = {u: torch.zeros(n, dtype=torch.uint8, pin_memory=on_gpu) for u, n in sizes.items()}
+        except RuntimeError as error:
+            fix = "take more ranks, or PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1, or leave it out"
+            raise StateError("offload_parameters", f"the host has no pinned memory for it: {error}", fix) from error
+        super().__init__(torch.device("cpu"), room)
+        self._model = model
+        self._sending = torch.cuda.Stream(model) if on_gpu else None
+        self._returning = torch.cuda.Stream(model) if on_gpu else None
+
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        copy = super().own(value)
+        return copy if self._sending is None else copy.pin_memory()
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        if self._sending is None:
+            yield
+            return
+        self._sending.wait_stream(torch.cuda.current_stream(self._model))
+        with torch.cuda.stream(self._sending):
+            yield
+
+    def copied(self, arrived: torch.Tensor) -> Flight | None:
+        if self._sending is None:
+            return None
+        done = self._sending.record_event()
+        return StreamFlight(lambda: torch.cuda.current_stream(self._model).wait_event(done), (arrived,))
+
+    def home(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._returning is None:
+            return gradient.to(self.device, copy=True)
+        host = torch.empty(gradient.shape, dtype=gradient.dtype, device=self.device, pin_memory=True)
+        self._returning.wait_stream(torch.cuda.current_stream(self._model))
+        with torch.cuda.stream(self._returning):
+            host.copy_(gradient, non_blocking=True)
+        gradient.record_stream(self._returning)
+        return host
+
+    def landed(self) -> None:
+        if self._returning is not None:
+            self._returning.synchronize()
+
+    def settle(self) -> None:
+        self.landed()
+        if self._sending is not None:
+            self._sending.synchronize()

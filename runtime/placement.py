@@ -1,0 +1,120 @@
+"""Placing: of which tensor, over which meshes, this rank's part of a parameter is a part.
+
+A parameter of a tensor-parallel model is a DTensor before it is sharded. What its mesh gives to this rank is then
+divided further over the data-parallel mesh, as a whole parameter would be:
+
+    weight [8, 6], Shard(0)      tensor-parallel rank 0: rows 0..3      1: rows 4..7
+                                 data-parallel rank 0:   rows 0, 1         rows 4, 5
+                                                    1:   rows 2, 3         rows 6, 7
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from zcompile._torch import StridedShard, local_tensor, with_local
+from zcompile.ir.layout import Param
+
+Placement = Any
+"""A `Shard`, `Replicate` or `Partial` of torch.distributed.tensor, or a `StridedShard`; their base class is private."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How parts of one shape on the ranks of a mesh make up a tensor of `shape`."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    averages: bool = True
+    """True if gradients are averaged over the first dimension of the mesh."""
+
+    def place(self, local: torch.Tensor) -> DTensor:
+        """`local`, this rank's part, as a DTensor over the same memory, be it on the device of the mesh or not."""
+        stride = contiguous_stride(self.shape)
+        away = local.device.type != self.mesh.device_type  # what `from_local` would copy
+        like = torch.empty_like(local, device="meta") if away else local
+        made = DTensor.from_local(like, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
+        return with_local(made, local) if away else made
+
+    def unreduced(self) -> Placing:
+        """That of a gradient before its average, where each rank has all of it."""
+        return replace(self, placements=(Partial("avg"), *self.placements[1:])) if self.averages else self
+
+
+def along(param: Param, mesh: DeviceMesh) -> Placing:
+    """The placing of shards over the data-parallel mesh alone."""
+    return Placing(mesh, (Shard(0) if param.shards else Replicate(),), torch.Size(param.shape))
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """The mesh over which a model was divided before it was sharded; its parameters' local parts are what is sharded.
+
+    Args:
+        mesh: Of one dimension.
+        joint: The data-parallel dimension, then that of `mesh`.
+        ranks: All ranks of `joint` as one dimension.
+        divided: Parameters, and buffers, of which the ranks of `mesh` have different parts or values.
+    """
+
+    mesh: DeviceMesh
+    joint: DeviceMesh
+    ranks: DeviceMesh
+    divided: frozenset[str]
+
+    def whole(self, parameter: torch.Tensor) -> Placing:
+        """The placing of a parameter that data parallelism does not divide."""
+        return Placing(self.mesh, self._placements(parameter), parameter.shape, averages=False)
+
+    def sharded(self, param: Param, parameter: torch.Tensor) -> Placing:
+        """The placing of shards of the local part of `parameter`.
+
+        Where both meshes divide dim 0, the data-parallel one divides what the other has given: its rows are strided.
+        """
+        (outer,) = self._placements(parameter)
+        first: Placement = Replicate()
+        if param.shards:
+            first = StridedShard(0, split_factor=self.mesh.size()) if outer == Shard(0) else Shard(0)
+        return Placing(self.joint, (first, outer), parameter.shape)
+
+    def _placements(self, parameter: torch.Tensor) -> tuple[Placement, ...]:
+        """Plain parameters of a tensor-parallel model are on every rank of its mesh."""
+        return tuple(parameter.placements) if isinstance(parameter, DTensor) else (Replicate(),)
+
+
+def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a plain tensor, divided as `like` is; a view of it."""
+    mesh, placements = like.device_mesh, like.placements
+    for dim in reversed(range(mesh.ndim)):  # the last mesh dimension divides first, see `ModelParallel.sharded`
+        if isinstance(placement := placements[dim], (Shard, StridedShard)):
+            size, at = mesh.size(dim), placement.dim
+            each, rank = -(-whole.shape[at] // size), mesh.get_local_rank(dim)
+            start, stop = (min(index * each, whole.shape[at]) for index in (rank, rank + 1))
+            whole = whole.narrow(at, start, stop - start)
+    return whole
+
+
+def whole_of(tensor: DTensor, device: torch.device) -> torch.Tensor:
+    """All of a tensor on every rank, gathered over one dimension of its mesh after the other, on `device`. Collective.
+
+    `device`: where the mesh's collectives run.
+    """
+    tensor = with_local(tensor, local_tensor(tensor).to(device))
+    for dim in range(tensor.device_mesh.ndim):
+        tensor = tensor.redistribute(
+            placements=[Replicate() if i <= dim else p for i, p in enumerate(tensor.placements)]
+        )
+    return tensor.to_local()
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of `shape`."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

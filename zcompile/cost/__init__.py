@@ -1,0 +1,1 @@
+"""What a program costs: bytes, FLOPs and seconds, predicted and measured."""

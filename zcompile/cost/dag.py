@@ -1,0 +1,42 @@
+"""The outer program as a networkx graph, with what each line costs."""
+
+from __future__ import annotations
+
+import itertools
+
+import networkx as nx
+
+from zcompile.cost.hardware import CPU, Hardware
+from zcompile.cost.roofline import flops_of, line_seconds
+from zcompile.ir.ops import data
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import COMMUNICATIONS, PLACEHOLDERS
+
+
+def dag(program: Program, hardware: Hardware = CPU) -> nx.DiGraph[str]:
+    """The outer program as a networkx graph.
+
+    Nodes are the names of the program's values with `op`, `phase`, `source`, `bytes` (new memory), `flops` and
+    `seconds` (by the roofline or the alpha-beta model of `hardware`). Edges are data dependencies, and
+    `order=True` where one collective is issued after another on the same group.
+    """
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    order: list[str] = []
+    for node in program.graph.nodes:
+        held = data(node)
+        if held.phase not in program.phases and not isinstance(held.op, PLACEHOLDERS):
+            continue
+        graph.add_node(
+            node.name,
+            op=type(held.op).__name__,
+            phase=str(held.phase),
+            source=held.source,
+            bytes=program.memory(node),
+            flops=flops_of(node, program.regions),
+            seconds=line_seconds(program, node, hardware),
+        )
+        graph.add_edges_from((source.name, node.name) for source in node.all_input_nodes if source.name in graph)
+        if isinstance(held.op, COMMUNICATIONS):
+            order.append(node.name)
+    graph.add_edges_from(itertools.pairwise(order), order=True)
+    return graph

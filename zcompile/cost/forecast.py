@@ -1,0 +1,259 @@
+"""Forecasts: what a training step takes under each choice of options, and the plan that compares them."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.memory import Held
+from zcompile.errors import OptionError
+
+WIDE = 140
+"""Columns from which on tables say what memory is for."""
+
+Checkpoint = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options of `zcompile.compile`."""
+
+    stage: int
+    prefetch: int
+    checkpoint: Checkpoint
+    dtype: torch.dtype | None
+
+    def __str__(self) -> str:
+        """The line to write."""
+        return self.call("model")
+
+    def call(self, *given_first: str) -> str:
+        """The call of `zcompile.compile` with these arguments before the options."""
+        given = [f"stage={self.stage}"] + ([f"prefetch={self.prefetch}"] if self.stage else [])
+        given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint is not None else []
+        given += [f"dtype={self.dtype}"] if self.dtype is not None else []
+        return f"zcompile.compile({', '.join([*given_first, *given])})"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a rank takes under one choice, in bytes and seconds."""
+
+    choice: Choice
+    world: int
+    parameters: int
+    """Of this rank's shards, in all of the step."""
+    optimizer: int
+    """Of two moments (Adam), in all of the step."""
+    held: Mapping[Held, int]
+    """What is held beside them at the peak of the step."""
+    seconds: float
+    """Of a step, the optimizer's included."""
+    exposed: float
+    """Of them, those that stand for communication."""
+    hidden: float
+    """Seconds of communication behind compute."""
+    flops: int
+    """Of a rank's forward and backward, what is computed again left out."""
+
+    @property
+    def nbytes(self) -> int:
+        """The peak, everything included."""
+        return self.parameters + self.optimizer + sum(self.held.values())
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of communication that is hidden, 0 to 1; None where there is none."""
+        total = self.hidden + self.exposed
+        return self.hidden / total if total else None
+
+    @property
+    def rate(self) -> float:
+        """FLOP per second on each device."""
+        return self.flops / self.seconds if self.seconds else math.inf
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak, by what they are for."""
+        held = {str(kind): nbytes for kind, nbytes in self.held.items()}
+        return {"shards": self.parameters, "optimizer state": self.optimizer, **held}
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `zcompile plan --json` prints of it."""
+        choice = self.choice
+        return {
+            "world": self.world,
+            "stage": choice.stage,
+            "prefetch": choice.prefetch,
+            "checkpoint": choice.checkpoint,
+            "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
+            "bytes": self.nbytes,
+            "bytes_by_kind": self.by_kind(),
+            "seconds": self.seconds,
+            "flops_per_second": self.rate,
+            "hidden_share": self.hidden_share,
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Forecasts of a model on some hardware; printed as a table for each world."""
+
+    model: str
+    parameters: int
+    hardware: Hardware
+    memory_limit: float
+    """Bytes of a rank."""
+    forecasts: Sequence[Forecast]
+    arguments: str = ""
+    """Types of the tensors that a rank's call is given."""
+    tensor_parallel: int = 1
+    """Ranks that each have a part of the model; each of them has as many data-parallel ranks as a world."""
+
+    @property
+    def worlds(self) -> list[int]:
+        return sorted({forecast.world for forecast in self.forecasts})
+
+    def of(self, world: int) -> list[Forecast]:
+        """The forecasts for one world."""
+        return [forecast for forecast in self.forecasts if forecast.world == world]
+
+    def fits(self, forecast: Forecast) -> bool:
+        return forecast.nbytes <= self.memory_limit
+
+    def verdict(self, forecast: Forecast) -> str:
+        """What is said of a forecast: "best" of the fastest that fits, "too big", or nothing."""
+        if forecast is self.fastest(forecast.world):
+            return "best"
+        return "" if self.fits(forecast) else "too big"
+
+    def line(self, forecast: Forecast) -> str:
+        """The call of `zcompile.compile` that makes the choice."""
+        return forecast.choice.call("model", *(["mesh=mesh['dp']"] if self.tensor_parallel > 1 else []))
+
+    def fastest(self, world: int) -> Forecast | None:
+        """The fastest choice that fits, of equals the smallest; None if none does."""
+        fitting = [forecast for forecast in self.of(world) if self.fits(forecast)]
+        return min(fitting, key=lambda forecast: (forecast.seconds, forecast.nbytes), default=None)
+
+    def best(self, world: int) -> Forecast:
+        """The fastest choice that fits.
+
+        Raises:
+            OptionError: none does; the message says which comes nearest, and by how much it does not.
+        """
+        if (fastest := self.fastest(world)) is not None:
+            return fastest
+        nearest = min(self.of(world), key=lambda forecast: forecast.nbytes)
+        least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
+        found = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
+        fix = f"take more ranks or a smaller batch; nearest is {self.line(nearest)}"
+        raise OptionError("memory_limit", found, fix)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `zcompile plan --json` prints."""
+        fastest = {str(world): self.fastest(world) for world in self.worlds}
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "hardware": self.hardware.name,
+            "memory_limit": self.memory_limit,
+            "arguments": self.arguments,
+            "tensor_parallel": self.tensor_parallel,
+            "recommended": {world: best and self.line(best) for world, best in fastest.items()},
+            "forecasts": [{**forecast.as_dict(), "fits": self.fits(forecast)} for forecast in self.forecasts],
+        }
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.model}: {len(self.forecasts)} forecasts; print it, or see .forecasts>"
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=140)
+        self.print(console)
+        return out.getvalue()
+
+    def print(self, console: Console) -> None:
+        """The tables, and what is recommended."""
+        about = (
+            f"{self.parameters:,} parameters on {self.hardware.name}, at most {_gigabytes(self.memory_limit)} a rank"
+        )
+        self._say(console, f"{self.model}: {about}")
+        if self.arguments:
+            self._say(console, f"a rank's batch: {self.arguments}")
+        for world in self.worlds:
+            console.print(self._table(world, by_kind=console.width >= WIDE))
+            said = "fastest that fits: " if self.fastest(world) else ""
+            self._say(console, f"{said}{self.advice(world)}")
+
+    def _say(self, console: Console, text: str) -> None:
+        """Print a text that may have anybody's names in it."""
+        console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def title(self, world: int) -> str:
+        """What a number of ranks is called."""
+        parts = f" for each of {self.tensor_parallel} parts of the model" if self.tensor_parallel > 1 else ""
+        return f"{world} rank{'s' * (world > 1)}{parts}"
+
+    def advice(self, world: int) -> str:
+        """The line that compiles the fastest choice that fits; or that none does, and what to do."""
+        try:
+            return self.line(self.best(world))
+        except OptionError as error:
+            return f"{error.found}.\n{error.fix}."
+
+    def _table(self, world: int, *, by_kind: bool) -> Table:
+        forecasts = self.of(world)
+        kinds = [kind for kind in forecasts[0].by_kind() if any(forecast.by_kind()[kind] for forecast in forecasts)]
+        kinds = kinds if by_kind else []
+        caption = "GB: 10^9 bytes of a rank at the peak of a step" + (", by what they are for" if kinds else "")
+        lines = box.HEAVY_HEAD if by_kind else box.SIMPLE_HEAD
+        table = Table(title=self.title(world), title_justify="left", caption=caption, box=lines, padding=(0, by_kind))
+        for heading in CHOICE:
+            table.add_column(heading, no_wrap=True)
+        for heading in (*(kind.split()[0] for kind in kinds), *FIGURES):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        for before, forecast in zip([None, *forecasts], forecasts, strict=False):
+            choice = forecast.choice
+            if before and (before.choice.dtype, before.choice.stage) != (choice.dtype, choice.stage):
+                table.add_section()
+            verdict = self.verdict(forecast)
+            style = {"best": "bold", "too big": "dim"}.get(verdict)
+            table.add_row(*_row(forecast, kinds), verdict, style=style)
+        return table
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.4g} GB"
+
+
+CHOICE = ("stage", "prefetch", "checkpoint", "dtype")
+FIGURES = ("GB", "step s", "TFLOP/s", "hidden")
+"""What is shown of a forecast: the choice, and what it gives."""
+
+
+def choice_cells(choice: Choice) -> tuple[str, ...]:
+    """Texts of CHOICE; empty where there is nothing to choose, or nothing chosen."""
+    prefetch = str(choice.prefetch) if choice.stage else ""
+    return str(choice.stage), prefetch, str(choice.checkpoint or ""), str(choice.dtype or "").removeprefix("torch.")
+
+
+def figure_cells(forecast: Forecast) -> tuple[str, ...]:
+    """Texts of FIGURES."""
+    hidden = "" if forecast.hidden_share is None else f"{forecast.hidden_share:.0%}"
+    return f"{forecast.nbytes / 1e9:.2f}", f"{forecast.seconds:.3g}", f"{forecast.rate / 1e12:.3g}", hidden
+
+
+def _row(forecast: Forecast, kinds: Sequence[str]) -> Iterator[str]:
+    yield from choice_cells(forecast.choice)
+    yield from (f"{forecast.by_kind()[kind] / 1e9:.2f}" for kind in kinds)
+    yield from figure_cells(forecast)

@@ -1,0 +1,245 @@
+"""Hardware: the rates of a device and of the network that joins it to others, as a profile in a file.
+
+Profiles are TOML. Those that come with zcompile are data sheets, with the share of them that large models reach;
+`zcompile doctor` measures a machine and writes one. All rates are per second, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcompile.errors import ProfileError, nearest
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Those that a profile has rates of matrix products for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One level of the network. What it joins are ranks, or groups of them that the levels before join."""
+
+    name: str
+    latency: float
+    """Seconds before the first byte of a collective between two (alpha)."""
+    bandwidth: float
+    """Bytes per second that one of those that it joins sends (1 / beta)."""
+    members: int = 0
+    """How many it joins; 0 for as many as there are, on the last level."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The rates of one device and its links."""
+
+    name: str
+    flops: Mapping[str, float]
+    """Floating-point operations per second of matrix products, by dtype."""
+    memory_bandwidth: float
+    """Bytes per second to the device's memory."""
+    links: tuple[Link, ...]
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
+    memory: float = math.inf
+    """Bytes of one device."""
+    attention: float = 1.0
+    """Share of `flops` that fused attention reaches."""
+    elementwise: float = 1.0
+    """Share of `memory_bandwidth` that kernels reach which compute on elements."""
+    functions: float = math.inf
+    """Elements per second of exp, tanh and their like, where computing them takes longer than reading them."""
+    launch: float = 0.0
+    """Seconds that an operation takes beside its work."""
+    sending: float = 0.0
+    """Seconds of compute that sending a byte costs, where the processor that computes moves the bytes."""
+    host_bandwidth: float = math.inf
+    """Bytes per second from the memory of the host to the device."""
+    source: str = ""
+    """Where the figures are from."""
+
+    @classmethod
+    def of(
+        cls, *, flops: float, memory_bandwidth: float, latency: float = 0.0, bandwidth: float = math.inf
+    ) -> Hardware:
+        """A device with one rate for all dtypes and one link between all ranks."""
+        link = Link("between ranks", latency, bandwidth)
+        return cls("unnamed", dict.fromkeys(DTYPES, flops), memory_bandwidth, (link,))
+
+    def slowest(self, apart: int = 1) -> Link:
+        """The link that collectives over all ranks `apart` from each other wait for, and what one group has of it."""
+        ranks, found = 1, []
+        for link in self.links:
+            span = ranks * (link.members or math.inf)
+            if span > apart:
+                found.append(replace(link, bandwidth=link.bandwidth / min(ranks, apart)))
+            ranks = ranks * link.members
+        return min(found or [self.links[-1]], key=lambda link: link.bandwidth)
+
+    def flops_in(self, dtype: torch.dtype) -> float:
+        """The rate of matrix products in `dtype`; that of float32 for one that the profile does not know."""
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+
+    def collective_seconds(self, payload: float, world: int, messages: int = 1, *, apart: int = 1) -> float:
+        """Seconds of a collective of `payload` bytes over `world` ranks, neighbours joined by the lower levels.
+
+        Each member of a level receives all that its own ranks do not have; levels work at the same time, so the slowest
+        counts. Latencies of a level grow with the logarithm of its members, and those of all levels add up.
+
+        Args:
+            payload: Of the tensors, twice for an all_reduce.
+            world: Ranks of the group.
+            messages: How many the payload is sent in.
+            apart: How far each rank of the group is from the next. The ranks between are in groups of their own, which
+                send at the same time and share the links.
+        """
+        latency = seconds = 0.0
+        for link, ranks, joined in self._levels(world * apart):
+            members = min(math.ceil(joined * ranks / max(ranks, apart)), world)
+            if members == 1:
+                continue
+            own, sharing = max(ranks // apart, 1), min(ranks, apart)
+            latency += link.latency * math.ceil(math.log2(members))
+            seconds = max(seconds, payload * (1 - own / world) / (link.bandwidth / sharing))
+        return messages * latency + seconds
+
+    def _levels(self, world: int) -> Iterator[tuple[Link, int, int]]:
+        """The links that `world` ranks need, with the ranks of each member and the number of members."""
+        ranks = 1
+        for link in self.links:
+            groups = math.ceil(world / ranks)
+            joined = min(link.members or groups, groups)
+            if joined > 1:
+                yield link, ranks, joined
+            ranks *= joined
+
+
+CPU = replace(
+    Hardware.of(flops=50e9, memory_bandwidth=10e9, latency=200e-6, bandwidth=125e6), name="a CPU core on 1 Gbit/s"
+)
+"""One core and a 1 Gbit/s link, for choices on a CPU that was not measured: relative sizes are what counts."""
+GPU = replace(
+    Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9),
+    name="a GPU on 200 Gbit/s",
+    device="cuda",
+    host_bandwidth=25e9,
+)
+"""A GPU with a 200 Gbit/s link, likewise."""
+
+
+# -- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def profiles() -> list[str]:
+    """The names of the profiles that come with zcompile."""
+    return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def load_profile(name: str) -> Hardware:
+    """The profile of this name, or in the file at this path.
+
+    Raises:
+        ProfileError: there is none, or it cannot be read, or a figure is missing, unknown or not positive.
+    """
+    path = Path(name)
+    if path.suffix == ".toml":
+        try:
+            text = path.read_text()
+        except OSError as error:
+            fix = "give the path of a profile that `zcompile doctor --write` has written, or a name"
+            raise ProfileError(name, f"cannot be read: {error.strerror}", fix) from error
+    elif name in profiles():
+        text = (_folder() / f"{name}.toml").read_text()
+    else:
+        raise ProfileError(name, "is no profile", f"{nearest(name, profiles())}; or give the path of a .toml file")
+    return parse_profile(text, name)
+
+
+def parse_profile(text: str, name: str) -> Hardware:
+    """The profile that is written in `text`.
+
+    Raises:
+        ProfileError: it is no TOML, or a figure is missing, unknown or not positive.
+    """
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ProfileError(name, f"is no TOML: {error}", "mend that line") from error
+    links = found.pop("links", None)
+    if not isinstance(links, list) or not links:
+        raise ProfileError(name, "has no [[links]]", "give at least one, with name, latency and bandwidth")
+    checked = tuple(Link(**_checked(link, Link, f"{name}: link {index}")) for index, link in enumerate(links, 1))
+    if late := [link.name for link in checked[:-1] if not link.members]:
+        raise ProfileError(name, f"link {late[0]!r} has no members, and is not the last", "say how many ranks it joins")
+    return Hardware(**_checked({**found, "links": checked}, Hardware, name))
+
+
+def profile_text(hardware: Hardware) -> str:
+    """`hardware` as the text of a profile: what `parse_profile` reads."""
+    plain = {f.name: getattr(hardware, f.name) for f in fields(Hardware) if f.name not in ("flops", "links")}
+    lines = [f"{name} = {_toml(value)}" for name, value in plain.items()]
+    lines += ["", "[flops]", *(f"{dtype} = {_toml(rate)}" for dtype, rate in hardware.flops.items())]
+    for link in hardware.links:
+        lines += ["", "[[links]]", *(f"{f.name} = {_toml(getattr(link, f.name))}" for f in fields(Link))]
+    return "\n".join(lines) + "\n"
+
+
+def _folder() -> Any:
+    return resources.files("zcompile.cost") / "profiles"
+
+
+def _checked(found: Any, kind: type[Any], where: str) -> dict[str, Any]:
+    """`found` as the arguments of `kind`."""
+    if not isinstance(found, dict):
+        raise ProfileError(where, f"is {found!r}", "give a table of figures")
+    known = {f.name: f for f in fields(kind)}
+    for key in found:
+        if key not in known:
+            raise ProfileError(where, f"has {key!r}, which means nothing", nearest(key, list(known)))
+    for key, one in known.items():
+        if key not in found and one.default is MISSING:
+            raise ProfileError(where, f"has no {key}", f"add a line: {key} = ...")
+        _check_figure(key, found.get(key, one.default), where)
+    return found
+
+
+def _check_figure(key: str, value: Any, where: str) -> None:
+    """Raise ProfileError for a figure that cannot be one."""
+    if key == "flops":
+        if not isinstance(value, dict) or "float32" not in value:
+            raise ProfileError(where, "has no rate for float32", "add a table: [flops], and in it float32 = ...")
+        for dtype, rate in value.items():
+            if dtype not in DTYPES:
+                raise ProfileError(where, f"has flops of {dtype!r}", nearest(dtype, DTYPES))
+            _check_positive(f"flops.{dtype}", rate, where)
+    elif key == "device":
+        if value not in ("cpu", "cuda"):
+            raise ProfileError(where, f"has device = {value!r}", "choose 'cpu' or 'cuda'")
+    elif key in ("name", "source"):
+        if not isinstance(value, str):
+            raise ProfileError(where, f"has {key} = {value!r}", "give a text")
+    elif key in ("members", "launch", "latency", "sending"):
+        _check_positive(key, value, where, least=0)
+        if key == "members" and value != int(value):
+            raise ProfileError(where, f"has members = {value!r}", "give a whole number")
+    elif key != "links":
+        _check_positive(key, value, where)
+
+
+def _check_positive(key: str, value: Any, where: str, least: float = 1e-300) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+        fix = "give a positive figure" if least else "give a figure of 0 or more"
+        raise ProfileError(where, f"has {key} = {value!r}", fix)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,26 @@
+"""The lines of a program's text: what each calls, by which its time is told."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zcompile.ir.ops import Call, GatherAhead, Item, Phase, Release, Update, data
+from zcompile.ir.printer import function_text
+from zcompile.ir.program import Program
+from zcompile.runtime.recorder import Line
+
+
+def lines_of(program: Program, phase: Phase) -> list[Line]:
+    """The lines of the text of `phase` that call something, in order."""
+    calls = [node for node in program.body(phase) if not isinstance(data(node).op, Item)]
+    return [Line("unbox", "box", ""), *(line_of(program, node) for node in calls)]
+
+
+def line_of(program: Program, node: fx.Node) -> Line:
+    """The line of a node that calls something: a region by its name and the unit around it."""
+    held = data(node)
+    if isinstance(held.op, Call):
+        around = (u.name for u in program.layout.units if f"{held.source}.".startswith(f"{u.name}."))
+        return Line(held.op.region, held.op.region, max(around, key=len, default=held.source), True, node.name)
+    name = node.all_input_nodes[0].name if isinstance(held.op, (Release, Update, GatherAhead)) else node.name
+    return Line(function_text(node.target), name, held.source, node=node.name)

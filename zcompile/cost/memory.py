@@ -1,0 +1,198 @@
+"""Memory: the bytes that a step holds at each line of its program, predicted.
+
+Counted are values between regions and within them, full parameters and reduced gradients: what a step takes beside the
+shards and the optimizer's state. Not counted are what single operations take while they run, what messages are
+copied into to be sent or summed, two buckets at most, and activations that are on their way out, two at most.
+
+Sizes that vary between calls count as in the call that was traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import fx
+
+from zcompile.cost.fusion import is_stored
+from zcompile.ir.layout import Layout
+from zcompile.ir.liveness import last_needs, may_show, owner_of
+from zcompile.ir.ops import (
+    Accumulate,
+    AllGather,
+    Arena,
+    Call,
+    GatherAhead,
+    Item,
+    Reduce,
+    Release,
+    Results,
+    Store,
+    Update,
+    data,
+    items_of,
+    op_of,
+    values_of,
+)
+from zcompile.ir.program import Program
+from zcompile.ir.region import Region
+
+Freed = tuple[tuple[fx.Node, ...], int]
+"""Placeholders of a region that show one memory, and its bytes."""
+
+
+class Held(StrEnum):
+    """What a step holds beside the shards and the optimizer's state."""
+
+    FULL = "full parameters"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    BUFFERS = "buffers"
+    """Arenas and stacks, which are there all the time."""
+
+
+def live_bytes(program: Program) -> dict[fx.Node, int]:
+    """The most bytes alive while each line of the step runs, in order; where values are views, an upper bound."""
+    return {node: sum(held.values()) for node, held in live_by_kind(program).items()}
+
+
+def live_by_kind(program: Program) -> dict[fx.Node, dict[Held, int]]:
+    """`live_bytes` by what the bytes are. What a region holds while it runs counts as activations."""
+    ends = last_needs(program)
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for node, end in ends.items():
+        dead.setdefault(end, []).append(node)
+    live, found = dict.fromkeys(Held, 0), {}
+    live[Held.BUFFERS] = arena_bytes(program) + stack_bytes(program)
+    for node in program.graph.nodes:
+        op = data(node).op
+        if isinstance(op, Call):
+            freed = _freed_within(program, node, ends)
+            gained = dict.fromkeys(Held, 0)
+            for value in values_of(node):
+                gained[_kind_of(value)] += data(value).nbytes
+            left = sum(gained.values()) - sum(nbytes for _, nbytes in freed)
+            most = max(left, region_bytes(program.regions[op.region], freed))
+            found[node] = {**live, Held.ACTIVATIONS: live[Held.ACTIVATIONS] + most}
+            live = {kind: nbytes + gained[kind] for kind, nbytes in live.items()}
+        elif node.op == "call_function" and not isinstance(op, Item):
+            live[_kind_of(node)] += program.memory(node)
+            found[node] = dict(live)
+        for value in dead.get(node, ()):
+            live[_kind_of(value)] -= data(value).nbytes
+    return found
+
+
+def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, Held, int]]:
+    """What is there when `line` has run: the lines that have made it, what it is, and its bytes, the largest first.
+
+    What a region holds for itself while it runs comes on top.
+    """
+    ends, position = last_needs(program), {node: index for index, node in enumerate(program.graph.nodes)}
+    found: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        if position[node] > position[line]:
+            break
+        match data(node).op:
+            case AllGather() | GatherAhead() | Reduce():
+                found[node] = program.memory(node)
+            case Release():
+                found.pop(node.all_input_nodes[0].all_input_nodes[0], None)
+            case Update():
+                found.pop(node.all_input_nodes[1].all_input_nodes[0], None)
+        if node in ends and not items_of(node) and position[ends[node]] >= position[line]:
+            found[node] = data(node).nbytes
+    alive = [(node, _kind_of(node), nbytes) for node, nbytes in found.items() if nbytes > 0]
+    return sorted(alive, key=lambda one: -one[2])
+
+
+def _kind_of(node: fx.Node) -> Held:
+    """What the memory is that a line takes or gives back."""
+    match data(node).op:
+        case AllGather() | GatherAhead() | Release():
+            return Held.FULL
+        case Reduce() | Update():
+            return Held.GRADIENTS
+    reduced = any(isinstance(data(user).op, (Reduce, Accumulate)) for user in node.users)
+    return Held.GRADIENTS if reduced else Held.ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes of the model state that a rank keeps from step to step, the moments those of Adam.
+
+    In mixed precision with Ψ parameters on N ranks at most (4 + 4 + 8)Ψ/N in stage 3: as many as the (2 + 2 + 12)Ψ/N of
+    ZeRO (Rajbhandari et al. 2020, section 3.1), whose master copy in float32 the shards are.
+    """
+
+    parameters: int
+    copies: int
+    """Full parameters that stages 0 to 2 keep beside the shards, in the dtype that is computed with."""
+    gradients: int
+    moments: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameters + self.copies + self.gradients + self.moments
+
+
+def model_state(layout: Layout) -> ModelState:
+    """What a rank keeps of a model laid out so, gradients between the backward and the optimizer's step included."""
+    shards = sum(param.shard_numel * param.dtype.itemsize for param in layout.params)
+    trained = sum(param.shard_numel * param.dtype.itemsize for param in layout.trainable.values())
+    kept = () if layout.stage.parameters_sharded else layout.units
+    return ModelState(shards, sum(layout.gathered_bytes(unit.name) for unit in kept), trained, 2 * trained)
+
+
+def arena_bytes(program: Program) -> int:
+    """Bytes of the arena that the program's lines have places in."""
+    return sum(found.nbytes for node in program.nodes(Arena) if (found := data(node).type))
+
+
+def stack_bytes(program: Program) -> int:
+    """Bytes of the stack that checkpoints are copied onto."""
+    return sum(data(node).nbytes for node in program.nodes(Store))
+
+
+def _freed_within(program: Program, call: fx.Node, ends: Mapping[fx.Node, fx.Node]) -> list[Freed]:
+    """What `call` frees within its region, because nobody needs it behind it."""
+    region, given = program.regions[op_of(call, Call).region], call.args[1:]
+    taken = zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True)
+    values = {placeholder: given[argument] for placeholder, (argument, item) in taken if item is None}
+    freed = []
+    for value in dict.fromkeys(values.values()):
+        if isinstance(value, fx.Node) and ends.get(value) is call:
+            shown = tuple(p for p, other in values.items() if other is value or may_show(program, other, value))
+            freed.append((shown, data(value).nbytes))
+    return freed
+
+
+def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
+    """The most bytes that a region holds while it runs, its results included, its arguments not.
+
+    Bytes of arguments that are `freed` behind their last use are taken off from there on.
+    """
+    nodes = list(region.graph.nodes)
+    last = {node: index for index, node in enumerate(nodes)}
+    for index, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            last[owner_of(source)] = len(nodes) if isinstance(data(node).op, Results) else index
+    live = most = 0
+    ending: dict[int, int] = {}
+    for placeholders, nbytes in freed:
+        end = max(last[placeholder] for placeholder in placeholders)
+        ending[end] = ending.get(end, 0) + nbytes
+    for index, node in enumerate(nodes):
+        held = data(node)
+        if node.op == "call_function" and held.nbytes and (not region.fuses or is_stored(node)):
+            live += held.nbytes
+            ending[last[node]] = ending.get(last[node], 0) + held.nbytes
+        most = max(most, live)
+        live -= ending.get(index, 0)
+    return most
+
+
+def peak_bytes(program: Program) -> int:
+    """The most bytes that a step holds beside the shards and the optimizer's state."""
+    return max(live_bytes(program).values(), default=0)

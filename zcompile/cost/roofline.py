@@ -1,0 +1,209 @@
+"""What work costs: FLOPs and bytes of operations from their shapes, and seconds by a roofline.
+
+The roofline (Williams et al. 2009): an operation takes as long as its products at the rate of the device, or as what it
+reads and writes at the rate of its memory, whichever is longer. In a region that a compiler fuses, operations that fuse
+read and write only what is stored: see `zcompile.cost.fusion`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from zcompile.cost.fusion import fuses, is_stored
+from zcompile.cost.hardware import Hardware
+from zcompile.ir.ops import Call, Compute, Item, Reduce, data, op_of, values_of
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import COMMUNICATIONS
+from zcompile.ir.region import Region
+from zcompile.ir.side_effects import is_collective, is_wait
+
+_LATENCY_SHARE = 1 / 20
+_BUCKETS = (2**20, 64 * 2**20)
+
+aten = torch.ops.aten
+_FUNCTIONS = frozenset(
+    {
+        aten._log_softmax,
+        aten._softmax,
+        aten._softmax_backward_data,
+        aten._log_softmax_backward_data,
+        aten.bernoulli,
+        aten.cos,
+        aten.erf,
+        aten.exp,
+        aten.gelu,
+        aten.gelu_backward,
+        aten.log,
+        aten.log1p,
+        aten.native_dropout,
+        aten.pow,
+        aten.rand_like,
+        aten.sigmoid,
+        aten.sigmoid_backward,
+        aten.silu,
+        aten.silu_backward,
+        aten.sin,
+        aten.softplus,
+        aten.tanh,
+    }
+)
+"""Operations on elements that take longer to compute than to read, on a processor without units for them."""
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""Torch's formulas, and those that it has for the same on other devices."""
+
+
+def bucket_for(hardware: Hardware, tensor_parallel: int = 1) -> int:
+    """Bytes of a message that spends a twentieth of its time on latency; from 1 to 64 MiB."""
+    least, most = _BUCKETS
+    link = hardware.slowest(tensor_parallel)
+    wanted = link.latency * link.bandwidth / _LATENCY_SHARE if link.latency else most
+    return int(min(max(wanted, least), most))
+
+
+def region_seconds(region: Region, hardware: Hardware, tensor_parallel: int = 1) -> float:
+    """Seconds of a region on `hardware`: those of its operations, one after the other.
+
+    Its own collectives are over `tensor_parallel` ranks, neighbours, and are waited for where they are launched.
+    """
+    nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
+    sent = sum(_collective_seconds(node, hardware, tensor_parallel) for node in nodes if is_collective(node))
+    computing = (node for node in nodes if not is_collective(node) and not is_wait(node))
+    return sent + sum(_seconds_within(node, region, hardware) for node in computing)
+
+
+def _collective_seconds(node: fx.Node, hardware: Hardware, ranks: int) -> float:
+    """Seconds of a collective of the model's own code; what it moves is the larger of what it takes and gives."""
+    payload = max(sum(data(one).nbytes for one in values_of(node)), sum(map(_bytes, node.all_input_nodes)))
+    reduces = _packet(node).__name__.startswith("all_reduce")
+    return hardware.collective_seconds(payload * (2 if reduces else 1), ranks)
+
+
+def operation_seconds(node: fx.Node, hardware: Hardware, touched: int | None = None) -> float:
+    """Seconds of an ATen operation alone; `touched`: the bytes that it reads and writes, if not all."""
+    flops, everything = aten_cost(node)
+    if not everything:
+        return 0.0
+    rate = hardware.flops_in(_dtype(node)) * (hardware.attention if _is_attention(node) else 1.0)
+    functions = _elements(node) / hardware.functions if _packet(node) in _FUNCTIONS else 0.0
+    moved = (everything if touched is None else touched) / (hardware.memory_bandwidth * hardware.elementwise)
+    return max(flops / rate, moved) + functions
+
+
+def _seconds_within(node: fx.Node, region: Region, hardware: Hardware) -> float:
+    if not region.fuses or not fuses(node):
+        return operation_seconds(node, hardware) + (0.0 if data(node).view else hardware.launch)
+    written = [value for value in values_of(node) if is_stored(value)]
+    touched = sum(data(value).nbytes for value in written)
+    if written:
+        touched += sum(data(source).nbytes for source in _read_by(node))
+    return operation_seconds(node, hardware, touched) + (hardware.launch if written else 0.0)
+
+
+def _read_by(node: fx.Node) -> set[fx.Node]:
+    """What is in memory of what the kernel of a fused operation computes from."""
+    found: set[fx.Node] = set()
+    waiting, seen = list(node.all_input_nodes), {node}
+    while waiting:
+        source = waiting.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        through = data(source).view or isinstance(data(source).op, Item) or (fuses(source) and not is_stored(source))
+        if source.op == "call_function" and through:
+            waiting += source.all_input_nodes
+        else:
+            found.add(source)
+    return found
+
+
+def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
+    """Seconds of a line on `hardware`: of a communication, its flight."""
+    parts, op = program.layout.tensor_parallel, data(line).op
+    if isinstance(op, COMMUNICATIONS):
+        payload, world, messages = program.payload(line), program.layout.world, program.message_count(line)
+        copied = payload / world if program.layout.away and not isinstance(op, Reduce) else 0
+        sent = hardware.collective_seconds(payload, world, messages, apart=parts)
+        return copied / hardware.host_bandwidth + sent
+    if peers := program.peers_of(line):
+        return hardware.collective_seconds(data(line).nbytes, peers)
+    if isinstance(op, Call):
+        return region_seconds(program.regions[op.region], hardware, parts)
+    return operation_seconds(line, hardware) if isinstance(op, Compute) else 0.0
+
+
+def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> int:
+    """FLOPs of a node; 0 for what does not compute."""
+    op = data(node).op
+    if isinstance(op, Call):
+        return sum(aten_cost(n)[0] for n in regions[op.region].graph.nodes if n.op == "call_function")
+    return aten_cost(node)[0] if isinstance(op, Compute) else 0
+
+
+def aten_cost(node: fx.Node) -> tuple[int, int]:
+    """FLOPs of an ATen operation, and the bytes that it reads and writes; none of either for a view."""
+    held = data(node)
+    touched = 0 if held.view else held.nbytes + sum(_bytes(source) for source in node.all_input_nodes)
+    formula = FORMULAS.get(_packet(node))
+    if formula is None:
+        return 0, touched
+    shapes, keywords = fx.map_arg((node.args, node.kwargs), _shape)  # torch's formulas take shapes for tensors
+    return int(formula(*shapes, **keywords, out_val=_shapes_given(node))), touched
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return "scaled_dot_product" in str(node.target)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of the first tensor that an operation reads, else of what it gives."""
+    types = (data(one).type for one in (*node.all_input_nodes, *values_of(node)))
+    return next((found.dtype for found in types if found), torch.float32)
+
+
+def _elements(node: fx.Node) -> int:
+    """Elements of the largest tensor that an operation reads or gives."""
+    types = (data(one).type for one in (*node.all_input_nodes, *values_of(node)))
+    return max((math.prod(found.shape) for found in types if found), default=0)
+
+
+def _shapes_given(node: fx.Node) -> tuple[Any, ...]:
+    """Shape of the result, or of each of several; empty for one that nobody uses."""
+    held = data(node)
+    if held.type:
+        return held.type.shape
+    given = {op_of(user, Item).index: data(user).type for user in node.users if isinstance(data(user).op, Item)}
+    return tuple(found.shape if (found := given.get(index)) else () for index in range(max(given, default=-1) + 1))
+
+
+def _shape(node: fx.Node) -> Any:
+    held = data(node)
+    return held.type.shape if held.type else 1
+
+
+def _bytes(node: fx.Node) -> int:
+    held = data(node)
+    return held.type.nbytes if held.type else 0

@@ -1,0 +1,125 @@
+"""The simulator: the timeline of a step as the cost model foretells it.
+
+A lane of compute, where lines run one after the other, and one for each group, where collectives do, in the order of
+their launch. A line that waits for a collective ends when that has arrived; where the processor itself moves what is
+sent (`Hardware.sending`), launching it takes time of the first lane. Every rank is taken to do the same at the same
+time, so collectives start together. Collectives of the model's own code are within its regions, and take their time.
+Not simulated are activations that move to the host or to a disk, and the host's own overhead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.line_calls import line_of
+from zcompile.cost.roofline import line_seconds
+from zcompile.cost.timeline import Event, Sent, Spent, Timeline
+from zcompile.ir.layout import Param
+from zcompile.ir.ops import AllGather, Call, Fetch, GatherAhead, Reduce, Update, WaitFetch, WaitGather, WaitReduce, data
+from zcompile.ir.printer import function_text
+from zcompile.ir.program import Program
+
+UPDATE_BYTES = 7
+"""Numbers that a fused AdamW reads and writes for each element: value, gradient and two moments, and three of them."""
+
+
+def simulate(program: Program, hardware: Hardware, *, steps: bool = False) -> Timeline:
+    """The timeline of one run of the program, forward and backward one after the other.
+
+    With `steps`, an optimizer's step follows a program that trains and does not take it itself.
+    """
+    lanes = _Lanes(program, hardware)
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            lanes.run(node)
+    if steps and program.has_backward and not program.nodes(Update):
+        lanes.step()
+    return Timeline(
+        number=0,
+        rank=0,
+        world=program.layout.world,
+        trains=program.has_backward,
+        captures=False,
+        device=False,
+        began=0.0,
+        seconds=lanes.now,
+        events=lanes.events,
+        messages=lanes.messages,
+        predicted=True,
+    )
+
+
+def step_seconds(program: Program, hardware: Hardware) -> float:
+    """Seconds from the first line of the forward to the last of the backward."""
+    return simulate(program, hardware).seconds
+
+
+@dataclass
+class _Lanes:
+    """What has been simulated so far."""
+
+    program: Program
+    hardware: Hardware
+    now: float = 0.0
+    """When the next line begins."""
+    wires: dict[str, float] = field(default_factory=dict)
+    """When the last collective of each group has arrived."""
+    events: list[Event] = field(default_factory=list)
+    messages: list[Sent] = field(default_factory=list)
+    _arrival: dict[fx.Node, float] = field(default_factory=dict)
+    _regions: dict[str, float] = field(default_factory=dict)
+
+    def run(self, node: fx.Node) -> None:
+        match data(node).op:
+            case AllGather(unit=unit) | Reduce(unit=unit) | GatherAhead(unit=unit):
+                self._launch(node, unit, "", self.program.wire_bytes(node))
+            case Fetch() if peers := self.program.peers_of(node):
+                self._launch(node, "", "tensor parallel", data(node).nbytes * (peers - 1) // peers)
+            case WaitGather() | WaitReduce() | WaitFetch() as op:
+                self._wait(node, "" if isinstance(op, WaitFetch) else op.unit)
+            case Call(region=region):
+                if region not in self._regions:
+                    self._regions[region] = line_seconds(self.program, node, self.hardware)
+                self._add(node, Spent.COMPUTE, self._regions[region])
+            case Update(params=names):
+                self._add(node, Spent.OPTIMIZER, self._update_seconds(self.program.layout.param(n) for n in names))
+
+    def step(self) -> None:
+        """An optimizer's step for all parameters."""
+        seconds = self._update_seconds(self.program.layout.trainable.values())
+        self._event(None, "optimizer", "", "", Spent.OPTIMIZER, seconds)
+
+    def _update_seconds(self, params: Iterable[Param]) -> float:
+        """Of an optimizer's step for this rank's shards of `params`: all of them, where they are not sharded."""
+        nbytes = sum((param.shard_numel if param.shards else param.numel) * param.dtype.itemsize for param in params)
+        return UPDATE_BYTES * nbytes / self.hardware.memory_bandwidth
+
+    def _launch(self, node: fx.Node, unit: str, group: str, nbytes: int) -> None:
+        self._event(node, "send", node.name, unit, Spent.EXPOSED, nbytes * self.hardware.sending)
+        start = max(self.now, self.wires.get(group, 0.0))
+        end = self.wires[group] = self._arrival[node] = start + line_seconds(self.program, node, self.hardware)
+        if nbytes:
+            self.messages.append(Sent(function_text(node.target), unit, nbytes, start, end, node.name, group))
+
+    def _wait(self, node: fx.Node, unit: str) -> None:
+        left = self._arrival.get(node.all_input_nodes[0], self.now) - self.now
+        self._event(node, "wait", node.name, unit, Spent.EXPOSED, max(left, 0.0))
+
+    def _add(self, node: fx.Node, spent: Spent, seconds: float) -> None:
+        line = line_of(self.program, node)
+        self._event(node, line.operation, line.name, line.unit, spent, seconds, is_line=True)
+
+    def _event(
+        self, node: fx.Node | None, operation: str, name: str, unit: str, spent: Spent, seconds: float, *,
+        is_line: bool = False,
+    ) -> None:  # fmt: skip
+        """What takes this long from now on; nothing for what takes no time."""
+        if seconds:
+            phase, of = (str(data(node).phase), node.name) if node is not None else ("", "")
+            end = self.now + seconds
+            self.events.append(Event(operation, name, unit, phase, spent, self.now, end, seconds, is_line, of))
+            self.now = end

@@ -1,0 +1,1 @@
+"""What compiles and runs the programs of a sharded model."""

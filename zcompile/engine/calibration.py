@@ -1,0 +1,193 @@
+"""Calibration: what this rank's device and its group reach, measured.
+
+All ranks measure at the same time, so what they share, memory, processors and links, is shared as in a step. Figures
+are the best of several runs: what the machine reaches when nothing else disturbs it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from zcompile._torch import real_tensors
+from zcompile.cost.hardware import DTYPES, Hardware, Link
+from zcompile.runtime.groups import Communicator
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is run to measure a device."""
+
+    side: int
+    """Of the square matrices that are multiplied."""
+    touched: int
+    """Bytes read and written to measure the memory: more than the caches."""
+    sent: int
+    """Bytes gathered to measure the line."""
+
+
+LITTLE = {"cpu": Sizes(768, 32 * 2**20, 4 * 2**20), "cuda": Sizes(4096, 256 * 2**20, 64 * 2**20)}
+"""Done in a fraction of a second, while a model is compiled."""
+MUCH = {"cpu": Sizes(1024, 64 * 2**20, 8 * 2**20), "cuda": Sizes(8192, 2**30, 256 * 2**20)}
+"""Done in some seconds, for a profile."""
+_ATTENTION = (4, 8, 512, 64)
+"""Batch, heads, length and channels of the attention that is measured."""
+
+
+def measure(
+    communicator: Communicator, dtype: torch.dtype = torch.float32, beside: Communicator | None = None
+) -> Hardware:
+    """The rates of the device, which computes in `dtype`, and of the group. Collective: every rank must measure.
+
+    `beside`: of the ranks that have other parts of the model, neighbours of this one; their link comes first then.
+    What a tracer would make of tensors, if one is at work, is kept away.
+    """
+    with real_tensors(), torch.no_grad():
+        meter = _Meter(communicator, LITTLE)
+        links = [meter.link()]
+        if beside is not None:
+            near, far = _Meter(beside, LITTLE).link(), links[0]
+            # As many groups as there are parts have measured at once: together they send so much more.
+            links = [replace(near, members=beside.size), replace(far, bandwidth=far.bandwidth * beside.size)]
+        return Hardware(
+            name="measured",
+            flops=dict.fromkeys(DTYPES, meter.product_rate(dtype)),
+            memory_bandwidth=meter.memory_bandwidth(),
+            links=tuple(links),
+            device=communicator.device.type,
+            host_bandwidth=meter.host_bandwidth(),
+        )
+
+
+@torch.no_grad()
+def survey(communicator: Communicator, name: str) -> Hardware:
+    """A profile of this rank's device and its group. Collective: every rank must measure."""
+    meter = _Meter(communicator, MUCH)
+    flops = {dtype: meter.product_rate(getattr(torch, dtype)) for dtype in DTYPES}
+    return Hardware(
+        name=name,
+        flops=flops,
+        memory_bandwidth=meter.memory_bandwidth(),
+        links=(meter.link(),),
+        device=communicator.device.type,
+        memory=_memory(communicator),
+        attention=min(meter.attention_rate() / flops["float32"], 1.0),
+        functions=meter.function_rate(),
+        launch=meter.launch(),
+        sending=meter.sending(),
+        host_bandwidth=meter.host_bandwidth(),
+        source=f"measured by zcompile on {communicator.size} ranks at once, torch {torch.__version__}",
+    )
+
+
+class _Meter:
+    """Measures one device and its group, of which it has a communicator whose traffic nobody reads."""
+
+    def __init__(self, communicator: Communicator, sizes: dict[str, Sizes]) -> None:
+        self.communicator = Communicator(communicator.mesh, communicator.device)
+        self.device = communicator.device
+        self.sizes = sizes.get(self.device.type, sizes["cpu"])
+
+    def _seconds(self, run: Callable[[], object], times: int = 3) -> float:
+        """The least seconds of `run`, after one run that is not counted; the device is waited for."""
+        self.communicator.any_rank(torch.zeros(1, dtype=torch.int32, device=self.device))  # all ranks begin together
+        least = math.inf
+        for count in range(times + 1):
+            before = time.perf_counter()
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if count:
+                least = min(least, time.perf_counter() - before)
+        return least
+
+    def _factor(self, dtype: torch.dtype, side: int) -> torch.Tensor:
+        # Ones, not random numbers: the user's generators stay as they are.
+        return torch.ones(side, side, dtype=dtype, device=self.device)
+
+    def product_rate(self, dtype: torch.dtype) -> float:
+        side = self.sizes.side // (1 if dtype is torch.float32 or self.device.type == "cuda" else 2)
+        factor = self._factor(dtype, side)
+        return 2 * side**3 / self._seconds(lambda: factor @ factor)
+
+    def memory_bandwidth(self) -> float:
+        wide = torch.zeros(self.sizes.touched // 4, device=self.device)
+        return 2 * wide.nbytes / self._seconds(lambda: wide.add_(1))
+
+    def attention_rate(self) -> float:
+        query = torch.ones(_ATTENTION, device=self.device)
+        batch, heads, length, channels = _ATTENTION
+        flops = 4 * batch * heads * length**2 * channels
+        return flops / self._seconds(lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query))
+
+    def function_rate(self) -> float:
+        """Elements per second that computing tanh takes beside reading and writing them."""
+        wide = torch.ones(self.sizes.touched // 16, device=self.device)
+        out = torch.empty_like(wide)
+        beside = self._seconds(lambda: torch.tanh(wide, out=out)) - self._seconds(lambda: torch.neg(wide, out=out))
+        return wide.numel() / beside if beside > 0 else math.inf
+
+    def launch(self) -> float:
+        small = torch.zeros(16, device=self.device)
+
+        def several() -> None:
+            for _ in range(1000):
+                small.add_(1)
+
+        return self._seconds(several) / 1000
+
+    def host_bandwidth(self) -> float:
+        if self.device.type != "cuda":
+            return math.inf
+        host = torch.zeros(self.sizes.sent, dtype=torch.uint8, pin_memory=True)
+        return host.nbytes / self._seconds(lambda: host.to(self.device))
+
+    def link(self) -> Link:
+        """Between all ranks: which of them are neighbours is not known here."""
+        if self.communicator.size == 1:
+            return Link("between ranks", 0.0, math.inf)
+        latency = self._seconds(lambda: self._gather(1), times=20)
+        seconds = self._seconds(lambda: self._gather(self._share))
+        sent = self._share * (self.communicator.size - 1)
+        hops = math.ceil(math.log2(self.communicator.size))
+        return Link("between ranks", latency / hops, sent / max(seconds - latency, 1e-9))
+
+    def sending(self) -> float:
+        """Seconds of compute that a byte costs while it is sent beside it."""
+        if self.communicator.size == 1:
+            return 0.0
+        factor = self._factor(torch.float32, self.sizes.side)
+        flight = self._seconds(lambda: self._gather(self._share))
+        products = math.ceil(3 * flight / self._seconds(lambda: factor @ factor))
+
+        def compute() -> None:
+            for _ in range(products):
+                factor @ factor
+
+        lost = self._seconds(lambda: self._gather(self._share, compute)) - self._seconds(compute)
+        return max(lost, 0.0) / (self._share * (self.communicator.size - 1))
+
+    @property
+    def _share(self) -> int:
+        """Bytes of each rank's part of what is gathered."""
+        return self.sizes.sent // self.communicator.size
+
+    def _gather(self, nbytes: int, beside: Callable[[], None] = lambda: None) -> None:
+        """Gather `nbytes` of every rank, and call `beside` while they are on their way."""
+        shard = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        flight = self.communicator.all_gather(shard.new_empty(nbytes * self.communicator.size), shard)
+        beside()
+        flight.wait()
+
+
+def _memory(communicator: Communicator) -> float:
+    """Bytes of memory that a rank has: of its GPU, or its part of the host's."""
+    if communicator.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(communicator.device).total_memory)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", communicator.size))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here

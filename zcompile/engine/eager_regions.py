@@ -1,0 +1,83 @@
+"""Regions as operations one by one: what kernels do otherwise than the fakes that a step is traced with.
+
+A kernel may lay its result out otherwise than recorded: batch normalization follows the layout of its input, its fake
+does not. What was traced as a view of such a result then has to be a copy. And some kernels refuse a mix of dtypes that
+their fakes take: a normalization in float32 whose weights are gathered in bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from zcompile.engine.region_strides import order_of, reordered
+
+_aten = torch.ops.aten
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default}
+_STRICT = {
+    _aten.as_strided.default,
+    _aten.view_as_complex.default,
+    _aten.view.dtype,
+    _aten.native_group_norm.default,
+    _aten.native_group_norm_backward.default,
+}
+"""Operations that read memory, or refuse it, by its layout."""
+_NORMALIZATIONS = {
+    _aten.native_layer_norm.default,
+    _aten.native_layer_norm_backward.default,
+    _aten.native_group_norm.default,
+    _aten.native_group_norm_backward.default,
+    _aten.native_batch_norm.default,
+    _aten.native_batch_norm_backward.default,
+    _aten._native_batch_norm_legit.default,
+    _aten._native_batch_norm_legit.no_stats,
+}
+
+
+def fit_kernels(graph: fx.Graph) -> None:
+    """Rewrite a region's graph so that its operations run with whatever the kernels before them give."""
+    for node in list(graph.nodes):
+        if node.target in _VIEWS:
+            node.target = _aten.reshape.default
+        if node.target in _NORMALIZATIONS:
+            _widen(node)
+        if node.target in _STRICT:
+            _lay_out(node)
+
+
+def _lay_out(node: fx.Node) -> None:
+    """Give `node` its arguments in the layout that was recorded; what has it is not copied."""
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        order = order_of(value) if isinstance(value, Tensor) else None
+        if order is not None:
+            with node.graph.inserting_before(node):
+                node.replace_input_with(source, reordered(source, order, _aten.contiguous.default))
+
+
+def _widen(node: fx.Node) -> None:
+    """Let what normalizes float32 have its weights in float32, too; its results are what was recorded."""
+    arguments = [arg for arg in node.args if isinstance(arg, fx.Node)]
+    normalized = arguments["backward" in str(node.target)]  # behind the gradient of its result
+    narrow = [arg for arg in arguments if _dtype(arg) in (torch.bfloat16, torch.float16)]
+    if _dtype(normalized) != torch.float32 or not narrow:
+        return
+    for source in narrow:
+        with node.graph.inserting_before(node):
+            node.replace_input_with(source, _cast(source, torch.float32))
+    for item in list(node.users):
+        dtype, users = _dtype(item), list(item.users)
+        if dtype in (torch.bfloat16, torch.float16):
+            with node.graph.inserting_after(item):
+                cast = _cast(item, dtype)
+            for user in users:
+                user.replace_input_with(item, cast)
+
+
+def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node.graph.call_function(_aten._to_copy.default, (node,), {"dtype": dtype})
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None

@@ -1,0 +1,347 @@
+"""Fragments: modules whose calls run as programs of their own.
+
+The whole model is one fragment as long as it can be traced into one graph. A module whose code breaks the graph is
+split: its own code runs as plain Python, with its own parameters gathered for the call, and each of its submodules
+becomes a fragment. So code that is not traced never meets a parameter without memory, whatever it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile._torch import backward_number, has_gradient_hooks
+from zcompile.engine.engine import Engine
+from zcompile.engine.model_calls import ModelCall, tensors_in
+from zcompile.engine.module_guards import HookWatch, TreeWatch
+from zcompile.errors import CaptureError, ParameterError
+from zcompile.frontend.capture import Names
+from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
+from zcompile.frontend.local_graphs import Locals
+from zcompile.model.sharding import Retired, Site
+from zcompile.report.explain import Break, explain_breaks
+from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather
+from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.lockstep import RunKind
+from zcompile.runtime.updates import Updater
+
+
+@dataclass(repr=False)
+class Tree:
+    """A sharded model's module tree: the places of its parameters, and its fragments."""
+
+    model: nn.Module
+    engine: Engine
+    sites: Sequence[Site]
+    retired: Retired
+
+    def __post_init__(self) -> None:
+        self.root = Fragment(self, self.model, "", lambda *args, **kwargs: self.model(*args, **kwargs))
+        self.call: ModelCall | None = None
+        self._paths = {id(module): path for path, module in self.model.named_modules()}
+        self._fragments: dict[int, Fragment] = {id(self.model): self.root}
+        self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.husk)}
+        self.watch = TreeWatch(self.model)
+
+    def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or a module of it; what its backward needs is watched."""
+        self.engine.delivery.forget()
+        if self.watch.has_changed():
+            self.refuse_strangers(self.model, "")
+            self.watch.accept()
+        try:
+            with self.engine.random_numbers(), self.engine.autocast():
+                self.call = call = self.engine.new_call()
+                result = fragment(*args, **kwargs)
+        finally:
+            self.call = None
+            self.engine.settle()
+        for tensor in tensors_in(result):
+            if isinstance(tensor, _Leaf):
+                found = "the model returns this parameter, which is not full after the call"
+                raise CaptureError(tensor.zcompile_name, found, "return a copy: .clone()")
+        call.end(result)
+        if not torch.is_grad_enabled():
+            self.engine.lockstep.check()  # behind a training step, delivery does it
+        return result
+
+    def make_fragments(self, module: nn.Module) -> None:
+        """Let calls of the submodules of `module` run as programs from now on."""
+        for child in module.children():
+            if _is_container(child):
+                self.make_fragments(child)
+            elif id(child) not in self._fragments and next(child.parameters(), None) is not None:
+                fragment = Fragment(self, child, self._paths[id(child)], child.forward)
+                self._fragments[id(child)] = fragment
+                # An attribute of the instance, as wrappers of forward are commonly put on modules; hooks still run.
+                object.__setattr__(child, "forward", _function(fragment))
+
+    def refuse_strangers(self, module: nn.Module, path: str) -> None:
+        """Refuse parameters in `module`, which is at `path`, that were not in the model when it was compiled.
+
+        Raises:
+            ParameterError: there is one: its gradient would be this rank's own.
+        """
+        for name, parameter in module.named_parameters(prefix=path):
+            self.refuse_stranger(name, parameter)
+
+    def refuse_stranger(self, path: str, value: object) -> None:
+        """The same of what is to be at `path`: a parameter, a module, or anything else."""
+        if isinstance(value, nn.Module):
+            self.refuse_strangers(value, path)
+        if isinstance(value, nn.Parameter) and id(value) not in self._known and not isinstance(value, _Leaf):
+            found = "was put into the model after zcompile.compile, so that it is not sharded"
+            raise ParameterError(
+                path, found, "change the model before zcompile.compile; values of what is there in place"
+            )
+
+    def names(self, path: str, signature: inspect.Signature) -> Names:
+        """What the inputs of a graph are called that a function of `signature`, at `path`, was traced into."""
+        return Names(
+            {id(site.husk): site.name for site in self.sites},
+            {id(buffer): name for name, buffer in self.model.named_buffers()},
+            frozenset(self._paths.values()),
+            tuple(signature.parameters)[1:],
+            path,
+        )
+
+    @property
+    def locals(self) -> Locals:
+        """What programs are given for parameters that are DTensors."""
+        return {id(site.husk): site.local for site in self.sites if site.local is not None}
+
+
+class Fragment:
+    """A module whose calls run as programs, or, once its code has broken the graph, as Python around fragments."""
+
+    updater: Updater | None = None
+    """What the programs update parameters with, where they do."""
+
+    def __init__(self, tree: Tree, module: nn.Module, path: str, forward: Callable[..., Any]) -> None:
+        self.tree, self.module, self.path, self.forward = tree, module, path, forward
+        owners = {id(owner) for owner in module.modules()}
+        self.sites = [site for site in tree.sites if id(site.owner) in owners]
+        self.is_split = False
+        self._hooks = HookWatch(module, itself=not path)
+        # DTensors of sizes that vary are beyond Dynamo: a program for each.
+        dynamic = False if any(site.local is not None for site in tree.sites) else None
+        lines = [f"{path} {type(module).__qualname__}"]
+        lines += [f"{site.name} {list(site.husk.shape)}" for site in self.sites]
+        call = traceable(module, forward, lines)
+        self._traced = torch.compile(call, backend=_backend(self), fullgraph=True, dynamic=dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module. Collective.
+
+        Raises:
+            CaptureError: its graph cannot be sharded.
+            ParameterError: a parameter was replaced, or is read where it is not full.
+        """
+        if not self.is_split:
+            try:
+                with self._husks_in_place(), typed_errors():
+                    result = self._traced(self._hooks.text(self.tree.watch.version), *args, **kwargs)
+            except BREAKS as error:
+                self._split(error)
+            else:
+                # In a recomputation, within a backward, there is no call: gradients come by the graph of the first run.
+                if self.tree.call is not None:
+                    self.tree.call.watch(result, (args, kwargs))
+                return result
+        with self._own_parameters_full():
+            return self.forward(*args, **kwargs)
+
+    def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend that torch.compile calls, once for every graph."""
+        for value in inputs:
+            if name := self.tree.retired.get(id(value), (None, ""))[1]:
+                found = "the model's code reads this parameter past its module, where it is empty now"
+                raise ParameterError(name, found, "read it as an attribute of its module, not from a list or a closure")
+        self.tree.refuse_strangers(self.module, self.path)
+        trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
+        return self.tree.engine.capture(
+            module,
+            inputs,
+            self.names,
+            trainable,
+            whole=not self.path,
+            updater=self.updater,
+            locals_=self.tree.locals,
+        )
+
+    @property
+    def names(self) -> Names:
+        """What the inputs of its graphs are called."""
+        return self.tree.names(self.path, inspect.signature(type(self.module).forward))
+
+    def _split(self, error: Exception) -> None:
+        found = Break.of(self.path, type(self.module).__name__, error)
+        breaks = self.tree.engine.breaks
+        if all(found.where != known.where for known in breaks):
+            warnings.warn(f"zcompile: {explain_breaks([found])}", stacklevel=2)
+        breaks.append(found)
+        self.is_split = True
+        self.tree.make_fragments(self.module)
+
+    # -- parameters in the module tree ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _husks_in_place(self) -> Iterator[None]:
+        """Husks in the module's tree while a traced call runs; shards at all other times, also after an exception."""
+        before = self._check(self.sites)
+        try:
+            for site in self.sites:
+                site.husk.requires_grad_(site.shard.requires_grad)
+                site.owner._parameters[site.key] = site.husk
+            yield
+        finally:
+            for site, parameter in zip(self.sites, before, strict=True):
+                site.owner._parameters[site.key] = parameter
+
+    @contextlib.contextmanager
+    def _own_parameters_full(self) -> Iterator[None]:
+        """The module's own parameters gathered, as leaves of autograd, while its code runs as plain Python."""
+        owners = {id(owner) for owner in _owners(self.module)}
+        own = [site for site in self.sites if id(site.owner) in owners]
+        for site in own:
+            if site.local is not None:
+                found = f"is tensor-parallel, and the code of {self.path or 'the model'} that reads it breaks the graph"
+                raise CaptureError(site.name, found, "mend the graph break (see explain())")
+        before = self._check(own)
+        leaves = self._gathered(own)
+        versions = {name: leaf._version for name, leaf in leaves.items()}
+        try:
+            for site in own:
+                site.owner._parameters[site.key] = leaves[site.name]
+            yield
+        finally:
+            for site, parameter in zip(own, before, strict=True):
+                site.owner._parameters[site.key] = parameter
+        for name, leaf in leaves.items():
+            if leaf._version != versions[name]:
+                fix = "keep what changes in a buffer, or change parameters between steps"
+                raise CaptureError(name, "the model's forward writes to this parameter", fix)
+
+    def _gathered(self, own: Sequence[Site]) -> dict[str, _Leaf]:
+        engine = self.tree.engine
+        trainable = {site.name: site.shard.requires_grad for site in own}
+        leaves: dict[str, _Leaf] = {}
+        units = engine.layout.restricted(trainable).units
+        if any(param.shards for unit in units for param in unit.params):
+            engine.lockstep.enter(RunKind.MODULE, _digest(self.path))
+        for unit in units:
+            bound = BoundUnit(engine.shards[unit.name], unit)
+            with torch.inference_mode(False), torch.no_grad():
+                full = all_gather(bound, dtype=unit.compute_dtype).wait()
+            made = {n: _Leaf(full[i], requires_grad=trainable[n]) for i, n in enumerate(unit.names)}
+            for name, leaf in made.items():
+                leaf.zcompile_name = name
+            leaves |= made
+            if torch.is_grad_enabled() and any(trainable[name] for name in unit.names):
+                self._reduce_later(Leaves(bound, made, engine.delivery))
+        return leaves
+
+    def _reduce_later(self, leaves: Leaves) -> None:
+        if self.tree.call is not None:
+            self.tree.call.late.append(leaves.reduce)
+        else:  # a reentrant checkpoint, which runs the forward again within a backward and then its backward
+            leaves.delivery.at_end(leaves.reduce)
+
+    def _check(self, sites: Sequence[Site]) -> list[nn.Parameter | None]:
+        """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
+        found: list[nn.Parameter | None] = []
+        for site in sites:
+            current = site.owner._parameters.get(site.key)
+            if current is not site.shard and not isinstance(current, _Leaf):
+                fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
+                raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
+            if has_gradient_hooks(site.shard):
+                fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
+                raise ParameterError(site.name, "has a hook of register_hook, which would not run", fix)
+            found.append(current)
+        return found
+
+
+def _is_container(module: nn.Module) -> bool:
+    """True for what is never called: ModuleList, ModuleDict, ParameterList and their like."""
+    return type(module).forward is nn.Module.forward
+
+
+def _owners(module: nn.Module) -> Iterator[nn.Module]:
+    """`module` and the containers that only its code can read."""
+    yield module
+    for child in module.children():
+        if _is_container(child):
+            yield from _owners(child)
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Parameters of a unit, full for one call of plain Python, whose gradients autograd collects."""
+
+    bound: BoundUnit
+    tensors: dict[str, _Leaf]
+    delivery: Delivery
+
+    def reduce(self) -> Sequence[Gradients]:
+        """Average over the ranks what autograd has collected; what one rank's code did not reach counts as zero."""
+        shards, leaves = self.bound.shards, self.tensors
+        own = [leaf.grad for leaf in leaves.values()]
+        with torch.no_grad():
+            for leaf in leaves.values():
+                leaf.grad = None
+            if not self.delivery.synchronises:
+                return [accumulate(self.bound, own)]
+            self.delivery.enter(RunKind.GRADIENTS, _digest(*leaves))
+            self.delivery.lockstep.check()  # the host waits for the flags anyway
+            reached = [g is not None or shards.held(name) is not None for name, g in zip(leaves, own, strict=True)]
+            flags = torch.tensor(reached, dtype=torch.int32, device=shards.communicator.device)
+            on_any = shards.communicator.any_rank(flags).tolist()
+            zipped = zip(leaves.values(), own, on_any, strict=True)
+            grads = [(torch.zeros_like(leaf) if g is None else g) if wanted else None for leaf, g, wanted in zipped]
+            return [self.delivery.reduce(self.bound, grads)]
+
+
+def _digest(*names: str) -> str:
+    """What the ranks tell each other of code that is no program."""
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+class _Leaf(nn.Parameter):
+    """A full parameter that stands in the module tree while plain Python runs."""
+
+    zcompile_name: str
+
+
+def _backend(fragment: Fragment) -> Callable[..., Any]:
+    """What torch.compile calls for `fragment`. torch remembers it for good, and must not keep the model alive by it."""
+    weak = weakref.ref(fragment)
+
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        alive = weak()
+        assert alive is not None, "a fragment is alive while it is called"
+        return alive._capture(module, inputs)
+
+    return backend
+
+
+def _function(fragment: Fragment) -> Callable[..., Any]:
+    """`fragment` as a function with the signature of the forward that it stands for."""
+    tree = fragment.tree
+
+    @functools.wraps(fragment.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        alone = tree.call is None and backward_number() is None  # called by the user, past the model
+        return tree.run(fragment, args, kwargs) if alone else fragment(*args, **kwargs)
+
+    return forward

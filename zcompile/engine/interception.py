@@ -1,0 +1,59 @@
+"""Interception: programs taken at the moment they would be compiled, by tools that only want to see them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from zcompile.ir.program import Program
+from zcompile.schedule.options import Options
+from zcompile.schedule.prefetch import Schedule
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a program is to be compiled with."""
+
+    options: Options
+    schedule: Schedule
+    """Before anything is chosen by what is measured."""
+    keeps: bool = True
+    """False of a part of a model, whose units are not kept full over the turn."""
+    updates: bool = False
+    """True for a train step."""
+
+
+class Traced(BaseException):
+    """There is a program: nothing is to be compiled.
+
+    No Exception: neither torch.compile, which traces, nor a script that trains is to catch it.
+    """
+
+    def __init__(self, program: Program, asked: Asked) -> None:
+        super().__init__("a model was traced")
+        self.program, self.asked = program, asked
+
+
+_INTERCEPTING: ContextVar[bool] = ContextVar("zcompile_intercepting", default=False)
+
+
+@contextlib.contextmanager
+def intercepting() -> Iterator[None]:
+    """Within this, the first compiled model that is called raises `Traced` in place of being compiled and run."""
+    wanted = _INTERCEPTING.set(True)
+    try:
+        yield
+    finally:
+        _INTERCEPTING.reset(wanted)
+
+
+def offer(program: Program, asked: Callable[[], Asked]) -> None:
+    """A program is about to be compiled as `asked` says.
+
+    Raises:
+        Traced: somebody only wants to see it.
+    """
+    if _INTERCEPTING.get():
+        raise Traced(program, asked())

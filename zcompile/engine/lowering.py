@@ -1,0 +1,282 @@
+"""Lowering: the program's text loaded, and the step run under AOTAutograd's calling convention."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile._torch import is_symbolic
+from zcompile.cost.line_calls import lines_of
+from zcompile.cost.memory import arena_bytes
+from zcompile.engine.region_cache import RegionCache
+from zcompile.errors import AgreementError
+from zcompile.facts import verify
+from zcompile.frontend.gradient_flow import Flows
+from zcompile.ir.ops import (
+    AllGather,
+    Arena,
+    Away,
+    Call,
+    Input,
+    Kind,
+    Parameter,
+    Peers,
+    Phase,
+    Shards,
+    Stack,
+    Store,
+    WaitGather,
+    data,
+    op_of,
+)
+from zcompile.ir.packing import aligned
+from zcompile.ir.printer import inputs_of
+from zcompile.ir.program import Program
+from zcompile.runtime.arena import Arenas, Lender
+from zcompile.runtime.executor import BoundUnit, Gradients
+from zcompile.runtime.gradients import HOLDS, Delivery, Unreached
+from zcompile.runtime.loader import load
+from zcompile.runtime.lockstep import MOST, Lockstep, RollCall, RunKind
+from zcompile.runtime.recorder import Recorder, Track
+from zcompile.runtime.shards import Full, UnitShards
+from zcompile.runtime.stash import Stash
+from zcompile.schedule.default_pipeline import ACCUMULATE
+from zcompile.schedule.pipeline import ALWAYS
+
+ALL = HOLDS + 1
+"""The mark of a rank on which gradients flow to all parameters of a program; behind it are those of groups of them."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What programs of one model run with."""
+
+    shards: Mapping[str, UnitShards]
+    delivery: Delivery
+    before_first_run: Callable[[Program], None]
+    """Called with the program before it communicates for the first time: the ranks agree on it."""
+    is_new: Callable[[str], bool]
+    """True for a digest on which the ranks have not agreed."""
+    lockstep: Lockstep
+    """Told of every run of a phase that communicates."""
+    refresh: Callable[[], None]
+    """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
+    recorder: Recorder
+    arenas: Arenas
+    stashes: Mapping[type[Any], Stash]
+    """Where activations go, by the kind of the program's placeholder for it."""
+    updater: Callable[[Gradients], None] | None = None
+    """What steps the optimizer for the gradients of a unit, within a train step."""
+
+
+class Step:
+    """A rewritten program that runs: the callables that AOTAutograd calls.
+
+    AOTAutograd's boxes hold, for the forward, all inputs of the graph; for the backward, saved sizes, saved tensors,
+    parameters that the backward reads, and tangents. What it calls parameters here are husks without memory, unless the
+    full parameter is kept over the turn.
+    """
+
+    def __init__(self, traced: Program, program: Program, regions: RegionCache, session: Session) -> None:
+        self.program, self.session = program, session
+        self.saved: Sequence[fx.Node] = program.saved()
+        inputs = traced.nodes(Parameter, Input)
+        primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
+        self._position = {
+            op_of(n, Parameter).name: i for i, n in enumerate(primals) if isinstance(data(n).op, Parameter)
+        }
+        self._is_parameter = [isinstance(data(n).op, Parameter) for n in primals]
+        self._read = _parameters_read(program, Phase.BACKWARD)
+        self.reread: Sequence[int] = [self._position[name] for name in self._read]
+        self._kept = [op_of(node, WaitGather).unit for node in program.kept()]
+        self._units = {
+            unit.name: BoundUnit(session.shards[unit.name], unit, session.updater) for unit in program.layout.units
+        }
+        self._agreed = False
+        self._digest = program.digest()
+        self._communicates = {phase: program.phase(phase).volume() > 0 for phase in Phase}
+        self._flows = Flows(traced)
+        keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
+        self._has_copies = keeps or (session.updater is not None and program.layout.stage.optimizer_sharded)
+        checkpoints = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
+        self._lender = Lender(session.arenas, arena_bytes(program), checkpoints)
+        self._regions = regions.get_all(program.regions)
+        self._forward = self._load(program, Phase.FORWARD)
+        self._backward = self._load(program, Phase.BACKWARD) if program.has_backward else None
+        self.accumulating: Program | None = None
+        """The program whose backward holds gradients back, once there was one under `no_sync`."""
+        self._accumulate: Callable[[list[Any]], Any] | None = None
+
+    def _load(self, program: Program, phase: Phase) -> Callable[[list[Any]], Any]:
+        """The text of `phase`, ready to be called with what is not bound here: units and constants."""
+        bound: list[Any] = []
+        for node in inputs_of(program, phase):
+            op = data(node).op
+            if isinstance(op, Shards):
+                bound.append(self._units[op.unit])
+            elif isinstance(op, Input) and op.kind is Kind.CONSTANT:
+                bound.append(program.constants[node.name])
+        part = program.phase(phase)
+        digest, recorder = program.digest()[:12], self.session.recorder
+        track = Track(recorder, str(phase), digest, lines_of(program, phase)) if recorder.enabled else None
+        run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
+        lent = [
+            op for node in inputs_of(program, phase) if isinstance(op := data(node).op, (Arena, Stack, Away, Peers))
+        ]
+
+        def call(values: list[Any]) -> Any:
+            with contextlib.ExitStack() as loans:
+                given = [self._loan(op, values, loans) for op in lent]
+                return run([*bound, *given, *_drained(values)])
+
+        return call
+
+    def _loan(self, op: Arena | Stack | Away | Peers, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
+        """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
+        if isinstance(op, (Away, Peers)):
+            return self.session.stashes[type(op)]
+        if isinstance(op, Stack):
+            return loans.enter_context(self._lender.stack())
+        full = (tensor for value in values if isinstance(value, Full) for tensor in value.tensors)
+        return self._lender.arena([tensor for tensor in full if tensor is not None])
+
+    def forward(self, box: list[Any]) -> list[Any]:
+        """Run the forward; gives the outputs, then what AOTAutograd is to keep for the backward."""
+        # A full copy that is kept may be made under inference_mode and used in training later.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._run_forward(box)
+
+    def _run_forward(self, box: list[Any]) -> list[Any]:
+        lockstep = self.session.lockstep
+        kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
+        lockstep.enter_with_peers(kind)
+        meets = self._communicates[Phase.FORWARD] or self._has_copies  # the ranks compare their copies, too
+        if meets:
+            lockstep.enter(kind, self._digest, is_new=self.session.is_new(self._digest))
+        if meets or lockstep.peers is not None:
+            self._agree()
+        if self._has_copies:
+            self.session.refresh()
+        for stash in self.session.stashes.values():
+            stash.sweep()
+        husks = [box[index] for index in self.reread]
+        values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
+        box.clear()
+        outputs, crossing = self._forward(values)
+        full, saved = crossing[: len(self._kept)], crossing[len(self._kept) :]
+        sizes = [v for v, n in zip(saved, self.saved, strict=True) if is_symbolic(n.meta.get("val"))]
+        tensors = [v for v, n in zip(saved, self.saved, strict=True) if not is_symbolic(n.meta.get("val"))]
+        return [*outputs, *tensors, *self._carried(full, husks), *sizes]
+
+    def _agree(self) -> None:
+        """Compare the program with the other ranks', once; they have been told that this is about to come."""
+        if not self._agreed:
+            self.session.before_first_run(self.program)
+            self._agreed = True
+
+    def _carried(self, full: Sequence[Full], husks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is saved as the parameters that the backward reads: kept full ones, else the husks."""
+        kept = dict(zip(self._kept, full, strict=True))
+        carried = []
+        for name, husk in zip(self._read, husks, strict=True):
+            unit = self.program.layout.unit_of(name)
+            carried.append(kept[unit.name][unit.index(name)] if unit.name in kept else husk)
+        return carried
+
+    @torch.no_grad()
+    def backward(self, box: list[Any]) -> list[Any]:
+        """Run the backward, deliver the gradients of parameters; gives those of the other inputs."""
+        assert self._backward is not None, "a program without a backward has no gradients"
+        unreached = self._entered()
+        count = {True: 0, False: 0}
+        for node in self.saved:
+            count[is_symbolic(node.meta.get("val"))] += 1
+        end = count[True] + count[False]
+        sizes, tensors = iter(box[: count[True]]), iter(box[count[True] : end])
+        carried, tangents = box[end : end + len(self._read)], box[end + len(self._read) :]
+        box.clear()
+        saved = [next(sizes if is_symbolic(node.meta.get("val")) else tensors) for node in self.saved]
+        values = [*self._kept_full(carried), *saved, *tangents]
+        del saved, carried, tangents, tensors, sizes
+        run = self._backward if self.session.delivery.synchronises else self._accumulating()
+        try:
+            input_gradients, gradients = run(values)
+        finally:
+            for memory in {bound.shards.memory for bound in self._units.values()}:
+                memory.settle()
+        self.session.delivery.add(gradients, unreached)
+        others = iter(input_gradients)
+        return [None if is_parameter else next(others) for is_parameter in self._is_parameter]
+
+    def _entered(self) -> Unreached:
+        """Begin a backward; gives what tells afterwards which parameters no gradient has flowed to."""
+        self.session.lockstep.enter_with_peers(RunKind.BACKWARD)
+        delivery, flows = self.session.delivery, self._flows
+        flowing, delivery.flowing = delivery.flowing, None
+        # Autograd knows fewer results where AOTAutograd has put some of its own among them: which ones is not known.
+        known = flowing is not None and len(flowing) == len(self.program.results.outputs)
+        live = flows.live(flowing if known else None)
+        if not delivery.synchronises:
+            return lambda: flows.unreached(live)
+        live |= flows.around([name for bound in self._units.values() for name in bound.shards.names_held()])
+        if not self._communicates[Phase.BACKWARD]:
+            return lambda: flows.unreached(live)
+        # What is all of them on one rank need not be counted by groups, which another rank may have otherwise.
+        countable = ALL + len(flows.groups) < MOST  # else zeros are delivered where no gradient flows
+        marks = [ALL] if len(live) == len(flows.groups) or not countable else [ALL + 1 + number for number in live]
+        is_new = self.session.is_new(self._digest)
+        call = delivery.enter(RunKind.BACKWARD, self._digest, marks, flows.digest, is_new=is_new)
+        self._agree()
+        if self.session.updater is not None and not self.session.lockstep.communicator.separates:
+            self.session.lockstep.check()  # this backward updates: behind it, it would be too late
+        return lambda: _unreached(flows, call)
+
+    def _accumulating(self) -> Callable[[list[Any]], Any]:
+        """The backward that holds gradients back; made when it is first needed."""
+        if self._accumulate is None:
+            self.accumulating = ACCUMULATE(self.program)
+            verify(self.accumulating, (*ALWAYS, *ACCUMULATE.ensures), f"after {ACCUMULATE.name}")
+            self._accumulate = self._load(self.accumulating, Phase.BACKWARD)
+        return self._accumulate
+
+    def _kept_full(self, carried: Sequence[torch.Tensor]) -> list[Full]:
+        by_name = dict(zip(self._read, carried, strict=True))
+        units = [self.program.layout.unit(name) for name in self._kept]
+        return [Full(unit, [by_name.get(param.name) for param in unit.params]) for unit in units]
+
+
+def _unreached(flows: Flows, call: RollCall) -> Collection[str]:
+    """The parameters of a program that no gradient has flowed to on any rank.
+
+    Raises:
+        AgreementError: on every rank: losses leave out results on all of them, of programs that differ in these.
+    """
+    if ALL in call.marks:
+        return ()
+    if len(call.variants) > 1:
+        found = "give gradients through other results on some ranks than on others, and no loss has used them all"
+        raise AgreementError("the ranks' programs", found, "let the model return the same results on every rank")
+    return flows.unreached({mark - ALL - 1 for mark in call.marks if mark > ALL})
+
+
+def _drained(values: list[Any]) -> list[Any]:
+    """A copy of `values`, which is emptied: the program must hold the only references."""
+    copy = list(values)
+    values.clear()
+    return copy
+
+
+def _parameters_read(program: Program, phase: Phase) -> list[str]:
+    """Parameters that regions of `phase` read, in order of first use."""
+    names: dict[str, None] = {}
+    for call in program.nodes(Call, phase=phase):
+        op = op_of(call, Call)
+        for argument, item in program.regions[op.region].takes:
+            if item is not None:
+                names[program.layout.unit(op.units[argument]).params[item].name] = None
+    return list(names)

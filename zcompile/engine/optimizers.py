@@ -1,0 +1,162 @@
+"""Optimizers: pointed at shards, refused where their step would be wrong, and watched, so that steps are known."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zcompile._torch import local_tensor, no_torch_function
+from zcompile.engine.engine import Engine
+from zcompile.errors import OptimizerError
+from zcompile.model.sharding import Retired
+from zcompile.runtime.local_steps import LocalStep, LocalSteps
+from zcompile.runtime.shards import UnitShards
+
+
+def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
+    """Refuse steps that would be wrong, and take note of the others, for as long as `owner` lives.
+
+    torch's hooks on optimizers are for all of the process; these go with `owner`.
+    """
+    local_steps, stepping = LocalSteps(), WeakKeyDictionary[Optimizer, LocalStep]()
+
+    def names_in(optimizer: Optimizer) -> set[str]:
+        names = {id(param): name for shards in engine.shards.values() for name, param in shards.parameters.items()}
+        return {names[id(param)] for param in _parameters_of(optimizer) if id(param) in names}
+
+    def refuse_held(names: set[str]) -> None:
+        if held := names.intersection(engine.names_held()):
+            found = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
+            raise OptimizerError(min(held), found, "run the last micro-batch's backward outside of no_sync")
+
+    def before(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        start = engine.recorder.now()
+        _refuse_retired(optimizer, retired)
+        names = names_in(optimizer)
+        if not names:
+            return None
+        if engine.options.dtype is torch.bfloat16 and _called_by_scaler():
+            found = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
+            raise OptimizerError("GradScaler", found, "leave it out, or give it enabled=False")
+        bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+        closure: Any = bound.arguments.get("closure")
+        if closure is None:
+            refuse_held(names)
+        local = local_steps.begin(optimizer, optimizer.param_groups) if local_steps.wanted(optimizer) else None
+
+        def closed() -> Any:
+            loss = closure()  # it runs the backwards of this step
+            refuse_held(names)
+            if local is not None:
+                local.refresh()
+            return loss
+
+        if closure is not None:
+            bound.arguments["closure"] = closed
+        engine.recorder.begin_optimizer(start)
+        if local is not None:
+            stepping[optimizer] = local
+            return (local.optimizer, *bound.args[1:]), bound.kwargs
+        return None if closure is None else (bound.args, bound.kwargs)
+
+    def after(optimizer: Optimizer, *_: object) -> None:
+        if names_in(optimizer):
+            if (local := stepping.pop(optimizer, None)) is not None:
+                local.finish()
+            with no_torch_function():
+                idle = all(param.grad is None for param in _parameters_of(optimizer))
+            engine.freshness.step(idle=idle)
+            engine.recorder.end_optimizer()
+
+    for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+        weakref.finalize(owner, handle.remove)
+
+
+def _refuse_retired(optimizer: Optimizer, retired: Retired) -> None:
+    """Raise OptimizerError for an optimizer of parameters that shards have taken the place of."""
+    kind = type(optimizer).__name__
+    for param in _parameters_of(optimizer):
+        if id(param) in retired:
+            found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
+            fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
+            raise OptimizerError(retired[id(param)][1], found, fix)
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
+    """Raise OptimizerError for an optimizer that holds none of the model's parameters."""
+    params = {id(param) for param in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(param) in params for param in _parameters_of(optimizer)):
+            found = f"{type(optimizer).__name__} holds none of the model's parameters"
+            raise OptimizerError("optimizer", found, "give the optimizer that was built over model.parameters()")
+
+
+def point_at_shards(optimizers: Iterable[Optimizer], shards: Iterable[UnitShards], retired: Retired) -> None:
+    """Put shards in place of the parameters that they stand for, in the optimizers' groups and state.
+
+    State shaped like its parameter is sharded as the parameter is; other state (steps) stays.
+    """
+    by_name = {name: (unit, param) for unit in shards for name, param in unit.parameters.items()}
+    stands_for = {key: by_name[name] for key, (_, name) in retired.items()}
+    stands_for |= {id(param): (unit, param) for unit, param in by_name.values()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [_pointed(optimizer, param, stands_for) for param in group["params"]]
+
+
+def _pointed(
+    optimizer: Optimizer, old: torch.Tensor, stands_for: dict[int, tuple[UnitShards, nn.Parameter]]
+) -> torch.Tensor:
+    """What stands for `old` now; its state goes with it."""
+    if id(old) not in stands_for:
+        return old
+    unit, new = stands_for[id(old)]
+    if old is not new and old in optimizer.state:
+        state: dict[str, Any] = optimizer.state[old]
+        name = next(name for name, param in unit.parameters.items() if param is new)
+        optimizer.state[new] = {
+            key: unit.shard_of(name, local_tensor(value)) if _is_like(key, value, new) else _beside(value, new)
+            for key, value in state.items()
+        }
+        del optimizer.state[old]
+    return new
+
+
+def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """True for state that follows its parameter; a count of steps does not, though it may have a scalar's shape."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+
+
+def _beside(value: Any, new: torch.Tensor) -> Any:
+    """State that does not follow its parameter: on the host with it all the same, if that has gone there from a GPU."""
+    moves = isinstance(value, torch.Tensor) and new.device.type == "cpu" != value.device.type
+    return value.to(new.device) if moves else value
+
+
+def _called_by_scaler() -> bool:
+    """True within `GradScaler.step`: nothing but the stack knows that the gradients were scaled."""
+    frame = inspect.currentframe()
+    for _ in range(12):
+        frame = frame.f_back if frame else None
+        scaler = frame.f_locals.get("self") if frame else None
+        if isinstance(scaler, torch.amp.GradScaler):
+            return bool(scaler.is_enabled())
+    return False
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

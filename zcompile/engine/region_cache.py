@@ -1,0 +1,178 @@
+"""Regions compiled: once for each structure, whichever program calls them."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile._torch import compile_with_inductor, inductor_code, is_symbolic, replayed_random, saved_random
+from zcompile.engine.eager_regions import fit_kernels
+from zcompile.engine.region_strides import keep_strides
+from zcompile.ir.region import Region
+
+
+@dataclass
+class RegionCache:
+    """Compiled regions by structure, for all programs of one model."""
+
+    backend: str
+    rank: int = 0
+    ready: Callable[[], None] = lambda: None
+    """Returns when the backend may compile."""
+    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Spent compiling so far."""
+
+    def get_all(self, found: Mapping[str, Region]) -> dict[str, Callable[..., Any]]:
+        """All of `found` compiled, by name.
+
+        Each rank begins elsewhere: where ranks share Inductor's cache, one finds there what another has compiled.
+        Nobody waits for anybody, and a rank that finds nothing compiles all.
+        """
+        names = list(found)
+        start = int(len(names) * spread(self.rank))
+        for name in (*names[start:], *names[:start]):
+            self.get(found[name])
+        return {name: self.get(region) for name, region in found.items()}
+
+    def get(self, found: Region) -> Callable[..., Any]:
+        """`found` compiled; equal regions of any program compile once."""
+        key = found.key()
+        if key not in self.compiled:
+            started = time.perf_counter()
+            self.ready()
+            self.compiled[key] = _compile(found, self.backend)
+            self.seconds += time.perf_counter() - started
+        return self.compiled[key]
+
+
+def spread(rank: int) -> float:
+    """A place of its own in [0, 1) for each rank, those of any few neighbours far apart: 0, 1/2, 1/4, 3/4, 1/8, ..."""
+    return int(f"{rank:b}"[::-1], 2) / (1 << rank.bit_length())
+
+
+def generated_code(found: Region) -> str:
+    """What Inductor makes of a region, as text; it is compiled anew for that.
+
+    What keeps or replays a random generator's state is not Inductor's: of a region with such operations a line says so.
+    """
+    if any(_is_replay(node) for node in found.graph.nodes):
+        return "# It keeps or replays the state of a random number generator, and is compiled in pieces.\n"
+    module = _module(found)
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    keep_strides(module, inputs)
+    return inductor_code(module, inputs)
+
+
+def _module(found: Region) -> fx.GraphModule:
+    graph = fx.Graph()
+    result: Any = graph.graph_copy(found.graph, {}, return_output_node=True)
+    graph.output(result[0] if isinstance(result[0], tuple) else (result[0],))
+    root = torch.nn.Module()
+    for name, module in found.modules.items():
+        setattr(root, name, module)
+    return fx.GraphModule(root, graph)
+
+
+def _compile(found: Region, backend: str) -> Callable[..., Any]:
+    """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values."""
+    root = _module(found)
+    if backend == "eager":
+        fit_kernels(root.graph)
+    run = _by_inductor(root.graph, root) if backend == "inductor" else _boxed(root, root.graph)
+    takes, single = found.takes, len(found.outputs) == 1
+
+    def call(box: list[Any]) -> Any:
+        values = [box[index] if item is None else box[index][item] for index, item in takes]
+        box.clear()
+        results = run(values)
+        return results[0] if single else results
+
+    return call
+
+
+def _boxed(root: torch.nn.Module, graph: fx.Graph) -> Callable[[list[Any]], Any]:
+    """`graph` as Python that takes a list and empties it: each value is freed behind its last use."""
+    boxed = fx.Graph()
+    box = boxed.placeholder("box")
+    values: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        values[node] = boxed.call_function(operator.getitem, (box, index))
+    boxed.call_method("clear", (box,))
+    boxed.output(boxed.graph_copy(graph, values))
+    run: Callable[[list[Any]], Any] = fx.GraphModule(root, boxed).forward
+    return run
+
+
+def _by_inductor(graph: fx.Graph, root: torch.nn.Module) -> Callable[[list[Any]], Any]:
+    """`graph` compiled; Inductor does not take what keeps or replays a generator's state: it gets what lies between."""
+    if not any(_is_replay(node) for node in graph.nodes):
+        module = fx.GraphModule(root, graph)
+        inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        keep_strides(module, inputs)
+        return compile_with_inductor(module, inputs)
+    outer = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {node: outer.node_copy(node) for node in graph.find_nodes(op="placeholder")}
+    sizes = [node for node in values if is_symbolic(node.meta.get("val"))]
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    for replays, piece in itertools.groupby((n for call in calls for n in _with_items(call)), _is_replay):
+        if replays:
+            for node in piece:
+                values[node] = outer.node_copy(node, values.__getitem__)
+        else:
+            _append(outer, values, list(piece), sizes, root)
+    outer.output(fx.map_arg(graph.output_node().args[0], values.__getitem__))
+    return _boxed(root, outer)
+
+
+def _append(
+    outer: fx.Graph, values: dict[fx.Node, fx.Node], nodes: Sequence[fx.Node], sizes: list[fx.Node], root: Any
+) -> None:
+    """Append to `outer` a call of `nodes`, compiled; `values` are those of `outer` that are known."""
+    inside: dict[fx.Node, fx.Node] = {}
+    piece, members = fx.Graph(), set(nodes)
+    read = [source for node in nodes for source in node.all_input_nodes if source not in members]
+    taken = list(dict.fromkeys([*sizes, *(source for source in read if source.op != "get_attr")]))
+    given = [node for node in nodes if not members.issuperset(node.users)]
+    for node in taken:
+        inside[node] = piece.node_copy(node) if node.op == "placeholder" else piece.placeholder(node.name)
+        inside[node].meta = dict(node.meta)
+    for node in (*(source for source in read if source.op == "get_attr"), *nodes):
+        if node not in inside:
+            inside[node] = piece.node_copy(node, inside.__getitem__)
+    piece.output(tuple(inside[node] for node in given))
+    name = f"piece_{len(root._modules)}"
+    root.add_module(name, _Piece(_by_inductor(piece, root)))
+    called = outer.call_module(name, ([values[node] for node in taken],))
+    for index, node in enumerate(given):
+        values[node] = outer.call_function(operator.getitem, (called, index))
+
+
+class _Piece(torch.nn.Module):
+    """Something compiled, for a graph to call."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = run
+
+
+def _with_items(node: fx.Node) -> Iterator[fx.Node]:
+    """An operation and its results, if it has several, and theirs."""
+    yield node
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield from _with_items(user)
+
+
+def _is_replay(node: fx.Node) -> bool:
+    """True for a random operation whose generator's state is kept or given, and for its results."""
+    if node.target is operator.getitem:
+        return _is_replay(node.all_input_nodes[0])
+    return node.target in (saved_random, replayed_random)

@@ -1,0 +1,1 @@
+"""From torch.compile to a program."""

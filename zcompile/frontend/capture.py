@@ -1,0 +1,363 @@
+"""Capture: a `torch.compile` backend that turns AOTAutograd's joint graph into a Program.
+
+AOTAutograd keeps handling mutated buffers, aliased outputs, random numbers, saved tensors and dynamic shapes. It asks a
+partitioner to split the joint graph and compilers to compile the halves; we hand it stand-ins for the halves, whose
+saved values are those of the rewritten program, and callables that run that program.
+
+Capture knows nothing of ranks: what becomes of a program is the business of the `Lowering` that it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from zcompile._torch import (
+    aot_autograd,
+    is_symbolic,
+    no_donated_buffers,
+    no_rematerialization,
+    promise_no_donated_buffers,
+)
+from zcompile.errors import CaptureError
+from zcompile.ir.layout import Layout
+from zcompile.ir.ops import Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
+from zcompile.ir.parameter_views import is_view
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import set_results
+from zcompile.ir.spelling import free, identifier
+from zcompile.ir.tensor_type import TensorType
+
+
+class Runner(Protocol):
+    """A rewritten step that runs, with AOTAutograd's calling convention; it may be a weak proxy."""
+
+    saved: Sequence[fx.Node]
+    """Values that the forward hands to the backward, tensors first, then sizes."""
+    reread: Sequence[int]
+    """Inputs, by position, that are parameters which the backward reads: AOTAutograd is told that they are saved,
+    after the saved tensors; what it then carries is the full parameter where it is kept, and a husk elsewhere."""
+
+    def forward(self, box: list[Any]) -> list[Any]: ...
+
+    def backward(self, box: list[Any]) -> list[Any]: ...
+
+
+Lowering = Callable[[Program], Runner]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the traced inputs are called: names of parameters and others, buffers say, by identity; all module paths."""
+
+    parameters: Mapping[int, str]
+    others: Mapping[int, str]
+    modules: frozenset[str]
+    arguments: tuple[str, ...] = ()
+    """Names of the positional arguments of the traced module's forward."""
+    root: str = ""
+    """Path of the traced module in the model."""
+    apart: frozenset[int] = frozenset()
+    """Inputs, by identity, of which ranks have different parts."""
+
+    def of_input(self, target: str) -> str:
+        """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
+        plain = re.sub(r"^L_|_$", "", target).strip("_")
+        if (found := re.match(r"args_(\d+)", plain)) and int(found[1]) < len(self.arguments):
+            return self.arguments[int(found[1])] + plain[found.end() :]
+        return plain.removeprefix("kwargs_") or "x"
+
+    def source(self, node: fx.Node) -> str:
+        """Path of the module that a node (or the forward of a backward node) comes from."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        if not stack:
+            return self.root
+        words = re.findall(r"\w+", list(stack.values())[-1][0])
+        prefix = f"{self.root}." if self.root else ""
+        suffixes = (prefix + ".".join(words[start:]) for start in range(len(words)))
+        return next((path for path in suffixes if path in self.modules), self.root)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An input of a graph of Dynamo's: what it is called, the parameter that it is, and else what `Input.held` says."""
+
+    readable: str
+    parameter: str | None = None
+    held: str = ""
+
+
+@dataclass
+class Capture:
+    """The backend for one traced graph."""
+
+    names: Names
+    layout: Layout
+    lower: Lowering
+    inputs: list[Entry] = field(default_factory=list)
+    """The inputs of the Dynamo graph."""
+    runner: Runner | None = None
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        for node, value in zip(placeholders, example_inputs, strict=True):
+            name = self.names.parameters.get(id(value))
+            other = self.names.others.get(id(value))
+            is_argument = re.match(r"L_(args|kwargs)_", str(node.target)) and id(value) not in self.names.apart
+            held = "" if is_argument else other or "?"
+            self.inputs.append(Entry(name or other or self.names.of_input(str(node.target)), name, held))
+        _make_dense(module, {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)})
+        frontend = aot_autograd(
+            fw_compiler=self._forward,
+            bw_compiler=self._backward,
+            inference_compiler=self._inference,
+            partition_fn=self._partition,
+        )
+        with no_donated_buffers(), no_rematerialization():
+            compiled: Callable[..., Any] = frontend(module, example_inputs)
+        return compiled
+
+    def _partition(
+        self, joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        program = read_joint(joint, num_fwd_outputs, self.inputs, self.names, self.layout)
+        self.runner = self.lower(program)
+        return _stand_ins(joint, num_fwd_outputs, self.runner)
+
+    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert self.runner is not None, "AOTAutograd partitions before it compiles"
+        runner = self.runner
+        return _boxed(lambda box: runner.forward(box))
+
+    def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        promise_no_donated_buffers()
+        assert self.runner is not None, "AOTAutograd partitions before it compiles"
+        runner = self.runner
+        return _boxed(lambda box: runner.backward(box))
+
+    def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        (results,) = module.graph.output_node().args
+        count = len(results) if isinstance(results, (list, tuple)) else 1
+        runner = self.lower(read_joint(module, count, self.inputs, self.names, self.layout))
+        return _boxed(lambda box: runner.forward(box))
+
+
+def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
+    """Let embeddings give dense gradients, which can be averaged and sharded; with a warning for each."""
+    for node in module.graph.nodes:
+        if not callable(node.target) or getattr(node.target, "__name__", "") not in ("embedding", "embedding_bag"):
+            continue
+        try:
+            called = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        except (TypeError, ValueError):
+            continue  # no function of torch.nn.functional
+        if called.arguments.get("sparse"):
+            called.arguments["sparse"] = False
+            node.args, node.kwargs = called.args, called.kwargs
+            name = names.get(called.arguments["weight"], "an embedding")
+            warnings.warn(f"{name}: sparse=True asks for a sparse gradient; zcompile gives a dense one", stacklevel=2)
+    module.recompile()
+
+
+def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
+    """`run` under AOTAutograd's convention of one list that is emptied by the callee."""
+
+    def boxed(box: list[Any]) -> list[Any]:
+        return run(box)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_joint(
+    joint: fx.GraphModule, num_outputs: int, inputs: Sequence[Entry], names: Names, layout: Layout
+) -> Program:
+    """The joint graph (or a forward graph alone) of AOTAutograd as a Program.
+
+    Raises:
+        CaptureError: the code writes to a parameter, or returns one.
+    """
+    reader = _Reader(joint, inputs, names)
+    return reader.read(num_outputs, layout)
+
+
+class _Reader:
+    def __init__(self, joint: fx.GraphModule, inputs: Sequence[Entry], names: Names) -> None:
+        self.joint, self.inputs, self.names = joint, inputs, names
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.constants: dict[str, Any] = {}
+        self.modules: dict[str, fx.GraphModule] = {}
+        self.primals: list[tuple[fx.Node, str | None]] = []
+        described = joint.graph.output_node().meta.get("desc", ())
+        mutated = (getattr(getattr(one, "mutated_input", None), "idx", None) for one in described)
+        self.mutated = {index for index in mutated if index is not None}
+        """Inputs that the forward writes to."""
+        self.described = list(described)
+        """What AOTAutograd says of each result, those of the forward first, in the order in which autograd has them."""
+
+    def read(self, num_outputs: int, layout: Layout) -> Program:
+        for node in self.joint.graph.find_nodes(op="placeholder"):
+            self.values[node] = self._placeholder(node)
+        for node in self.joint.graph.find_nodes(op="get_attr"):
+            self.values[node] = self._attribute(node)
+        for node in self.joint.graph.nodes:
+            if node.op == "call_function":
+                self.values[node] = self._computation(node)
+        unused = self._results(num_outputs, layout)
+        program = Program(self.graph, layout, constants=self.constants, modules=self.modules, unused=frozenset(unused))
+        _refuse_returned_parameters(program)
+        return program
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        kind = type(node.meta.get("desc")).__name__
+        if kind == "TangentAOTInput":
+            of = getattr(node.meta["desc"], "output", None)
+            result = self.described.index(of) if of in self.described else None
+            op = Input(Kind.TANGENT, len(self.values) - len(self.primals), result=result)
+            return self._copy(node, Data(op, Phase.BACKWARD), node.name)
+        # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors say which one it means.
+        index = getattr(node.meta.get("desc"), "idx", None)
+        entry = self.inputs[index] if index is not None else Entry(node.name, held="?")
+        data_input = Input(Kind.DATA, len(self.primals), index in self.mutated, entry.held)
+        held = Data(Parameter(entry.parameter) if entry.parameter else data_input)
+        self.primals.append((node, entry.parameter))
+        return self._copy(node, held, identifier(entry.readable))
+
+    def _attribute(self, node: fx.Node) -> fx.Node:
+        value = _attribute(self.joint, str(node.target))
+        if isinstance(value, fx.GraphModule):
+            self.modules[str(node.target)] = value
+            return self._copy(node, Data(Compute()), node.name)
+        copied = self.graph.create_node("placeholder", f"primals_{node.name}", name=node.name)
+        copied.meta = {**node.meta, "val": node.meta.get("val", value), "partitioner_tag": "is_forward"}
+        self.constants[copied.name] = value
+        return set_data(copied, Data(Input(Kind.CONSTANT, len(self.constants) - 1), type=TensorType.of(value)))
+
+    def _computation(self, node: fx.Node) -> fx.Node:
+        backward = "backward" in str(node.meta.get("partitioner_tag", ""))
+        is_item = node.target is operator.getitem and isinstance(_value(node.all_input_nodes[0]), (tuple, list))
+        op = Item(int(str(node.args[1]))) if is_item else Compute()
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        view = is_view(node.all_input_nodes[0] if is_item else node)
+        return self._copy(node, Data(op, phase, source=self.names.source(node), view=view), node.name)
+
+    def _copy(self, node: fx.Node, held: Data, name: str) -> fx.Node:
+        copied = self.graph.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, self.values.__getitem__),
+            fx.map_arg(node.kwargs, self.values.__getitem__),
+            name=free(name),
+        )
+        copied.meta = dict(node.meta)
+        found = TensorType.of(node.meta.get("val"))
+        return set_data(copied, Data(held.op, held.phase, found, held.source, view=held.view))
+
+    def _results(self, num_outputs: int, layout: Layout) -> set[str]:
+        """End the graph; returns the trainable parameters that get no gradient."""
+        (returned,) = self.joint.graph.output_node().args
+        values = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        values = [self.values[value] if isinstance(value, fx.Node) else value for value in values]
+        self._refuse_mutated_parameters()
+        by_primal = list(zip(self.primals, values[num_outputs:], strict=False))
+        gradients = {name: grad for (_, name), grad in by_primal if name and grad is not None}
+        set_results(
+            self.graph,
+            outputs=values[:num_outputs],
+            input_gradients=[grad for (_, name), grad in by_primal if not name],
+            gradients=gradients,
+        )
+        return {*layout.trainable} - gradients.keys()
+
+    def _refuse_mutated_parameters(self) -> None:
+        for index in sorted(self.mutated):
+            if name := self.inputs[index].parameter:
+                fix = "keep what changes in a buffer, or change parameters between steps"
+                raise CaptureError(name, "the model's forward writes to this parameter", fix)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _attribute(root: torch.nn.Module, path: str) -> Any:
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _refuse_returned_parameters(program: Program) -> None:
+    for index, value in enumerate(program.results.outputs):
+        root = value
+        while isinstance(root, fx.Node) and data(root).view:
+            root = root.all_input_nodes[0]
+        if isinstance(root, fx.Node) and isinstance(data(root).op, Parameter):
+            found = f"result {index} of the model is this parameter (or a view of it), which is not full after the call"
+            raise CaptureError(op_of(root, Parameter).name, found, "return a copy: .clone()")
+
+
+# -- stand-ins --------------------------------------------------------------------------------------------------------
+
+
+def _stand_in(*_: object) -> None:
+    """Stands in AOTAutograd's graphs for whatever the rewritten program computes."""
+
+
+def _stand_ins(joint: fx.GraphModule, num_outputs: int, runner: Runner) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graphs with the right inputs, outputs and saved values, and nothing in between."""
+    (returned,) = joint.graph.output_node().args
+    results: list[Any] = list(returned)  # type: ignore[arg-type]
+    described = joint.graph.output_node().meta.get("desc", [None] * len(results))
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    tangents = [n for n in placeholders if type(n.meta.get("desc")).__name__ == "TangentAOTInput"]
+    primals = [n for n in placeholders if n not in tangents]
+    sizes = [node for node in runner.saved if is_symbolic(node.meta.get("val"))]
+    tensors = [node for node in runner.saved if node not in sizes]
+
+    forward = _Standing(joint)
+    entries = [forward.input(node) for node in primals]
+    full = [entries[index] for index in runner.reread]
+    outputs = [forward.value(v) if isinstance(v, fx.Node) else v for v in results[:num_outputs]]
+    saved = [*map(forward.value, tensors), *full, *map(forward.value, sizes)]
+    forward.graph.output((*outputs, *saved)).meta["desc"] = [*described[:num_outputs], *([None] * len(saved))]
+
+    backward = _Standing(joint)
+    for node in (*sizes, *tensors, *full, *tangents):
+        backward.input(node)
+    gradients = [backward.value(v) if isinstance(v, fx.Node) else v for v in results[num_outputs:]]
+    backward.graph.output(tuple(gradients)).meta["desc"] = described[num_outputs:]
+    return forward.module(), backward.module()
+
+
+class _Standing:
+    """A graph of placeholders and stand-ins."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self.graph = fx.Graph()
+        self.root = root
+
+    def input(self, node: fx.Node) -> fx.Node:
+        made = self.graph.create_node("placeholder", node.name, name=node.name)
+        made.meta = dict(node.meta)
+        return made
+
+    def value(self, node: fx.Node) -> fx.Node:
+        made = self.graph.call_function(_stand_in)
+        made.meta = dict(node.meta)
+        return made
+
+    def module(self) -> fx.GraphModule:
+        return fx.GraphModule(self.root, self.graph)

@@ -1,0 +1,72 @@
+"""Places: which lines of a program take memory of an arena, how much of it, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from zcompile.ir.layout import Param
+from zcompile.ir.ops import AllGather, GatherAhead, Phase, Reduce, Release, data, op_of
+from zcompile.ir.packing import Interval, aligned
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import sent_dtype
+
+
+def placeable(program: Program) -> dict[fx.Node, Interval]:
+    """The lines that may have a place, with the bytes that they need in it and the lines between which they do.
+
+    Left out is what outlives the step: copies that are kept, and units that the step before has gathered.
+    """
+    if program.layout.world == 1:
+        return {}
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    ahead = {op_of(node, GatherAhead).unit for node in program.nodes(GatherAhead)}
+    found = {}
+    for node in program.nodes(AllGather, Reduce):
+        op, forward = data(node).op, data(node).phase is Phase.FORWARD
+        if isinstance(op, AllGather) and (op.keep or (forward and op.unit in ahead)):
+            continue
+        if nbytes := place_bytes(program, node):
+            found[node] = replace(lifetime(node, position), nbytes=nbytes)
+    return found
+
+
+def lifetime(node: fx.Node, position: Mapping[fx.Node, int]) -> Interval:
+    """From its line to a gather's release, or to the wait of a reduction; to the end where there is none."""
+    waits = list(node.users)
+    releases = [user for wait in waits for user in wait.users if isinstance(data(user).op, Release)]
+    ends = releases if isinstance(data(node).op, AllGather) else waits
+    return Interval(0, position[node], max((position[end] for end in ends), default=len(position)))
+
+
+def place_bytes(program: Program, node: fx.Node) -> int:
+    """Bytes of the place of a gather or a reduction; of the latter, what is copied to be sent as a whole.
+
+    Each message has its part, and behind that of several parameters each of them, as they are copied out of it.
+    """
+    op = data(node).op
+    assert isinstance(op, (AllGather, Reduce)), f"{node.name} takes no place"
+    total = 0
+    for params in program.messages(op):
+        message = sum(param.padded_numel for param in params) * sent_dtype(op, params[0]).itemsize
+        if isinstance(op, Reduce):
+            total += aligned(message) if _is_copied(op, params) else 0
+            continue
+        total += aligned(message)
+        if len(params) > 1:
+            total += sum(aligned(param.padded_bytes) for param in params)
+    return total
+
+
+def _is_copied(op: Reduce, params: list[Param]) -> bool:
+    """True for a message that is copied as a whole before it is scattered."""
+    if not op.scatter or not params[0].shards:
+        return False
+    if len(params) > 1:
+        return True
+    (param,) = params
+    kind = sent_dtype(op, param)
+    pieces = op.bucket is not None and param.padded_numel * kind.itemsize > op.bucket
+    return not pieces and (param.padded_numel != param.numel or kind is not param.full_dtype)

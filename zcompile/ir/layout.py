@@ -1,0 +1,226 @@
+"""How parameters are divided: stages, parameters, units, and the layout that holds them.
+
+Vocabulary: a *unit* is the parameters gathered and released together; a *shard* is what this rank keeps of a
+parameter; *full* is the whole parameter; *padded* is rounded up for the world.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from zcompile.errors import ModelError
+from zcompile.ir.spelling import identifier
+
+SMALL_BYTES = 64 * 1024
+"""A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One ZeRO stage as three choices (Rajbhandari et al., "ZeRO", SC 2020, section 5): what is sharded."""
+
+    number: int
+    optimizer_sharded: bool
+    gradients_sharded: bool
+    parameters_sharded: bool
+
+    @property
+    def volume(self) -> int:
+        """Communication in units of Ψ elements times (N-1)/N, as each rank sends in one step (section 7)."""
+        return 3 if self.parameters_sharded else 2
+
+
+STAGES = (
+    Stage(0, optimizer_sharded=False, gradients_sharded=False, parameters_sharded=False),
+    Stage(1, optimizer_sharded=True, gradients_sharded=False, parameters_sharded=False),
+    Stage(2, optimizer_sharded=True, gradients_sharded=True, parameters_sharded=False),
+    Stage(3, optimizer_sharded=True, gradients_sharded=True, parameters_sharded=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter and the number of shards it is split into on dim 0 (0: every rank keeps it whole)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of the shard, of the optimizer's state and of the gradient that the optimizer gets."""
+    trainable: bool = True
+    shards: int = 0
+    compute_dtype: torch.dtype | None = None
+    """In which it is gathered and computed with; None: in its own."""
+    reduction_dtype: torch.dtype | None = None
+    """In which its gradient is averaged; None: in that of the full parameter."""
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        return self.compute_dtype or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.reduction_dtype or self.full_dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Rows of dim 0 in one padded shard, as `torch.chunk` and `Shard(0)` divide: the tail is short."""
+        height = self.shape[0] if self.shape else 1
+        return -(-height // self.shards) if self.shards else height
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one padded shard."""
+        return self.rows * math.prod(self.shape[1:])
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_numel * max(self.shards, 1)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of the full parameter, padded for the world."""
+        return self.padded_numel * self.full_dtype.itemsize
+
+    @property
+    def is_small(self) -> bool:
+        """True for a parameter of at most SMALL_BYTES: biases, norms."""
+        return self.nbytes <= SMALL_BYTES
+
+    def shard_rows(self, rank: int) -> tuple[int, int]:
+        """The rows [start, stop) of dim 0 that `rank` keeps, padding left out."""
+        height = self.shape[0] if self.shape else 1
+        index = rank if self.shards else 0
+        return min(index * self.rows, height), min((index + 1) * self.rows, height)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters gathered and released together.
+
+    `messages` says which of them travel in one collective: indices into `params`. A message of one parameter goes
+    straight from and into contiguous memory; a message of several is packed.
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    modules: tuple[str, ...] = ()
+    messages: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            object.__setattr__(self, "messages", tuple((index,) for index in range(len(self.params))))
+
+    @property
+    def identifier(self) -> str:
+        """The name as Python spells it in a printed program."""
+        return identifier(self.name)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(param.nbytes for param in self.params)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What parameters of this unit are cast to when it is gathered; None if none of them is."""
+        return next((param.compute_dtype for param in self.params if param.compute_dtype), None)
+
+    @property
+    def reduction_dtype(self) -> torch.dtype | None:
+        """What gradients of this unit are cast to when they are reduced; None if none of them is."""
+        return next((param.reduction_dtype for param in self.params if param.reduction_dtype), None)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(param.name for param in self.params)
+
+    def index(self, name: str) -> int:
+        return next(index for index, param in enumerate(self.params) if param.name == name)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All units of a model in the order of its modules, and the stage and world they are laid out for."""
+
+    units: tuple[Unit, ...]
+    stage: Stage = STAGES[3]
+    world: int = 1
+    tensor_parallel: int = 1
+    """Ranks that each have a part of the model: this is the layout of one part over the ranks that have the same."""
+    away: bool = False
+    """True if shards are in the memory of the host, from which a gather copies them to the device first."""
+    _by_name: dict[str, Unit] = field(init=False, repr=False, compare=False)
+    _by_param: dict[str, Unit] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {unit.name: unit for unit in self.units})
+        object.__setattr__(self, "_by_param", {param.name: unit for unit in self.units for param in unit.params})
+        if len(self._by_name) != len(self.units):
+            raise ModelError("units", "two units have one name", "give every unit a name of its own")
+
+    def unit(self, name: str) -> Unit:
+        return self._by_name[name]
+
+    def has_unit(self, name: str) -> bool:
+        return name in self._by_name
+
+    def gathered_bytes(self, unit: str) -> int:
+        """Bytes that a gather of `unit` takes: full, padded parameters, but for a shard there that is full already."""
+        params = (p for p in self._by_name[unit].params if p.shards > 1 or p.compute_dtype or self.away)
+        return sum(param.padded_bytes for param in params)
+
+    def must_gather(self, unit: str) -> bool:
+        """True if regions cannot read what a rank keeps of `unit`: it is sharded, or of another dtype."""
+        return self.stage.optimizer_sharded or self._by_name[unit].compute_dtype is not None
+
+    def unit_of(self, param: str) -> Unit:
+        return self._by_param[param]
+
+    def param(self, name: str) -> Param:
+        unit = self._by_param[name]
+        return unit.params[unit.index(name)]
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        return tuple(param for unit in self.units for param in unit.params)
+
+    @cached_property
+    def trainable(self) -> dict[str, Param]:
+        return {param.name: param for param in self.params if param.trainable}
+
+    def with_units(self, units: tuple[Unit, ...]) -> Layout:
+        return replace(self, units=units)
+
+    def restricted(self, names: Collection[str]) -> Layout:
+        """This layout with only the parameters called `names`, and without units that have none of them."""
+        kept = ((unit, tuple(p for p in unit.params if p.name in names)) for unit in self.units)
+        return self.with_units(tuple(Unit(unit.name, params, unit.modules) for unit, params in kept if params))
+
+    def over(self, world: int) -> Layout:
+        """This layout with what is sharded in as many shards as `world`."""
+        units = tuple(
+            replace(unit, params=tuple(replace(p, shards=world) if p.shards else p for p in unit.params))
+            for unit in self.units
+        )
+        return replace(self, units=units, world=world)
+
+    def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:
+        """This layout with the `requires_grad` flags of the moment of capture."""
+        return self.with_units(
+            tuple(
+                replace(unit, params=tuple(replace(p, trainable=trainable[p.name]) for p in unit.params))
+                for unit in self.units
+            )
+        )

@@ -1,0 +1,61 @@
+"""Liveness: the last line that needs a value's memory, and which values show one memory."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zcompile.ir.ops import Call, Item, Reduce, Store, WaitReduce, data, op_of
+from zcompile.ir.program_graph import ProgramGraph
+
+
+def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
+    """The last line that needs the memory of each value that a line makes, views of it and messages included."""
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    alone = program.layout.world == 1
+    last: dict[fx.Node, fx.Node] = {}
+    for node in reversed(program.graph.nodes):
+        needs = [node, *(last[user] if _carries(node, user, alone) else user for user in node.users)]
+        if isinstance(data(node).op, Item):
+            beside = (item for item in node.all_input_nodes[0].users if item in last)
+            needs += [last[item] for item in beside if may_show(program, item, node)]
+        last[node] = max(needs, key=position.__getitem__)
+    return {node: end for node, end in last.items() if _comes_and_goes(node)}
+
+
+def _comes_and_goes(node: fx.Node) -> bool:
+    """True for a value with memory of its own that is there while the value is; the stack always is."""
+    return node.op == "call_function" and data(node).nbytes > 0 and not isinstance(data(node).op, Store)
+
+
+def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
+    """True if `user` gives on the memory of `node`, or may: which argument a region's view shows is not known."""
+    match data(user).op:
+        case Reduce():
+            return True  # its result arrives when it has been waited for
+        case WaitReduce():
+            return alone or not op_of(node, Reduce).scatter  # an all_reduce averages in place
+        case Call():
+            return data(user).view or any(data(item).view for item in user.users)
+        case _:
+            return data(user).view
+
+
+def may_show(program: ProgramGraph, view: object, value: fx.Node) -> bool:
+    """True if `view` may show the memory of `value`: as a view of it, or as another result of the same call."""
+    if not isinstance(view, fx.Node) or not data(view).view:
+        return False
+    (source,) = view.all_input_nodes if isinstance(data(view).op, Item) else (None,)
+    if source is None or source not in value.all_input_nodes:
+        return value in view.all_input_nodes
+    if not isinstance(data(source).op, Call):
+        return True
+    outputs = program.regions[op_of(source, Call).region].outputs
+    one, other = (owner_of(outputs[op_of(node, Item).index]) for node in (view, value))
+    return one is other
+
+
+def owner_of(node: fx.Node) -> fx.Node:
+    """The value of a region whose memory `node` shows."""
+    while data(node).view:
+        node = node.all_input_nodes[0]
+    return node

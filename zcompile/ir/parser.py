@@ -1,0 +1,437 @@
+"""A printed program back as a Program: the inverse of `zcompile.ir.printer`, used to write and to test passes.
+
+What stands in the margin is read too: types make the values, the source column says where a value comes from.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import operator
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile._torch import FakeTensorMode
+from zcompile.errors import ParseError
+from zcompile.ir import ops
+from zcompile.ir.layout import STAGES, Layout, Param, Unit
+from zcompile.ir.operators import known
+from zcompile.ir.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, op_of, set_data
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import set_results
+from zcompile.ir.region import Region
+from zcompile.ir.spelling import unescaped
+from zcompile.ir.tensor_type import TensorType, dtype_of
+
+_MARGIN = re.compile(
+    r"#\s*(?P<types>(?:=?&?\w+\[[^\]]*\](?:@\d+)?(?:,\s*)?)*)\s*"
+    r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
+)
+_KEPT: dict[str, Op] = {"arena": ops.Arena(), "stack": ops.Stack(), "away": ops.Away()}
+_UNARY: dict[Any, Op] = {
+    ops.copy: ops.Copy(), ops.store: ops.Store(), ops.stash: ops.Stash(), ops.fetch: ops.Fetch()
+}  # fmt: skip
+
+
+def parse(text: str) -> Program:
+    """The program that `Program.text(regions=True)` printed.
+
+    Raises:
+        ParseError: with the line that is not part of a printed program.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ParseError(f"line {error.lineno}", error.msg, "parse what Program.text(regions=True) printed") from error
+    return _Parser(tree, _margins(text)).program()
+
+
+@dataclass(frozen=True, slots=True)
+class _Type:
+    """The type of one value in a margin, None for a size; whether it shares another value's memory, or keeps more.
+
+    `replicated`: whether all ranks of a model-parallel mesh have it.
+    """
+
+    type: TensorType | None = None
+    view: bool = False
+    replicated: str = ""
+    storage: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> _Type:
+        if "int[]" in text:
+            return cls()
+        storage = int(text.partition("@")[2] or 0)
+        return cls(TensorType.parse(text), "&" in text, "=" if text.startswith("=") else "", storage)
+
+    def data(self, op: Op, phase: Phase, source: str) -> Data:
+        """The data of a value of this type."""
+        return Data(
+            op, phase, self.type, unescaped(source), view=self.view, replicated=self.replicated, storage=self.storage
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Margin:
+    types: tuple[_Type, ...] = ()
+    source: str = ""
+
+    @property
+    def first(self) -> _Type:
+        return self.types[0] if self.types else _Type()
+
+
+def _margins(text: str) -> dict[int, _Margin]:
+    margins = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and (found := _MARGIN.match(token.string)):
+            try:
+                types = tuple(map(_Type.parse, re.findall(r"=?&?\w+\[[^\]]*\](?:@\d+)?", found["types"])))
+            except ValueError as error:
+                fix = "write it as programs are printed, such as f32[8, s0=256]"
+                raise ParseError(f"line {token.start[0]}", f"no type: {error}", fix) from error
+            margins[token.start[0]] = _Margin(types, found["source"].strip())
+    return margins
+
+
+@dataclass
+class _Scope:
+    """A graph being filled, and the names defined so far."""
+
+    graph: fx.Graph
+    phase: Phase
+    names: dict[str, Any] = field(default_factory=dict)
+
+
+class _Parser:
+    def __init__(self, tree: ast.Module, margins: dict[int, _Margin]) -> None:
+        self.margins = margins
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.constants = {
+            target.id: _literal(statement.value)
+            for statement in tree.body
+            if isinstance(statement, ast.Assign)
+            for target in statement.targets
+            if isinstance(target, ast.Name)
+        }
+        self.functions = [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]
+        self.layout = self._layout()
+        self.regions: dict[str, Region] = {}
+
+    def program(self) -> Program:
+        for function in self.functions:
+            if function.name not in ("forward", "backward"):
+                self.regions[function.name] = self._region(function)
+        graph, results = fx.Graph(), dict[str, Any]()
+        scope = _Scope(graph, Phase.FORWARD)
+        for function in self.functions:
+            if function.name in ("forward", "backward"):
+                scope.phase = Phase(function.name)
+                self._phase(function, scope, results)
+        if "outputs" not in results:
+            raise ParseError("the text", "has no function `forward`", "parse what Program.text(regions=True) printed")
+        for unit in self.layout.units if self.regions else ():
+            if unit.name not in {op_of(n, Shards).unit for n in graph.find_nodes(op="placeholder") if _is_shards(n)}:
+                name = unit.identifier
+                set_data(graph.create_node("placeholder", name, name=name), Data(Shards(unit.name)))
+        _placeholders_first(graph)
+        set_results(graph, **results)
+        flagged = (text.split() for texts in self.constants.get("units", {}).values() for text in texts)
+        unused = frozenset(unescaped(words[0]) for words in flagged if "unused" in words[1:])
+        return Program(graph, self.layout, self.regions, unused=unused)
+
+    # -- units ----------------------------------------------------------------------------------------------------
+
+    def _layout(self) -> Layout:
+        world, stage = self.constants.get("world", 1), STAGES[self.constants.get("stage", 3)]
+        packed = self.constants.get("packed", {})
+        units = []
+        for name, texts in self.constants.get("units", {}).items():
+            params = tuple(_param(text, world) for text in texts)
+            unit = Unit(name, params, _modules(name, params))
+            if name in packed:
+                together = [tuple(message) for message in packed[name]]
+                alone = [(i,) for i in range(len(params)) if not any(i in message for message in together)]
+                unit = replace(unit, messages=tuple(sorted((*alone, *together))))
+            units.append(unit)
+        parts, away = self.constants.get("tensor_parallel", 1), self.constants.get("shards") == "cpu"
+        return Layout(tuple(units), stage, world, parts, away)
+
+    # -- functions ------------------------------------------------------------------------------------------------
+
+    def _region(self, function: ast.FunctionDef) -> Region:
+        scope = _Scope(fx.Graph(), Phase.FORWARD)
+        takes = []
+        for name, line in _unboxed(function):
+            margin = self._margin(line)
+            takes.append(_take(margin.source, line))
+            node = scope.graph.create_node("placeholder", name, name=name)
+            scope.names[name] = self._typed(node, Data(Input(Kind.DATA, len(takes) - 1), type=margin.first.type))
+        *body, end = function.body[1:]
+        for statement in body:
+            self._statement(statement, scope)
+        assert isinstance(end, ast.Return), "a region ends in a return"
+        values = self._value(end.value, scope)
+        set_data(scope.graph.output(tuple(values) if len(values) > 1 else values[0]), Data(ops.Results()))
+        return Region(function.name, scope.graph, tuple(takes))
+
+    def _phase(self, function: ast.FunctionDef, scope: _Scope, results: dict[str, Any]) -> None:
+        for name, line in _unboxed(function):
+            if name not in scope.names:
+                scope.names[name] = self._input(name, self._margin(line), scope)
+        *body, end = function.body[1:]
+        for statement in body:
+            self._statement(statement, scope)
+        if not isinstance(end, ast.Return) or not isinstance(end.value, ast.Tuple):
+            raise ParseError(f"line {end.lineno}", "a phase ends in two lists", "end it with `return [...], [...]`")
+        first, second = (self._value(value, scope) for value in end.value.elts)
+        if scope.phase is Phase.FORWARD:
+            results["outputs"] = first
+        else:
+            results["input_gradients"] = first
+            results["gradients" if isinstance(second, dict) else "reduced"] = second
+
+    def _input(self, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
+        kind, _, rest = margin.source.partition(" ")
+        index = len(scope.graph.find_nodes(op="placeholder"))
+        op: Op
+        if kind == "unit":
+            op = Shards(unescaped(rest))
+        elif kind == "parameter":
+            op = Parameter(unescaped(rest))
+        elif kind in _KEPT:
+            op = _KEPT[kind]
+        elif kind == "peers":
+            op = ops.Peers(int(rest))
+        else:
+            held = "mesh" if kind == "mesh" and margin.first.type is None else ""
+            op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated", held)
+        phase = scope.phase if kind == "tangent" else Phase.FORWARD
+        source = margin.source if isinstance(op, Input) and op.kind is Kind.DATA and not op.mutated else ""
+        found = margin.first
+        prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
+        node = scope.graph.create_node("placeholder", f"{prefix}_{index}", name=name)
+        node.meta["partitioner_tag"] = "is_backward" if kind == "tangent" else "is_forward"
+        return self._typed(
+            node, Data(op, phase, found.type, unescaped(source), view=found.view, replicated=found.replicated)
+        )
+
+    # -- statements -----------------------------------------------------------------------------------------------
+
+    def _statement(self, statement: ast.stmt, scope: _Scope) -> None:
+        margin = self._margin(statement.lineno)
+        match statement:
+            case ast.Delete():
+                return
+            case ast.Expr(value=ast.Call() as call):
+                self._call(call, "release", margin, scope)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
+                scope.names[name] = self._call(call, name, margin, scope)
+            case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call() as call):
+                margin = self._margin(call.lineno)
+                source = self._call(call, "", replace(margin, types=()), scope)
+                lines = sorted({element.lineno for element in elements})
+                types = tuple(found for line in lines for found in self._margin(line).types)
+                self._items(source, elements, replace(margin, types=types), scope)
+            case _:
+                raise ParseError(
+                    f"line {statement.lineno}", f"{ast.unparse(statement)!r} is no statement of a program",
+                    "write assignments of calls, releases, del and return",
+                )  # fmt: skip
+
+    def _items(self, source: fx.Node, elements: list[ast.expr], margin: _Margin, scope: _Scope) -> None:
+        types = iter(margin.types)
+        for index, element in enumerate(elements):
+            if isinstance(element, ast.Name) and element.id != "_":
+                node = scope.graph.create_node("call_function", operator.getitem, (source, index), name=element.id)
+                held = next(types, _Type()).data(Item(index), scope.phase, margin.source)
+                scope.names[element.id] = self._typed(node, held)
+
+    def _call(self, call: ast.Call, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
+        args = [self._value(arg, scope) for arg in call.args]
+        kwargs = {keyword.arg: self._value(keyword.value, scope) for keyword in call.keywords if keyword.arg}
+        text = ast.unparse(call.func)
+        target: Callable[..., Any]
+        if text in self.regions:
+            target, args = ops.region, [text, *args]
+        elif text in ops.NAMES:
+            target = getattr(ops, text)
+        else:
+            target = known(text)
+            if not callable(target):
+                raise _undefined(call.func)
+        node = scope.graph.create_node("call_function", target, tuple(args), kwargs, name=name or _default_name(text))
+        node.meta["partitioner_tag"] = f"is_{scope.phase}"
+        op = _op(node, self.layout, self.regions, margin.source)
+        return self._typed(node, margin.first.data(op, scope.phase, margin.source))
+
+    def _value(self, expression: ast.expr | None, scope: _Scope) -> Any:
+        match expression:
+            case ast.Name(id=name) if name in scope.names:
+                return scope.names[name]
+            case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
+                return (self._value(value, scope), self._value(lower, scope), self._value(upper, scope))
+            case ast.Call(func=function, args=[ast.Constant(value=str() as text)], keywords=[]):
+                return _made(ast.unparse(function), text, expression)
+            case ast.List(elts=elements):
+                return [self._value(element, scope) for element in elements]
+            case ast.Tuple(elts=elements):
+                return tuple(self._value(element, scope) for element in elements)
+            case ast.Dict(keys=keys, values=values):
+                return {_literal(k): self._value(v, scope) for k, v in zip(keys, values, strict=True) if k}
+            case ast.Constant(value=value):
+                return value
+            case ast.UnaryOp() | ast.BinOp():
+                return _literal(expression)
+            case ast.Attribute() if (found := known(ast.unparse(expression))) is not None:
+                return found
+            case _:
+                raise _undefined(expression)
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def _margin(self, line: int) -> _Margin:
+        return self.margins.get(line, _Margin())
+
+    def _typed(self, node: fx.Node, held: Data) -> fx.Node:
+        if held.type is not None:
+            with self.mode:
+                node.meta["val"] = torch.empty(held.type.shape, dtype=held.type.dtype)
+        return set_data(node, held)
+
+
+def _made(function: str, text: str, expression: ast.expr) -> Any:
+    """What the calls that are printed as arguments give: `torch.device('cuda:0')`, `float('inf')`."""
+    try:
+        if function == "torch.device":
+            return torch.device(text)
+        if function == "float":
+            return float(text)
+    except (RuntimeError, ValueError) as error:
+        raise ParseError(f"line {expression.lineno}", str(error).partition("\n")[0], "spell it right") from error
+    raise _undefined(expression)
+
+
+def _literal(expression: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(expression)
+    except ValueError:
+        raise _undefined(expression) from None
+
+
+def _undefined(expression: ast.expr | None) -> ParseError:
+    text, line = (ast.unparse(expression), expression.lineno) if expression else ("nothing", "?")
+    fix = "define it above, or spell it right: operators, dtypes and what else programs are printed with are known"
+    return ParseError(f"line {line}", f"{text!r} is not defined here", fix)
+
+
+def _is_shards(node: fx.Node) -> bool:
+    return isinstance(data(node).op, Shards)
+
+
+def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: str) -> Op:
+    """What a call is, from the function it names and the values it takes."""
+    first = node.args[0] if node.args else None
+    source = data(first).op if isinstance(first, fx.Node) else None
+    unit: str = getattr(source, "unit", "")
+    if node.target is ops.region:
+        # The margin says what the call is meant to read; its arguments, what it does read.
+        units = [name for name in map(unescaped, source_text.split(" + ")) if layout.has_unit(name)]
+        reads = {argument for argument, item in regions[str(first)].takes if item is not None}
+        return Call(str(first), tuple(units[: len(reads)]))
+    if node.target is ops.all_gather:
+        return ops.AllGather(unit, bool(node.kwargs.get("keep", False)), _dtype(node), _place(node))
+    if node.target in (ops.reduce_scatter, ops.all_reduce):
+        grads: Any = node.args[1]
+        named = zip(layout.unit(unit).params, grads, strict=True)
+        params = tuple(param.name for param, grad in named if grad is not None)
+        bucket: Any = node.kwargs.get("bucket")
+        return ops.Reduce(unit, params, node.target is ops.reduce_scatter, _dtype(node), bucket, _place(node))
+    if node.target is ops.accumulate:
+        given = zip(layout.unit(unit).params, node.args[1], strict=True)  # type: ignore[arg-type]
+        return ops.Accumulate(unit, tuple(param.name for param, grad in given if grad is not None))
+    if node.target is ops.wait and isinstance(source, ops.Fetch):
+        return ops.WaitFetch()
+    if node.target is ops.wait:
+        return ops.WaitReduce(unit, source.params) if isinstance(source, ops.Reduce) else ops.WaitGather(unit)
+    if node.target is ops.update:
+        arrived = data(node.all_input_nodes[1]).op
+        return ops.Update(unit, arrived.params if isinstance(arrived, ops.WaitReduce) else ())
+    if node.target is ops.gather_ahead:
+        return ops.GatherAhead(unit, bool(node.kwargs.get("keep", False)), _dtype(node))
+    if node.target in _UNARY:
+        return _UNARY[node.target]
+    return ops.Release(unit) if node.target is ops.release else Compute()
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    found = node.kwargs.get("dtype")
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _place(node: fx.Node) -> ops.Place | None:
+    found: Any = node.kwargs.get("at")
+    return (found[1], found[2]) if found else None
+
+
+def _default_name(function: str) -> str:
+    """What a call with several results is called: they have names in the text, it has none."""
+    return function.split(".")[-2] if "." in function else f"{function}_results"
+
+
+def _take(source: str, line: int) -> tuple[int, int | None]:
+    """Where an argument of a region comes from, as its margin says: `argument 0 item 3`, `argument 1`."""
+    found = re.fullmatch(r"argument (\d+)(?: item (\d+))?", source)
+    if found is None:
+        raise ParseError(f"line {line}", f"{source!r} does not say where it comes from", "write `argument 0`")
+    return int(found[1]), int(found[2]) if found[2] else None
+
+
+def _unboxed(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
+    """Names that `(...) = unbox(box)` binds, with their lines."""
+    match function.body[0]:
+        case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call(func=ast.Name(id="unbox"))):
+            for element in elements:
+                assert isinstance(element, ast.Name), "unbox binds names"
+                yield element.id, element.lineno
+        case statement:
+            raise ParseError(f"line {statement.lineno}", "no unboxing", "begin with `(a, b,) = unbox(box)`")
+
+
+def _placeholders_first(graph: fx.Graph) -> None:
+    """Move the placeholders met in the backward to the head of the graph, as FX wants them."""
+    last = None
+    for node in graph.find_nodes(op="placeholder"):
+        if last is not None:
+            last.append(node)
+        last = node
+
+
+def _param(text: str, world: int) -> Param:
+    name, _, rest = text.partition(" ")
+    found = TensorType.parse(rest)
+    dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced) in (\w+)", rest)}
+    shards = 0 if rest.endswith("whole") else world
+    return Param(
+        unescaped(name),
+        found.shape,
+        found.dtype,
+        "frozen" not in rest,
+        shards,
+        dtypes.get("computed"),
+        dtypes.get("reduced"),
+    )
+
+
+def _modules(name: str, params: tuple[Param, ...]) -> tuple[str, ...]:
+    """The module paths of a unit: its own when all its parameters lie below it, else theirs."""
+    if all(param.name.startswith(name + ".") for param in params):
+        return (name,)
+    return tuple(dict.fromkeys(param.name.rpartition(".")[0] for param in params))

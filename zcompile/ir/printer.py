@@ -1,0 +1,490 @@
+"""A program as Python: the text that people read is the text that is executed.
+
+    def forward(box):
+        (
+            blocks_0,                                   #                  12 parameters     unit blocks.0
+            x,                                          # f32[8, 64]
+        ) = unbox(box)
+        blocks_0_gather = all_gather(blocks_0)          #                  +195 KiB          blocks.0
+        blocks_0_full = wait(blocks_0_gather)           #                                    blocks.0
+        h = region_0(blocks_0_full, x)                  # f32[8, 64]       +2 KiB            blocks.0
+        release(blocks_0_full)                          #                  -195 KiB          blocks.0
+
+At the right margin stand the type of each value (`&`: it shares the memory of another one), the bytes gained or freed
+by the line, and the module it comes from.
+`unbox(box)` empties the caller's list of arguments, so that `del` really frees them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jinja2
+import torch
+from torch import fx
+
+from zcompile._torch import HigherOrderOperator, OpOverload
+from zcompile.ir.layout import Layout, Param
+from zcompile.ir.liveness import last_needs
+from zcompile.ir.ops import (
+    Arena,
+    Away,
+    Call,
+    Data,
+    GatherAhead,
+    Input,
+    Item,
+    Kind,
+    Parameter,
+    Peers,
+    Phase,
+    Release,
+    Results,
+    Shards,
+    Stack,
+    Update,
+    WaitGather,
+    data,
+    items_of,
+    op_of,
+)
+from zcompile.ir.program_graph import ProgramGraph, after_items
+from zcompile.ir.region import Region
+from zcompile.ir.spelling import escaped, quoted
+from zcompile.ir.tensor_type import TensorType, dtype_text, human_bytes
+
+_TEMPLATE = """\
+{%- if units %}
+world = {{ units.world }}
+stage = {{ units.stage.number }}
+{%- if units.tensor_parallel > 1 %}
+tensor_parallel = {{ units.tensor_parallel }}
+{%- endif %}
+{%- if units.away %}
+shards = "cpu"
+{%- endif %}
+units = {
+{%- for unit in units.units %}
+    {{ unit.name | quoted }}: [
+{%- for param in unit.params %}
+        {{ param_text(param) | quoted }},
+{%- endfor %}
+    ],
+{%- endfor %}
+}
+packed = {
+{%- for unit in units.units if unit.messages | map("length") | max > 1 %}
+    {{ unit.name | quoted }}: {{ unit.messages | map("list") | selectattr(1, "defined") | list }},
+{%- endfor %}
+}
+
+{% endif -%}
+{%- for function in functions %}
+{% if not loop.first %}
+
+{% endif -%}
+def {{ function.name }}(box):
+    (
+{%- for line in function.arguments %}
+        {{ line }}
+{%- endfor %}
+    ) = unbox(box)
+{%- for line in function.body %}
+    {{ line }}
+{%- endfor %}
+{%- endfor %}
+"""
+
+
+WIDTH = 84
+"""Columns of code; what is longer is broken at its commas."""
+_MARK = "\0"
+"""Stands between a line and the name of its node, where they are printed together."""
+
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line: the code, and the three columns at its right margin."""
+
+    code: str
+    type: str = ""
+    delta: str = ""
+    source: str = ""
+    node: str = ""
+    """The name of the node that it is a line of; empty for what is none's."""
+
+    def padded(self, widths: tuple[int, int, int]) -> str:
+        end = f"{_MARK}{self.node}"
+        if not (self.type or self.delta or self.source):
+            return f"{self.code}{end}"
+        code, type_, delta = (text.ljust(width) for text, width in zip(self.columns, widths, strict=True))
+        return f"{code}  # {type_}  {delta}  {self.source}".rstrip() + end
+
+    @property
+    def columns(self) -> tuple[str, str, str]:
+        return self.code, self.type, self.delta
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A printed function: its name, the names it unboxes, and its body."""
+
+    name: str
+    arguments: list[str]
+    body: list[str]
+
+
+def render(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
+    """The text of `program`: its phases, and before them its units and regions when asked."""
+    lines = _rendered_program(program, regions=regions, units=units).split("\n")
+    return "\n".join(line.partition(_MARK)[0] for line in lines)
+
+
+def lines_with_nodes(program: ProgramGraph) -> list[tuple[str, str]]:
+    """The lines of `render(program)`, each with the name of its node; empty for what is none's."""
+    split = (line.partition(_MARK) for line in _rendered_program(program).splitlines())
+    return [(text, node) for text, _, node in split]
+
+
+def _rendered_program(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
+    functions = [_function(found.name, *_region_lines(found)) for found in program.regions.values() if regions]
+    for phase in program.phases:
+        if phase is Phase.FORWARD or program.has_backward:
+            functions.append(_function(str(phase), *_phase_lines(program, phase)))
+    text = functools.partial(_param_text, unused=program.unused)
+    return _rendered(functions, program.layout if units else None, text)
+
+
+def region_text(region: Region) -> str:
+    """The ATen operations of a region, as a function that `parse` reads."""
+    text = _rendered([_function(region.name, *_region_lines(region))])
+    return "\n".join(line.partition(_MARK)[0] for line in text.split("\n"))
+
+
+def _rendered(
+    functions: Sequence[Function], units: Layout | None = None, text: Callable[[Param], str] | None = None
+) -> str:
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
+    environment.filters["quoted"] = quoted
+    return environment.from_string(_TEMPLATE).render(functions=functions, units=units, param_text=text) + "\n"
+
+
+def _param_text(param: Param, unused: frozenset[str]) -> str:
+    flags = (
+        (f" computed in {dtype_text(param.compute_dtype)}" if param.compute_dtype else "")
+        + (f" reduced in {dtype_text(param.reduction_dtype)}" if param.reduction_dtype else "")
+        + (" unused" if param.name in unused else "")
+        + ("" if param.trainable else " frozen")
+        + ("" if param.shards else " whole")
+    )
+    return f"{escaped(param.name)} {TensorType.make(param.dtype, param.shape)}{flags}"
+
+
+def _function(name: str, arguments: list[Line], body: list[Line]) -> Function:
+    lines = [*arguments, *body]
+    codes = [*(Line(f"    {line.code}", line.type, line.delta, line.source) for line in arguments), *body]
+    usual = [len(line.code) for line in codes if len(line.code) <= WIDTH and (line.type or line.delta or line.source)]
+    widths = (
+        max(usual, default=0),
+        max((len(line.type) for line in lines if len(line.type) <= 40), default=0),
+        max((len(line.delta) for line in lines), default=0),
+    )
+    indented = (max(widths[0] - 4, 0), *widths[1:])  # arguments stand four columns further in than the body
+    return Function(name, [line.padded(indented) for line in arguments], [line.padded(widths) for line in body])
+
+
+# -- a phase ----------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(program: ProgramGraph, phase: Phase) -> list[fx.Node]:
+    """The values that the function of `phase` unboxes, in order: units first, then what the caller or forward gave."""
+    body = program.body(phase)
+    used = {source for node in body for source in node.all_input_nodes}
+    ends = set(_result_nodes(program, phase))
+    shards = [n for n in program.nodes(Parameter, Shards) if n in used or n in ends]
+    constants = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.CONSTANT and n in used]
+    bound = [*shards, *constants, *(n for n in program.nodes(Arena, Stack, Away, Peers) if n in used)]
+    if phase is Phase.FORWARD:
+        return [*bound, *(n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA)]
+    tangents = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.TANGENT]
+    return [*bound, *program.kept(), *program.saved(), *tangents]
+
+
+def _result_nodes(program: ProgramGraph, phase: Phase) -> Iterator[fx.Node]:
+    if phase is Phase.BACKWARD:
+        yield from program.results.backward_nodes()
+        return
+    yield from (value for value in program.results.outputs if isinstance(value, fx.Node))
+    if program.has_backward:
+        yield from program.saved()
+        yield from program.kept()
+
+
+def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[Line], list[Line]]:
+    arguments = [_argument(program, node) for node in inputs_of(program, phase)]
+    body = program.body(phase)
+    deaths = _deaths(program, phase, body)
+    freed: dict[fx.Node, int] = _if_sound(_freed, program, {})
+    lines: list[Line] = []
+    for node in body:
+        end, dead = _if_sound(after_items, node, node), deaths.get(node)
+        if not isinstance(data(node).op, Item):
+            # What nobody can name any more may be freed later: a view shows it, or it is being sent.
+            at_once = 0 if deaths.get(end) else freed.get(end, 0)
+            delta = _if_sound(program.memory, node, 0) - at_once
+            lines += [replace(line, node=node.name) for line in _statement(node, delta)]
+        if dead:
+            lines += _delete(dead, freed.get(node, 0))
+    return arguments, [*lines, *_wrapped(Line(_return(program, phase)))]
+
+
+def _if_sound(find: Callable[[A], T], of: A, otherwise: T) -> T:
+    """What `find` finds; `otherwise` in a program so broken that it raises, which is printed to show where."""
+    try:
+        return find(of)
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError):
+        return otherwise
+
+
+def _freed(program: ProgramGraph) -> dict[fx.Node, int]:
+    """The bytes that are given back behind each line, or the last of its results."""
+    freed: dict[fx.Node, int] = {}
+    for value, line in last_needs(program).items():
+        if not isinstance(data(line).op, Results):
+            end = after_items(line)
+            freed[end] = freed.get(end, 0) + data(value).nbytes
+    return freed
+
+
+def _argument(program: ProgramGraph, node: fx.Node) -> Line:
+    held = data(node)
+    match held.op:
+        case Shards(unit):
+            count = len(program.layout.unit(unit).params)
+            return Line(f"{node.name},", delta=f"{count} parameters", source=f"unit {escaped(unit)}")
+        case Parameter(name):
+            return Line(f"{node.name},", _type_text(held), source=f"parameter {escaped(name)}")
+        case WaitGather(unit):
+            return Line(f"{node.name},", source=f"full unit {escaped(unit)}")
+        case Arena():
+            return Line(f"{node.name},", _type_text(held), source="arena")
+        case Peers(size):
+            return Line(f"{node.name},", source=f"peers {size}")
+        case Stack() | Away():
+            return Line(f"{node.name},", source=type(held.op).__name__.lower())
+        case Input(held="mesh"):
+            return Line(f"{node.name},", source="mesh")
+        case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
+            return Line(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
+        case _:
+            return Line(f"{node.name},", _type_text(held), source=_source_text(held))
+
+
+def _type_text(held: Data) -> str:
+    """The type; with `&` before it where the value shares the memory of another one, and what it keeps beside.
+
+    `=` stands before what all ranks of a model-parallel mesh have.
+    """
+    kept = f"@{held.storage}" if held.storage else ""
+    return f"{'=' if held.replicated else ''}{'&' if held.view else ''}{held.type}{kept}" if held.type else "int[]"
+
+
+def _source_text(held: Data) -> str:
+    """Where a value comes from, one word for each module."""
+    units = held.op.units if isinstance(held.op, Call) else ()
+    words = units if " + ".join(units) == held.source else held.source.split(" + ")
+    return " + ".join(map(escaped, words))
+
+
+def _statement(node: fx.Node, delta: int) -> list[Line]:
+    """The line of a call; where it gives many values, their names and types over several lines."""
+    held = data(node)
+    items = items_of(node)
+    margin = (_delta_text(delta), _source_text(held))
+    if isinstance(held.op, (Release, Update, GatherAhead)):
+        return _wrapped(Line(_call_text(node), "", *margin))
+    if not items:
+        type_ = _type_text(held) if held.type else ""
+        return _wrapped(Line(f"{node.name} = {_call_text(node)}", type_, *margin))
+    names = _item_names(items)
+    types = [_type_text(data(item)) for item in sorted(items, key=lambda item: op_of(item, Item).index)]
+    beginning = f"{', '.join(names)} = {_call_text(node).partition(', ')[0]},"
+    if len(", ".join(names)) <= 40 and len(beginning) <= WIDTH:
+        return _wrapped(Line(f"{', '.join(names)} = {_call_text(node)}", ", ".join(types), *margin))
+    end = Line(f") = {_call_text(node)}", "", *margin)
+    return [Line("("), *_targets(names, types), *_wrapped(end)]
+
+
+def _targets(names: list[str], types: list[str]) -> Iterator[Line]:
+    """Names to unpack into, a few on a line, with the types of those that are used."""
+    left = iter(types)
+    for few in _filled(names, 48):
+        yield Line(f"    {', '.join(few)},", ", ".join(next(left) for name in few if name not in ("_", "*_")))
+
+
+def _filled(parts: list[str], width: int) -> Iterator[list[str]]:
+    """`parts` in groups that fit a line of `width` when joined."""
+    group: list[str] = []
+    for part in parts:
+        if group and len(", ".join([*group, part])) > width:
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
+
+
+def _wrapped(line: Line) -> list[Line]:
+    """`line` broken at its commas where it is long; the margin stays on its first part."""
+    if len(line.code) <= WIDTH or "'" in line.code or '"' in line.code:
+        return [line]
+    first, *rest = [", ".join(group) for group in _filled(_bracketed_parts(line.code), WIDTH)]
+    ends = [",", *(["," for _ in rest[1:]]), ""] if rest else [""]
+    return [
+        Line(first + ends[0], line.type, line.delta, line.source),
+        *(Line(f"        {part}{end}") for part, end in zip(rest, ends[1:], strict=True)),
+    ]
+
+
+def _bracketed_parts(code: str) -> list[str]:
+    """`code` split at the commas inside brackets, where Python lets a line end."""
+    first, *rest = code.split(", ")
+    parts = [first]
+    depth = int(code.startswith(")"))  # the end of a target over several lines closes what an earlier line opened
+    for previous, piece in zip([first, *rest], rest, strict=False):
+        depth += sum(previous.count(opening) for opening in "([") - sum(previous.count(closing) for closing in ")]")
+        if depth > 0:
+            parts.append(piece)
+        else:
+            parts[-1] += f", {piece}"
+    return parts
+
+
+def _item_names(items: list[fx.Node]) -> list[str]:
+    """Names to unpack a tuple into; `_` for results that nobody uses."""
+    by_index = {op_of(item, Item).index: item.name for item in items}
+    names = [by_index.get(index, "_") for index in range(max(by_index) + 1)]
+    of_region = isinstance(data(items[0].all_input_nodes[0]).op, Call)
+    return [*names, *([] if of_region and len(names) > 1 else ["*_"])]
+
+
+def _delta_text(delta: int) -> str:
+    return f"{'+' if delta > 0 else '-'}{human_bytes(abs(delta))}" if delta else ""
+
+
+def _deaths(program: ProgramGraph, phase: Phase, body: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """After which node of the body which values die."""
+    alive_at_end = set(_result_nodes(program, phase))
+    last: dict[fx.Node, fx.Node] = {}
+    for node in body:
+        if data(node).type:
+            last[node] = node
+        for source in node.all_input_nodes:
+            last[source] = node
+    deaths: dict[fx.Node, list[fx.Node]] = {}
+    for node in [*inputs_of(program, phase), *body]:
+        end = last.get(node)
+        if end is None or node in alive_at_end or data(node).type is None:
+            continue
+        if isinstance(data(node).op, (Parameter, Arena)) or (isinstance(data(node).op, Item) and end is node):
+            continue
+        deaths.setdefault(_if_sound(after_items, end, end), []).append(node)
+    return deaths
+
+
+def _delete(dead: list[fx.Node], freed: int) -> list[Line]:
+    """`del` of values that die, a few on a line, and what all of them give back."""
+    first, *rest = [f"del {', '.join(names)}" for names in _filled([node.name for node in dead], WIDTH)]
+    return [Line(first, delta=_delta_text(-freed)), *map(Line, rest)]
+
+
+def _return(program: ProgramGraph, phase: Phase) -> str:
+    results = program.results
+    if phase is Phase.FORWARD:
+        saved = [*program.kept(), *program.saved()] if program.has_backward else []
+        return f"return {_list(results.outputs)}, {_list(saved)}"
+    gradients = ", ".join(f"{name!r}: {python_text(node)}" for name, node in results.gradients.items())
+    delivered = f"{{{gradients}}}" if results.gradients else _list(results.reduced)
+    return f"return {_list(results.input_gradients)}, {delivered}"
+
+
+def _list(values: Iterable[Any]) -> str:
+    return f"[{', '.join(map(python_text, values))}]"
+
+
+# -- a region ---------------------------------------------------------------------------------------------------------
+
+
+def _region_lines(found: Region) -> tuple[list[Line], list[Line]]:
+    arguments = []
+    for node, (argument, item) in zip(found.graph.find_nodes(op="placeholder"), found.takes, strict=True):
+        origin = f"argument {argument}" + (f" item {item}" if item is not None else "")
+        arguments.append(Line(f"{node.name},", _type_text(data(node)), source=origin))
+    body = []
+    for node in found.graph.nodes:
+        if node.op == "call_function" and not isinstance(data(node).op, Item):
+            body += _statement(node, data(node).nbytes + sum(data(item).nbytes for item in items_of(node)))
+    return arguments, [*body, *_wrapped(Line(f"return {_list(found.outputs)}"))]
+
+
+# -- expressions ------------------------------------------------------------------------------------------------------
+
+
+def _call_text(node: fx.Node) -> str:
+    args: tuple[Any, ...] = node.args
+    if isinstance(data(node).op, Call):
+        function, args = op_of(node, Call).region, args[1:]
+    else:
+        function = function_text(node.target)
+    parts = [python_text(arg) for arg in args] + [f"{key}={_keyword(key, value)}" for key, value in node.kwargs.items()]
+    return f"{function}({', '.join(parts)})"
+
+
+def _keyword(key: str, value: Any) -> str:
+    if key != "at":
+        return python_text(value)
+    arena, start, stop = value
+    return f"{arena.name}[{start}:{stop}]"
+
+
+def function_text(target: Any) -> str:
+    """How a printed program spells the function `target`."""
+    if isinstance(target, OpOverload):
+        return str(target) if target.namespace == "aten" else f"ops.{target}"
+    if isinstance(target, HigherOrderOperator):
+        return f"ops.higher_order.{target.name()}"
+    module = str(getattr(target, "__module__", ""))
+    if module in ("_operator", "operator", "math", "torch"):
+        return f"{module.removeprefix('_')}.{target.__name__}"
+    return str(target.__name__)
+
+
+def python_text(value: Any) -> str:
+    """A node's argument as Python source."""
+    match value:
+        case fx.Node():
+            return value.name
+        case OpOverload():
+            return function_text(value)
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+        case torch.device():
+            return f"torch.device({str(value)!r})"
+        case float() if not math.isfinite(value):
+            return f"float('{value}')"
+        case tuple():
+            return f"({', '.join(map(python_text, value))}{',' if len(value) == 1 else ''})"
+        case list():
+            return _list(value)
+        case dict():
+            return f"{{{', '.join(f'{key!r}: {python_text(item)}' for key, item in value.items())}}}"
+        case _:
+            return repr(value)

@@ -1,0 +1,46 @@
+"""How names of a model are spelled in a printed program, which is Python and runs: whatever is in them."""
+
+from __future__ import annotations
+
+import re
+
+from zcompile.ir.ops import NAMES
+
+_RESERVED = NAMES | {"forward", "backward", "operator", "math", "float"}
+_REGION = re.compile(r"region(_\d+)?")
+"""What regions are called; of two values called `region`, FX would call one `region_1`."""
+_ESCAPE = re.compile(r"\\u\{([0-9a-f]+)\}")
+
+
+def identifier(name: str) -> str:
+    """`name` as a Python identifier that is free for a value: `blocks.0` becomes `blocks_0`.
+
+    ASCII in lower case, without two underscores in front: FX respells the rest when it copies.
+    """
+    text = "".join(char if char.isascii() and char.isalnum() else "_" for char in name).lower()
+    return free(f"u{text}" if not text.strip("_") or text[0].isdigit() or text.startswith("__") else text)
+
+
+def free(name: str) -> str:
+    """`name`, or another one where it has a meaning in a printed program."""
+    return f"{name}_" if name in _RESERVED or _REGION.fullmatch(name) else name
+
+
+def escaped(name: str) -> str:
+    r"""`name` as a word of a comment: what would end it, or be read as something else, as `\u{20}`."""
+    return "".join(char if _is_plain(char) else f"\\u{{{ord(char):x}}}" for char in name)
+
+
+def quoted(name: str) -> str:
+    """`name` as a string of Python, in ASCII. JSON would write characters beyond 16 bits as two."""
+    text = name.encode("unicode_escape").decode().replace('"', '\\"')
+    return f'"{text}"'
+
+
+def unescaped(text: str) -> str:
+    """What `escaped` was given."""
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
+
+
+def _is_plain(char: str) -> bool:
+    return char.isalnum() or char in "_.+-"

@@ -1,0 +1,1 @@
+"""A model taken apart: units, shards, the values that it starts from."""

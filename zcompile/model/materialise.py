@@ -1,0 +1,458 @@
+"""Materialising: the full values that a model starts from, one unit at a time.
+
+    embed  blocks.0  blocks.1  head      the turn of blocks.0: it alone has memory, and what the model's
+    meta   ########  meta      meta      code writes to the others does nothing
+
+So any code that initialises a model serves one unit of it, and the peak of memory is one unit beside the shards.
+Modules that are no unit's, because they have no parameters, have a turn of their own after all units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile._torch import no_torch_function
+from zcompile.errors import ModelError, OptionError
+from zcompile.ir.layout import Layout, Param, Unit
+from zcompile.model.weights import Weights, rounds, takes
+from zcompile.runtime.groups import Communicator
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the module tree that holds a parameter or a buffer; what is tied has several."""
+
+    path: str
+    """The module's."""
+    key: str
+    table: dict[str, torch.Tensor | None]
+    """The module's parameters or its buffers."""
+    value: torch.Tensor
+    """What stood there before `compile`."""
+    saved: bool
+    """True for what a state dict holds: all but buffers that are not persistent."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.key}" if self.path else self.key
+
+
+class Materialiser:
+    """Full values of a model's parameters and buffers: its own, or those of its code or of `weights` for it.
+
+    What has memory keeps its values unless there are weights; what is on meta gets memory. The module tree is as it was
+    after every call; `place_buffers` alone changes it.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, communicator: Communicator, weights: Weights | None) -> None:
+        self.weights = weights
+        self.communicator = communicator
+        self.device = communicator.device
+        self.code = InitCode(model, layout)
+        self.places = list(_places(model))
+        self.first = _first_places(self.places)
+        self.parameters = dict(model.named_parameters())
+        self.blank = {id(param): _blank(param, self.device) for param in self.parameters.values()}
+        self.buffers: dict[int, torch.Tensor] = {}
+        """Values of the buffers that had none, by the identity of what stands in their place."""
+        self.stored = _match(weights, self.places) if weights else {}
+
+    def full(self, unit: Unit) -> Iterator[tuple[Param, nn.Parameter]]:
+        """Each parameter of `unit` with its values: those of `weights` or of the model, on this rank.
+
+        Raises:
+            ModelError: the model's code fails or leaves a value unwritten.
+        """
+        made = self._turn(unit.name)
+        for param in unit.params:
+            original = self.parameters[param.name]
+            yield param, made.pop(id(original)) if id(original) in made else self._given(original)
+
+    def place_buffers(self) -> None:
+        """Give every buffer memory and put it in its place; after all units.
+
+        Raises:
+            ModelError: a buffer is left unwritten, or a tensor on meta is neither parameter nor buffer.
+        """
+        self._turn(None)
+        if any(place.value.is_meta for place in self.places):
+            self._refuse_stray_tensors()
+        for place in self.places:
+            if isinstance(place.value, nn.Parameter):
+                continue
+            if id(place.value) in self.stored:
+                self.buffers.setdefault(id(place.value), self._stored(place.value))
+            if id(place.value) in self.buffers:
+                place.table[place.key] = self.buffers[id(place.value)]
+
+    def _given(self, original: nn.Parameter) -> nn.Parameter:
+        """`original` with the values of the weights, if there are any."""
+        if id(original) not in self.stored:
+            return original
+        value = self._stored(original)
+        return nn.Parameter(value, original.requires_grad) if original.is_meta else original
+
+    def _stored(self, original: torch.Tensor) -> torch.Tensor:
+        """The weights for `original`, in its own memory if it has any; on other ranks memory that is broadcast to."""
+        device = self.device if original.is_meta else original.device
+        value = self._read(self.stored[id(original)], original)
+        if value is None:
+            return torch.empty(original.shape, dtype=original.dtype, device=device) if original.is_meta else original
+        return value.to(device, original.dtype) if original.is_meta else original.copy_(value)
+
+    def _read(self, name: str, original: torch.Tensor) -> torch.Tensor | None:
+        """The weights called `name`, for `original`, on the first rank. Collective.
+
+        Raises:
+            OptionError: on every rank: the first one cannot read them, or they are none.
+        """
+        assert self.weights is not None, "only weights are read"
+        value, problem, why = None, "", "the first rank cannot read it"
+        try:
+            value = None if self.communicator.rank else self.weights.read(name)
+            problem = "" if value is None else _problem(value, original)
+        except Exception as error:  # a disk, a network, a file that somebody cuts while it is read
+            problem, why = PROBLEMS[0], f"{type(error).__name__}: {error}"
+        codes = torch.tensor([problem == one for one in PROBLEMS], dtype=torch.int32, device=self.device)
+        for one, found in zip(PROBLEMS, self.communicator.any_rank(codes).tolist(), strict=True):
+            if found:
+                said = one.format(dtype=original.dtype, why=why)
+                fix = "fix the source, build the model again and repeat: values of this one may be gone"
+                raise OptionError("weights", f"{name} of {self.weights.source} {said}", fix)
+        return value
+
+    # -- the model's own code -------------------------------------------------------------------------------------
+
+    def _turn(self, unit: str | None) -> dict[int, nn.Parameter]:
+        """Values for what `unit` has on meta, by the model's code; parameters are returned, buffers kept."""
+        wanted = [
+            place
+            for place in self.first.values()
+            if place.value.is_meta and id(place.value) not in self.stored and self.code.turn(place) == unit
+        ]
+        if not wanted:
+            return {}
+        real = {id(place.value): _unwritten(place.value, self.device) for place in wanted}
+        versions = {key: tensor._version for key, tensor in real.items()}
+        with self._alone(real), torch.device(self.device), torch.no_grad():
+            self.code.run(unit)
+            found = {id(place.value): _found(place) for place in wanted}
+        for place in wanted:
+            key = id(place.value)
+            if found[key] is real[key] and not _is_written(found[key], versions[key]):
+                fix = f"give {place.path or 'the model'} a reset_parameters() that writes it, or pass weights="
+                raise ModelError(place.name, "is on the meta device, and nothing gives it values", fix)
+        parameters = {}
+        for place in wanted:
+            value = found[id(place.value)].detach().to(self.device)
+            if isinstance(place.value, nn.Parameter):
+                parameters[id(place.value)] = nn.Parameter(value, place.value.requires_grad)
+            else:
+                self.buffers[id(place.value)] = value
+        return parameters
+
+    @contextlib.contextmanager
+    def _alone(self, real: dict[int, torch.Tensor]) -> Iterator[None]:
+        """`real` in the module tree, all other parameters on meta; afterwards the tree is as it was."""
+        try:
+            for place in self.places:
+                key = id(place.value)
+                place.table[place.key] = real.get(key, self.blank.get(key, place.value))
+            yield
+        finally:
+            for place in self.places:
+                place.table[place.key] = place.value
+
+    def _refuse_stray_tensors(self) -> None:
+        for path, module in self.code.modules.items():
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    fix = f"register it: self.register_buffer({key!r}, ..., persistent=False)"
+                    found = "is on the meta device, and neither a parameter nor a buffer"
+                    raise ModelError(f"{path}.{key}" if path else key, found, fix)
+
+
+class InitCode:
+    """The model's code that gives values, and on whose turn it runs.
+
+    On a turn: `reset_parameters()` of each module of or around the unit, children first as in construction;
+    `init_weights()` of the outermost module of the unit; `_init_weights(module)`, as Hugging Face calls it, of the
+    nearest module around each that has it; `init_weights()` of the outermost module around the unit and others.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.modules = dict(model.named_modules())
+        self.layout = layout
+        self.turns: dict[str, set[str | None]] = {}
+        """When the code of each module runs. None: after all units."""
+        self.hooks: dict[str, Method | None] = {}
+        units = _units_within(layout)
+        for path, module in self.modules.items():
+            around: set[str | None] = self.turns[_parent(path)] if path else {None}
+            turns = units[path] or (around if len(around) == 1 else {None})
+            self.turns[path] = turns | {None} if len(turns) > 1 else turns
+            hook = _method(module, "_init_weights", module)
+            self.hooks[path] = hook or (self.hooks[_parent(path)] if path else None)
+
+    def turn(self, place: Place) -> str | None:
+        """On whose turn the value of a place is made."""
+        if isinstance(place.value, nn.Parameter):
+            return self.layout.unit_of(place.name).name
+        turns = self.turns[place.path]
+        return next(iter(turns)) if len(turns) == 1 else None
+
+    def run(self, unit: str | None) -> None:
+        """Run the code of one turn.
+
+        Raises:
+            ModelError: it raises an error.
+        """
+        mine = [path for path in _children_first(self.modules) if unit in self.turns[path]]
+        for path in mine:
+            module = self.modules[path]
+            self._call(path, _method(module, "reset_parameters") or _method(module, "_reset_parameters"), unit)
+        for path in self._outermost([path for path in self.modules if self.turns[path] == {unit}]):
+            self._call(path, _method(self.modules[path], "init_weights"), unit)
+        for path in mine:
+            self._call(path, self.hooks[path], unit, self.modules[path])
+        for path in self._outermost([path for path in self.modules if {unit} < self.turns[path]]):
+            self._call(path, _method(self.modules[path], "init_weights"), unit)
+
+    def _outermost(self, paths: list[str]) -> list[str]:
+        """Those with an `init_weights()` that lie in no other; none where `_init_weights(module)` is called."""
+        found: list[str] = []
+        for path in paths:
+            inside = any(outer == "" or path.startswith(f"{outer}.") for outer in found)
+            if not inside and not self.hooks[path] and _method(self.modules[path], "init_weights"):
+                found.append(path)
+        return found
+
+    def _call(self, path: str, method: Method | None, unit: str | None, *args: nn.Module) -> None:
+        if method is None:
+            return
+        try:
+            method(*args)
+        except Exception as error:  # whatever the model's code raises
+            subject = path or type(self.modules[path]).__name__
+            turn = f"while of all parameters only those of {unit} have memory" if unit else "without any parameter"
+            fix = "let it write each parameter by itself, whatever the others hold, or pass weights="
+            raise ModelError(subject, f"its {method.__name__}() fails {turn}: {error}", fix) from error
+
+
+# -- the module tree --------------------------------------------------------------------------------------------------
+
+
+def _places(model: nn.Module) -> Iterator[Place]:
+    """Every parameter and buffer under each of its names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        tables: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
+        for table in tables:
+            for key, value in table.items():
+                if value is not None:
+                    yield Place(path, key, table, value, key not in module._non_persistent_buffers_set)
+
+
+def _first_places(places: list[Place]) -> dict[int, Place]:
+    first: dict[int, Place] = {}
+    for place in places:
+        first.setdefault(id(place.value), place)
+    return first
+
+
+def _units_within(layout: Layout) -> defaultdict[str, set[str | None]]:
+    """The units that have parameters in a module or below it, by the module's path."""
+    units: defaultdict[str, set[str | None]] = defaultdict(set)
+    for param in layout.params:
+        path = param.name
+        while path:
+            path = _parent(path)
+            units[path].add(layout.unit_of(param.name).name)
+    return units
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _children_first(modules: dict[str, nn.Module]) -> list[str]:
+    """The paths in the order in which constructors end."""
+    ordered: list[str] = []
+    waiting: list[str] = []
+    for path in modules:
+        while waiting and not (waiting[-1] == "" or path.startswith(f"{waiting[-1]}.")):
+            ordered.append(waiting.pop())
+        waiting.append(path)
+    return ordered + waiting[::-1]
+
+
+def _method(module: nn.Module, name: str, *args: nn.Module) -> Method | None:
+    """The method of this name, if it can be called with these arguments."""
+    method = getattr(module, name, None)
+    if not inspect.isroutine(method):
+        return None
+    try:
+        inspect.signature(method).bind(*args)
+    except TypeError:
+        return None
+    found: Method = method
+    return found
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+class _Blank(nn.Parameter):
+    """A parameter on meta that says it is on the model's device: code makes its tables where its parameters are.
+
+    Only to whom asks it: operations, whose results have no values, are to see meta.
+    """
+
+    zcompile_device: torch.device
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, but for a question after the device."""
+        if func == _DEVICE and isinstance(args[0], cls):
+            return args[0].zcompile_device
+        with no_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+_DEVICE = torch.Tensor.device.__get__
+
+
+def _blank(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """`param` without memory, for code that runs on `device`."""
+    made = _Blank(param.detach().to("meta"), param.requires_grad)
+    vars(made).update(vars(param))  # marks that the model's code reads
+    made.zcompile_device = device
+    return made
+
+
+def _unwritten(original: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for `original`; where the dtype has NaN, full of it, so that every unwritten element shows."""
+    value = torch.empty(original.shape, dtype=original.dtype, device=device)
+    if _has_nan(value):
+        value.fill_(torch.nan)
+    if isinstance(original, nn.Parameter):
+        value = nn.Parameter(value, original.requires_grad)
+    vars(value).update(vars(original))  # marks that the model's code reads
+    return value
+
+
+def _is_written(value: torch.Tensor, version: int) -> bool:
+    if value.numel() == 0:
+        return True
+    if _has_nan(value):
+        real = torch.view_as_real(value) if value.is_complex() else value
+        return not bool(real.max().isnan())  # no mask: it would be a quarter of the tensor
+    return value._version != version
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
+
+
+def _found(place: Place) -> torch.Tensor:
+    """What stands in a place after the model's code has run, which may have put a tensor of its own there."""
+    value, wanted = place.table[place.key], place.value
+    kind = "nothing" if value is None else f"{list(value.shape)} {value.dtype}{' on meta' if value.is_meta else ''}"
+    if value is None or value.is_meta or (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
+        found = f"its module's code puts {kind} in place of {list(wanted.shape)} {wanted.dtype}"
+        fix = "let it write in place, as torch.nn.init does, or pass weights="
+        if value is not None and value.is_meta:
+            found += ", perhaps computed from a parameter: while it runs, those of other units have no values"
+            fix += "; what it creates without device= is on the model's device"
+        raise ModelError(place.name, found, fix)
+    return value
+
+
+def trim() -> None:
+    """Hand the pages of freed tensors back to the system.
+
+    glibc keeps tensors of less than 32 MiB in its heap, where the shards, which stay, come to lie in the holes of the
+    unit before, so that the next unit needs new pages: measured at GPT-2 XL, 2 GiB of holes.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # no other C library has it
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+PROBLEMS = ("cannot be read: {why}", "holds NaN, which no {dtype} parameter starts from", "is too large for {dtype}")
+
+
+def _problem(value: torch.Tensor, original: torch.Tensor) -> str:
+    """Which of PROBLEMS a value has that is to become `original`; infinity may be meant, and in buffers NaN too."""
+    if not value.numel() or not _has_nan(value):
+        return ""
+    ends = torch.stack(
+        (torch.view_as_real(value) if value.is_complex() else value).aminmax()
+    )  # no mask: see _is_written
+    if isinstance(original, nn.Parameter) and ends.isnan().any():
+        return PROBLEMS[1]
+    cast = ends.to(original.dtype.to_real()).double()
+    return PROBLEMS[2] if bool((~cast.isfinite() & ends.isfinite()).any()) else ""
+
+
+def check_weights(weights: Weights, model: nn.Module) -> str:
+    """Compare names, shapes and dtypes with the model's; what is to be said of values that will be rounded.
+
+    Raises:
+        ModelError: a name is missing, has no place in the model, or has another shape or kind of numbers there.
+    """
+    places = list(_places(model))
+    stored, first = _match(weights, places), _first_places(places)
+    rounded = [name for key, name in stored.items() if rounds(first[key].value.dtype, weights.dtypes[name])]
+    if not rounded:
+        return ""
+    kept = {place.name: place.value.dtype for place in places}[rounded[0]]
+    return f"rounded from {weights.dtypes[rounded[0]]} to the model's {kept}: {_some(rounded)} of {weights.source}"
+
+
+def _match(weights: Weights, places: list[Place]) -> dict[int, str]:
+    """For each parameter and persistent buffer, by identity, the name under which the weights have it.
+
+    Raises:
+        ModelError: a name is missing, has no place in the model, or has another shape or kind of numbers there.
+    """
+    stored: dict[int, str] = {}
+    saved = [place for place in places if place.saved]
+    for place in saved:
+        if place.name in weights.shapes:
+            stored.setdefault(id(place.value), place.name)
+            shape, wanted = weights.shapes[place.name], tuple(place.value.shape)
+            if shape != wanted:
+                found = f"has shape {list(shape)} in {weights.source}, the model's is {list(wanted)}"
+                raise ModelError(place.name, found, "give the weights of this model, or build the model for them")
+            if not takes(place.value.dtype, weights.dtypes[place.name]):
+                found = f"is {weights.dtypes[place.name]} in {weights.source}, the model's is {place.value.dtype}"
+                fix = f"give a mapping in which it is converted on purpose, such as by value.to({place.value.dtype})"
+                raise ModelError(place.name, found, fix)
+    missing = [place.name for place in _first_places(saved).values() if id(place.value) not in stored]
+    unexpected = sorted(weights.shapes.keys() - {place.name for place in saved})
+    if missing or unexpected:
+        lacks = f"lacks {_some(missing)}" if missing else ""
+        has = f"has {_some(unexpected)}, unknown to the model" if unexpected else ""
+        fix = "give weights under the names of model.state_dict(): a mapping may rename them"
+        raise ModelError(weights.source, "; ".join(filter(None, (lacks, has))), fix)
+    return stored
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

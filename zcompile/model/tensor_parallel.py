@@ -1,0 +1,157 @@
+"""Tensor parallelism: models whose parameters are DTensors over a mesh dimension of their own when they are sharded.
+
+    mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+    compiled = zcompile.compile(model, mesh=mesh["dp"])
+
+What a rank of the tensor-parallel mesh has of a parameter is sharded as a whole parameter would be. The model's code
+runs on DTensors, as it does without zcompile; graphs are given the local tensors that they consist of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zcompile._torch import flattened, joint_mesh, local_tensor
+from zcompile.errors import GroupError, ModelError
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.groups import Communicator
+from zcompile.runtime.parameter import ShardedParameter
+from zcompile.runtime.placement import ModelParallel
+
+
+def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel | None:
+    """The mesh over which parameters of `model` are divided beside the data-parallel `mesh`; None if none is.
+
+    Raises:
+        ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
+        GroupError: `mesh` is not the other dimension of the same mesh.
+    """
+    own = check_divided(model)
+    if own is None:
+        return None
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            fix = "give the model values before zcompile.compile: model.to_empty(device=...), and its init_weights()"
+            raise ModelError(name, "is on the meta device, and the model is tensor-parallel", fix)
+    return ModelParallel(own, *_joint(mesh, own), divided_parameters(model))
+
+
+def check_divided(model: nn.Module) -> DeviceMesh | None:
+    """The mesh over which parameters of `model` are divided; None if none is.
+
+    Raises:
+        ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
+    """
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ModelError(name, "is a buffer and a DTensor", "keep buffers plain: buffer.full_tensor()")
+    divided = {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    if not divided:
+        return None
+    first, example = next(iter(divided.items()))
+    for name, param in divided.items():
+        _check_placement(name, param)
+        if param.device_mesh != example.device_mesh:
+            found = f"lies on {param.device_mesh}, and {first} on {example.device_mesh}"
+            raise ModelError(name, found, "divide all parameters over one tensor-parallel mesh")
+    return example.device_mesh
+
+
+def divided_parameters(model: nn.Module) -> frozenset[str]:
+    """The names of those parameters of which ranks have different parts."""
+    return frozenset(name for name, param in model.named_parameters() if not _is_replicated(param))
+
+
+def _check_placement(name: str, param: DTensor) -> None:
+    if isinstance(param, ShardedParameter):
+        raise ModelError(name, "is sharded by zcompile already", "compile a model once")
+    if param.device_mesh.ndim != 1 or not isinstance(param.placements[0], (Shard, Replicate)):
+        found = f"is placed {param.placements} on {param.device_mesh}"
+        raise ModelError(name, found, "divide it over one dimension of a mesh, by Shard or Replicate")
+    placement, size = param.placements[0], param.device_mesh.size()
+    if isinstance(placement, Shard) and param.numel():
+        height = param.shape[placement.dim]
+        if -(-height // -(-height // size)) < size:
+            found = f"has {height} rows on dim {placement.dim}, which leave some of {size} ranks without any"
+            raise ModelError(name, found, "replicate it, or use a smaller tensor-parallel mesh")
+
+
+def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh of both dimensions, and all of its ranks as one. Collective.
+
+    Raises:
+        GroupError: there is none.
+    """
+    names = model.mesh_dim_names or ("tp",)
+    fix = f"give the other dimension of the mesh that {names[0]!r} is of: mesh=mesh['dp']"
+    if data is None:
+        raise GroupError("mesh", f"is missing, and parameters are divided over {model}", fix)
+    if data == model or data.ndim != 1:
+        raise GroupError("mesh", f"is {data}, and parameters are divided over {model}", fix)
+    try:
+        joint = joint_mesh(data, model)
+        ranks = joint.mesh.flatten()
+        if not torch.equal(ranks, ranks.sort().values):  # torch does not reduce over dimensions in another order
+            raise ValueError("it comes behind it")
+        return joint, flattened(joint)
+    except (RuntimeError, KeyError, ValueError) as error:
+        fix = f"{fix}, the data-parallel one before it, as in init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+        raise GroupError("mesh", f"is no dimension beside {model}: {error}", fix) from error
+
+
+def check_replicated(model: nn.Module, parallel: ModelParallel, everyone: Agreement, *, first: bool) -> ModelParallel:
+    """See that plain parameters, which tensor parallelism takes to be on all of its ranks, have the same values there.
+
+    Collective over all ranks that have a part of the model. `first`: true on those whose values all others get.
+
+    Returns what is known of the model, with the buffers that are not the same everywhere among what is divided.
+
+    Raises:
+        ModelError: on every rank: a parameter is not.
+    """
+    plain: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if _is_replicated(p)}
+    buffers = dict(model.named_buffers())
+    found = _differing({**plain, **buffers}, parallel, everyone.communicator.device) if first else []
+    shared = everyone.share("what is not divided", json.dumps(found))
+    differing = {name for text in shared for name in json.loads(text)}
+    for name in plain:
+        if name in differing:
+            what = f"is not divided over {parallel.mesh}, and has other values on other ranks of it"
+            raise ModelError(name, what, "seed all ranks alike before the model is built, or broadcast its values")
+    return replace(parallel, divided=parallel.divided | differing)
+
+
+def _differing(tensors: Mapping[str, torch.Tensor], parallel: ModelParallel, device: torch.device) -> list[str]:
+    """The names of those that have other values on other ranks. Collective over the tensor-parallel mesh."""
+    if not tensors:
+        return []
+    sums = torch.stack([_checksum(local_tensor(tensor)).to(device) for tensor in tensors.values()])
+    most, least = Communicator(parallel.mesh, device).any_rank(torch.stack([sums, -sums])).unbind()
+    # int64 wraps alike on all ranks, also where it is negated.
+    zipped = zip(tensors, most.tolist(), least.tolist(), strict=True)
+    return [name for name, high, low in zipped if high != -low]
+
+
+def _is_replicated(param: torch.Tensor) -> bool:
+    return not isinstance(param, DTensor) or isinstance(param.placements[0], Replicate)
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    """Of the bits of `values`, an int64 [] that tells permutations apart."""
+    places = torch.arange(1, _PIECE + 1, device=values.device)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for piece in values.contiguous().view(-1).view(torch.uint8).split(_PIECE):
+        total.mul_(31).add_((piece * places[: piece.numel()]).sum())
+    return total
+
+
+_PIECE = 2**18
+"""Bytes that are added up at a time: each takes eight meanwhile."""

@@ -1,0 +1,176 @@
+"""Which parameters are gathered together: found from the module tree, or given by `units=`."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zcompile._torch import local_tensor, mesh_size
+from zcompile.errors import OptionError, nearest
+from zcompile.ir.layout import Layout, Param, Stage, Unit
+from zcompile.ir.spelling import identifier
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+NORMALISES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose parameters keep their dtype in mixed precision, as their running statistics do (and as FSDP has it)."""
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Paths of the repeated blocks of `model`, outermost first found, in module order.
+
+    A repeated block is a child with parameters, of a class that at least two children of the same container have.
+    """
+    return list(_blocks(model, ""))
+
+
+def _blocks(module: nn.Module, path: str) -> Iterator[str]:
+    kinds = Counter(type(child) for child in module.children() if _has_parameters(child))
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        repeated = isinstance(module, CONTAINERS) and kinds[type(child)] > 1
+        if repeated and not isinstance(child, CONTAINERS) and _has_parameters(child):
+            yield child_path
+        else:
+            yield from _blocks(child, child_path)
+
+
+def blocks_of_names(names: Iterable[str]) -> list[str]:
+    """Paths of repeated blocks, as far as names of parameters tell: `layers.3` of `layers.3.mlp.weight`."""
+    numbered: dict[str, dict[str, None]] = {}
+    for name in names:
+        if found := re.match(r"(?:(.*?)\.)?(\d+)\.", name):
+            numbered.setdefault(found[1] or "", {})[name[: found.end() - 1]] = None
+    return [path for paths in numbered.values() if len(paths) > 1 for path in paths]
+
+
+def match_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Module paths that match the patterns of `units=` (shell wildcards), in module order.
+
+    Raises:
+        OptionError: a pattern matches no module with parameters, or one match lies inside another.
+    """
+    paths = [name for name, module in model.named_modules() if name and _has_parameters(module)]
+    for pattern in patterns:
+        if not any(_matches(path, pattern) for path in paths):
+            raise OptionError("units", f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
+    found = [path for path in paths if any(_matches(path, pattern) for pattern in patterns)]
+    for outer in found:
+        inner = next((path for path in found if path.startswith(outer + ".")), None)
+        if inner:
+            raise OptionError("units", f"{inner!r} lies inside {outer!r}", "let the patterns match only one of the two")
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """True if every name of a module path matches; a wildcard stays within one: `blocks.*` is not `blocks.0.mlp`."""
+    names, wanted = path.split("."), pattern.split(".")
+    return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
+
+
+_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
+"""What `torch.autocast` casts: float64, say, stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Mixed precision: shards keep the model's dtype.
+
+    `dtype`: in which floating-point parameters are gathered and computed with; None: in their own.
+    `reduce_dtype`: in which gradients are averaged; None: float32 where `dtype` is given, else the gradient's own.
+    """
+
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def compute(self, param: torch.Tensor) -> torch.dtype | None:
+        """What `param` is cast to for a gather; None where it is not."""
+        return self.dtype if param.dtype in _AUTOCAST and param.dtype != self.dtype else None
+
+    def reduction(self, param: torch.Tensor, compute: torch.dtype | None) -> torch.dtype | None:
+        """What the gradient of `param` is cast to for its reduction; None where it is not."""
+        wanted = self.reduce_dtype or (torch.float32 if self.dtype else None)
+        full = compute or param.dtype
+        return wanted if param.is_floating_point() and wanted != full else None
+
+
+def make_layout(
+    model: nn.Module,
+    stage: Stage,
+    world: int,
+    units: Sequence[str] | None = None,
+    precision: Precision = Precision(),
+) -> Layout:
+    """The layout of `model`: one unit a block, and one for each run of parameters between blocks."""
+    kept = {
+        name
+        for path, module in model.named_modules()
+        if isinstance(module, NORMALISES_BATCHES)
+        for name in (f"{path}.weight", f"{path}.bias")
+    }
+    blocks = find_blocks(model) if units is None else match_blocks(model, units)
+    params = dict(model.named_parameters())
+    made = tuple(make_units(params, blocks, stage, world, precision, kept=kept))
+    return Layout(made, stage, world, max(map(mesh_size, params.values()), default=1))
+
+
+def make_units(
+    params: Mapping[str, torch.Tensor],
+    blocks: Sequence[str],
+    stage: Stage,
+    world: int,
+    precision: Precision,
+    *,
+    kept: Set[str] = frozenset(),
+    taken: Set[str] = frozenset(),
+) -> Iterator[Unit]:
+    """Units of named parameters: one a block, and one for each run between blocks.
+
+    Parameters in `kept` keep their dtype; identifiers in `taken` are other units'.
+    """
+    groups: list[tuple[str, list[Param]]] = []
+    for name, param in params.items():
+        block = next((path for path in blocks if name.startswith(path + ".")), "")
+        index = next((i for i, (path, _) in enumerate(groups) if block and path == block), None)
+        if index is None and (block or not groups or groups[-1][0]):
+            groups.append((block, []))
+        mixed = Precision(None, precision.reduce_dtype) if name in kept else precision
+        groups[-1 if index is None else index][1].append(_param(name, param, stage, world, mixed))
+    return _named(groups, {*taken})
+
+
+def _named(groups: list[tuple[str, list[Param]]], taken: set[str]) -> Iterator[Unit]:
+    """Units with names of their own; a unit between blocks is named after its first module."""
+    for block, params in groups:
+        modules = (block,) if block else tuple(dict.fromkeys(p.name.rpartition(".")[0] for p in params))
+        name = block or modules[0] or params[0].name
+        while identifier(name) in taken:
+            name += "_"
+        taken.add(identifier(name))
+        # Whole parameters last and small ones behind large ones: those packed lie side by side in a shard's buffer.
+        order = sorted(params, key=lambda p: (not p.shards, str(p.dtype), str(p.full_dtype), p.is_small))
+        yield Unit(name, tuple(order), modules)
+
+
+def _param(name: str, param: torch.Tensor, stage: Stage, world: int, precision: Precision) -> Param:
+    held = local_tensor(param)  # a tensor-parallel parameter is to all that follows what this rank has of it
+    sharded = stage.optimizer_sharded and held.dim() > 0 and held.numel() > 0
+    compute = precision.compute(param)
+    return Param(
+        name,
+        tuple(held.shape),
+        param.dtype,
+        param.requires_grad,
+        world if sharded else 0,
+        compute,
+        precision.reduction(param, compute),
+    )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

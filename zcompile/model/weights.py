@@ -1,0 +1,207 @@
+"""Weights: full values by name, to start a model from, read one tensor at a time.
+
+What is read belongs to the reader alone: nothing is mapped or shared, so the memory of a tensor ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from zcompile.errors import OptionError, StateError
+from zcompile.runtime.checkpoint_reader import Reader
+
+Source = str | os.PathLike[str] | Mapping[str, torch.Tensor]
+"""What `weights=` takes: a mapping from names to tensors, or the path of a file or folder."""
+
+FORMS = (
+    "give a mapping from names to tensors, a .safetensors file, a file of torch.save, a folder with model.safetensors "
+    "or model.safetensors.index.json, or a folder of torch.distributed.checkpoint"
+)
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Full values by name.
+
+    Attributes:
+        source: Where they come from, in words.
+        shapes: The names there are, with the shape of each.
+        dtypes: The dtype of each.
+        read: Gives the tensor of a name, on the CPU or where a mapping holds it, in memory of its own.
+    """
+
+    source: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    read: Callable[[str], torch.Tensor]
+
+
+def open_weights(source: Source) -> Weights:
+    """Look up which weights `source` holds, without reading them.
+
+    Raises:
+        OptionError: there is no such file or folder, or it is none of the forms that `weights=` takes.
+    """
+    if isinstance(source, Mapping):
+        return _from_mapping(source, "the mapping")
+    path = Path(source)
+    if not path.exists():
+        raise OptionError("weights", f"{path} does not exist", FORMS)
+    try:
+        if path.is_file():
+            return _from_safetensors(path) if path.suffix == ".safetensors" else _from_torch_file(path)
+        if (index := path / "model.safetensors.index.json").exists():
+            return _from_index(index)
+        if (single := path / "model.safetensors").exists():
+            return _from_safetensors(single)
+        if (path / ".metadata").exists():
+            return _from_checkpoint(path)
+    except OptionError:
+        raise
+    except Exception as error:  # torch.load alone raises half a dozen types, some of its own
+        raise OptionError("weights", f"{path} cannot be read: {type(error).__name__}: {error}", FORMS) from error
+    raise OptionError("weights", f"{path} is a folder without weights that are known here", FORMS)
+
+
+def _from_mapping(mapping: Mapping[str, Any], source: str) -> Weights:
+    for name, value in mapping.items():
+        if isinstance(value, DTensor):
+            fix = "save it by torch.distributed.checkpoint and give the folder, or give p.full_tensor() of each"
+            raise OptionError("weights", f"{name} of {source} is a DTensor, a part of which is elsewhere", fix)
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            kind = "on the meta device" if isinstance(value, torch.Tensor) else f"no tensor but {type(value).__name__}"
+            fix = "give the model's own state_dict, names to tensors"
+            raise OptionError("weights", f"{name} of {source} is {kind}", fix)
+    shapes = {name: tuple(value.shape) for name, value in mapping.items()}
+    dtypes = {name: value.dtype for name, value in mapping.items()}
+    return Weights(source, shapes, dtypes, lambda name: mapping[name].detach().clone())
+
+
+def _from_safetensors(path: Path) -> Weights:
+    # The format is eight bytes of length, that much JSON, and the bytes of the tensors: read here, because the
+    # library's reader maps the file, and pages of a mapped file count as memory of ours for as long as it is open.
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > size:
+            raise OptionError("weights", f"{path} is no safetensors file: its header is longer than itself", FORMS)
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        nbytes = math.prod(entry["shape"]) * SAFETENSORS_DTYPES[entry["dtype"]].itemsize
+        if last - first != nbytes or 8 + length + last > size:
+            raise OptionError("weights", f"{path} does not hold all of {name}", "fetch or save the file again")
+
+    def read(name: str) -> torch.Tensor:
+        entry = header[name]
+        tensor = torch.empty(entry["shape"], dtype=SAFETENSORS_DTYPES[entry["dtype"]])
+        with path.open("rb") as file:
+            file.seek(8 + length + entry["data_offsets"][0])
+            if tensor.numel():
+                file.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
+        return tensor
+
+    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return Weights(
+        str(path), shapes, {name: SAFETENSORS_DTYPES[entry["dtype"]] for name, entry in header.items()}, read
+    )
+
+
+def _from_index(path: Path) -> Weights:
+    files: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    for file in sorted(set(files.values())):
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise OptionError("weights", f"{path} names {file!r}, which does not lie in its folder", FORMS)
+    parts = {file: _from_safetensors(path.parent / file) for file in sorted(set(files.values()))}
+    return Weights(
+        str(path),
+        {name: parts[file].shapes[name] for name, file in files.items()},
+        {name: parts[file].dtypes[name] for name, file in files.items()},
+        lambda name: parts[files[name]].read(name),
+    )
+
+
+def _from_torch_file(path: Path) -> Weights:
+    def load() -> Weights:
+        return _from_mapping(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
+
+    # Opened anew for each tensor: what a mapped file has shown once stays in memory for as long as it is mapped.
+    found = load()
+    return Weights(str(path), found.shapes, found.dtypes, lambda name: load().read(name))
+
+
+def _from_checkpoint(folder: Path) -> Weights:
+    try:
+        stored = Reader(folder).read_metadata().state_dict_metadata
+    except StateError as error:
+        raise OptionError("weights", f"{error.subject} {error.found}", error.fix) from error
+    tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def read(name: str) -> torch.Tensor:
+        tensor = torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
+        with warnings.catch_warnings():  # that it assumes one process is what is asked for
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load({name: tensor}, storage_reader=Reader(folder), no_dist=True)
+        return tensor
+
+    shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
+    return Weights(str(folder), shapes, {name: entry.properties.dtype for name, entry in tensors.items()}, read)
+
+
+def takes(wanted: torch.dtype, given: torch.dtype) -> bool:
+    """True if a value of one dtype may become one of another: it is a number of the same kind, and integers fit.
+
+    Floating-point numbers may be rounded; see `rounds`.
+    """
+    if wanted == given:
+        return True
+    if _is_integer(wanted) and _is_integer(given):
+        there, here = torch.iinfo(given), torch.iinfo(wanted)
+        return here.min <= there.min and there.max <= here.max
+    real = wanted.is_floating_point and given.is_floating_point
+    return real or (wanted.is_complex and given.is_complex)
+
+
+def rounds(wanted: torch.dtype, given: torch.dtype) -> bool:
+    """True if numbers of `given`, floating-point or complex, lose digits or range as `wanted`."""
+    if _is_integer(wanted) or torch.bool in (wanted, given):
+        return False
+    kept, had = torch.finfo(wanted), torch.finfo(given)
+    return kept.eps > had.eps or kept.max < had.max
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -1,0 +1,1 @@
+"""What people read of programs: pages, dumps, drawings."""

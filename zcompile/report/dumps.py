@@ -1,0 +1,180 @@
+"""Dumps: everything about the programs of a model as files that people and tools open.
+
+A folder has
+
+    report.html                one page of all that follows: see `zcompile.report.program_page`
+    explain.txt                the page of `explain()`
+    NOTES.txt                  what could not be done, if anything
+    trace.json                 predicted steps, and measured ones if there are any, for ui.perfetto.dev
+    program_0/
+        00_capture.py          the program as it was traced, its regions included: `zcompile.parse` reads it
+        01_split_phases.py     the same after every pass
+        01_split_phases.diff   what the pass has changed
+        forward.py backward.py the text that runs
+        program.json           the outer program as networkx's node-link data: bytes, FLOPs, predicted seconds
+        program.dot            the same as a drawing; program.svg where graphviz is installed
+        regions/region_0.py    each region's ATen operations
+        regions/region_0.inductor.py   what Inductor makes of it, if that is asked for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from zcompile.cost.dag import dag
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.simulator import simulate
+from zcompile.cost.timeline import Timeline
+from zcompile.errors import OptionError
+from zcompile.ir.ops import Phase
+from zcompile.ir.printer import region_text
+from zcompile.ir.program import Program
+from zcompile.ir.region import Region
+from zcompile.report.dot import dot_text
+from zcompile.schedule.pipeline import Journal
+
+NOTE = "graphviz is not installed, so programs are not drawn: install it, or run `dot -Tsvg program.dot` elsewhere"
+PATIENCE = 60.0
+"""Seconds that graphviz gets for a drawing: of a very deep model it may take minutes."""
+
+
+def check_dump(folder: str | os.PathLike[str] | None) -> None:
+    """Make the folder of a dump.
+
+    Raises:
+        OptionError: it cannot be made, or nothing can be written there.
+    """
+    if folder is None:
+        return
+    with writing("dump", folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+@contextlib.contextmanager
+def writing(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """While `what` is written to `path`: errors of the file system as our own.
+
+    Raises:
+        OptionError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        found = f"is {os.fspath(path)!r}, which cannot be written: {error.strerror or error}"
+        fix = "give another folder (dump=, or ZCOMPILE_DUMP)" if what == "dump" else "give another path"
+        raise OptionError(what, found, fix) from error
+
+
+def write_dump(
+    folder: Path,
+    journals: Sequence[Journal],
+    explained: str,
+    hardware: Hardware,
+    *,
+    measured: Sequence[Timeline] = (),
+    code: Callable[[Region], str] | None = None,
+) -> list[str]:
+    """Write all of it to `folder`; `code` gives what Inductor makes of a region. Returns what could not be done.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "explain.txt").write_text(explained)
+    notes: dict[str, None] = {}
+    for number, journal in enumerate(journals):
+        home = folder / f"program_{number}"
+        home.mkdir(exist_ok=True)
+        for stale in (*home.glob("[0-9][0-9]_*"), *(home / "regions").glob("region_*")):
+            stale.unlink()  # of another dump; drawings are compared
+        program = journal.entries[-1].after
+        _write_passes(home, journal)
+        for phase in Phase if program.has_backward else (Phase.FORWARD,):
+            (home / f"{phase}.py").write_text(str(program.phase(phase)))
+        (home / "program.json").write_text(
+            json.dumps(nx.node_link_data(dag(program, hardware), edges="edges"), indent=1)
+        )
+        notes |= dict.fromkeys(_draw(home, program, hardware))
+        _write_regions(home / "regions", program, code)
+    programs = [journal.entries[-1].after for journal in journals]
+    (folder / "trace.json").write_text(json.dumps(trace(programs, hardware, measured)))
+    (folder / "NOTES.txt").unlink(missing_ok=True)
+    if notes:
+        (folder / "NOTES.txt").write_text("".join(f"{note}.\n" for note in notes))
+    return list(notes)
+
+
+def trace(programs: Sequence[Program], hardware: Hardware, measured: Sequence[Timeline] = ()) -> dict[str, Any]:
+    """A trace in Chrome's format: for each program its predicted step, and beside them measured steps.
+
+    All begin where the first measured one does.
+    """
+    began = min((timeline.began for timeline in measured), default=0.0)
+    events = [event for timeline in measured for event in timeline.trace_events()]
+    for number, program in enumerate(programs):
+        told = replace(simulate(program, hardware, steps=True), began=began)
+        name = f"predicted for {hardware.name}: program {number}"
+        events += told.trace_events(process=_PREDICTED + number, name=name)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+_PREDICTED = 1_000_000
+"""The process of the first predicted step in a trace; those of measured ones are ranks."""
+
+
+def _write_passes(home: Path, journal: Journal) -> None:
+    """The text before and after every pass, and the difference."""
+    before = journal.entries[0].before.text(regions=True)
+    (home / "00_capture.py").write_text(before)
+    previous = "00_capture"
+    for index, entry in enumerate(journal.entries, 1):
+        name, after = f"{index:02}_{entry.name}", entry.after.text(regions=True)
+        (home / f"{name}.py").write_text(after)
+        (home / f"{name}.diff").write_text(difference(before, after, previous, name))
+        before, previous = after, name
+
+
+def difference(before: str, after: str, old: str, new: str) -> str:
+    """A unified diff of two texts; empty where they are equal."""
+    return "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"{old}.py", f"{new}.py"))
+
+
+def _draw(home: Path, program: Program, hardware: Hardware) -> list[str]:
+    """The program as DOT, and as SVG where graphviz is there; what went wrong, else."""
+    source, target, text = home / "program.dot", home / "program.svg", dot_text(program, hardware)
+    if target.exists() and source.read_text() == text:
+        return []  # a model of many programs is dumped again with each of them
+    source.write_text(text)
+    target.unlink(missing_ok=True)
+    if (dot := shutil.which("dot")) is None:
+        return [NOTE]
+    command = [dot, "-Tsvg", str(source), "-o", str(target)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return [f"graphviz has not drawn {source} within {PATIENCE:.0f} s: it is a large program"]
+    except subprocess.CalledProcessError as error:
+        return [f"graphviz could not draw {source}: {error.stderr.strip()}"]
+    return []
+
+
+def _write_regions(home: Path, program: Program, code: Callable[[Region], str] | None) -> None:
+    home.mkdir(exist_ok=True)
+    for name, region in program.regions.items():
+        (home / f"{name}.py").write_text(region_text(region))
+        if code is not None:
+            (home / f"{name}.inductor.py").write_text(code(region))

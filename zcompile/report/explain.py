@@ -1,0 +1,163 @@
+"""What people read about a compiled model: the page of `explain()`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import fx
+
+from zcompile.cost.memory import model_state, peak_bytes
+from zcompile.ir.layout import Layout
+from zcompile.ir.ops import AllGather, Call, GatherAhead, Phase, Reduce, Release, WaitGather, WaitReduce, data, op_of
+from zcompile.ir.program import Program
+from zcompile.ir.side_effects import is_collective
+from zcompile.ir.tensor_type import human_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A line that cannot be traced into a graph, and one of the modules that run as plain Python because of it."""
+
+    module: str
+    where: str
+    reason: str
+
+    @classmethod
+    def of(cls, path: str, kind: str, error: Exception) -> Break:
+        """Read off what torch.compile raised when it traced the module at `path`, of the class `kind`."""
+        stack = getattr(error, "real_stack", None) or ()
+        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        explanation = [line for line in lines[1:] if line.startswith("Explanation:")]
+        return cls(f"{path} ({kind})" if path else kind, where, " ".join([*lines[:1], *explanation[:1]]))
+
+
+def explain_breaks(breaks: Sequence[Break]) -> str:
+    """Where graphs break and why, and which modules run as plain Python for it."""
+    modules: dict[tuple[str, str], list[str]] = {}
+    for found in breaks:
+        modules.setdefault((found.where, found.reason), []).append(found.module)
+    return "\n".join(
+        f"graph break at {where}\n  {reason}\n"
+        f"  So these run as plain Python, their submodules as programs of their own: {', '.join(names)}"
+        for (where, reason), names in modules.items()
+    )
+
+
+def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: Sequence[Break] = ()) -> str:
+    """Units, bytes, volume against the stage's, predicted peak memory, what overlaps what, and graph breaks."""
+    out = io.StringIO()
+    console = Console(file=out, width=110)
+    psi = sum(param.nbytes for param in layout.params)
+    count = sum(param.numel for param in layout.params)
+    console.print(f"stage {layout.stage.number}, world {layout.world}: {count:,} parameters, {human_bytes(psi)}")
+    console.print(state_line(layout), soft_wrap=True)
+    console.print(_unit_table(programs[0].layout if programs and not breaks else layout))
+    if breaks:
+        console.print(explain_breaks(breaks), soft_wrap=True, markup=False, highlight=False)
+    if not programs:
+        console.print("No program yet: the model is traced at its first call.")
+    for number, program in enumerate(programs):
+        kind = "training step" if program.has_backward else "inference"
+        console.print(f"\nprogram {number} ({kind}, digest {program.digest()[:12]})")
+        console.print(f"  {volume_line(program)}")
+        if beside := model_line(program):
+            console.print(f"  {beside}")
+        console.print(f"  predicted peak of full parameters: {human_bytes(peak_full_bytes(program))}")
+        console.print(f"  predicted peak beside shards and optimizer state: {human_bytes(peak_bytes(program))}")
+        for note in program.notes:
+            console.print(f"  {note}", soft_wrap=True, markup=False, highlight=False)
+        console.print(_overlap_table(program))
+    if programs:
+        console.print(f"\n{regions} distinct regions compiled for {sum(len(p.nodes(Call)) for p in programs)} calls")
+    return out.getvalue()
+
+
+def state_line(layout: Layout) -> str:
+    """What a rank keeps of the model from step to step."""
+    state = model_state(layout)
+    kept = f"{human_bytes(state.copies)} of full copies, " if state.copies else ""
+    return (
+        f"model state per rank: {human_bytes(state.parameters)} of parameters, {kept}{human_bytes(state.gradients)} of "
+        f"gradients, {human_bytes(state.moments)} of two moments (Adam): {human_bytes(state.nbytes)}"
+    )
+
+
+def _unit_table(layout: Layout) -> Table:
+    table = Table("unit", "parameters", "full", "shard per rank", "messages")
+    for unit in layout.units:
+        shard = sum(param.shard_numel * param.dtype.itemsize for param in unit.params)
+        row = (
+            escape(unit.name),
+            str(len(unit.params)),
+            human_bytes(unit.nbytes),
+            human_bytes(shard),
+            str(len(unit.messages)),
+        )
+        table.add_row(*row)
+    return table
+
+
+def volume_line(program: Program) -> str:
+    """What each rank sends, beside what the stage allows."""
+    world = program.layout.world
+    psi = sum(param.nbytes for param in program.layout.params)
+    sent = program.volume()
+    if world == 1:
+        return "volume: a world of one sends nothing"
+    if not psi:
+        return f"volume: each rank sends {human_bytes(sent)}; this program has no parameters"
+    share = sent / (psi * (world - 1) / world)
+    bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
+    return f"volume: each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
+
+
+def model_line(program: Program) -> str:
+    """What the model's own code communicates, as tensor parallelism does; empty if nothing."""
+    found: dict[str, list[int]] = {}
+    for call in program.nodes(Call):
+        for node in program.regions[op_of(call, Call).region].graph.nodes:
+            if is_collective(node):
+                found.setdefault(node.target.overloadpacket.__name__, []).append(data(node).nbytes)
+    listed = (f"{len(sizes)} {name} of {human_bytes(sum(sizes))}" for name, sizes in found.items())
+    return f"the model's own communication, within regions: {', '.join(listed)}" if found else ""
+
+
+def peak_full_bytes(program: Program) -> int:
+    """The most bytes of gathered parameters alive at once, in flight or full."""
+    alive = peak = 0
+    for node in program.nodes(AllGather, GatherAhead, Release):
+        op = data(node).op
+        assert isinstance(op, (AllGather, GatherAhead, Release)), "asked for by kind"
+        nbytes = program.layout.gathered_bytes(op.unit)
+        alive += -nbytes if isinstance(op, Release) else nbytes
+        peak = max(peak, alive)
+    return peak
+
+
+def _overlap_table(program: Program) -> Table:
+    table = Table("communication", "sends", "in flight during", title_justify="left")
+    for phase in Phase:
+        body = program.body(phase)
+        for start, node in enumerate(body):
+            if isinstance(data(node).op, (AllGather, Reduce)):
+                table.add_row(
+                    f"{phase}: {node.name}", human_bytes(program.wire_bytes(node)), escape(_hidden_by(body[start:]))
+                )
+    return table
+
+
+def _hidden_by(rest: list[fx.Node]) -> str:
+    started, *following = rest
+    calls = []
+    for node in following:
+        if isinstance(data(node).op, (WaitGather, WaitReduce)) and started in node.all_input_nodes:
+            break
+        if isinstance(data(node).op, Call):
+            calls.append(f"{op_of(node, Call).region} of {data(node).source or 'the root'}")
+    return ", ".join(calls) or "nothing"

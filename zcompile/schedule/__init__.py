@@ -1,0 +1,1 @@
+"""Options, pipelines, and how far ahead gathers start."""

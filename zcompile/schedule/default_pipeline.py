@@ -1,0 +1,171 @@
+"""The pipeline of each stage: the passes, in one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+from zcompile import facts
+from zcompile.cost.hardware import CPU
+from zcompile.cost.roofline import bucket_for
+from zcompile.errors import OptionError
+from zcompile.ir.layout import SMALL_BYTES, STAGES
+from zcompile.ir.program import Program
+from zcompile.passes.accumulate_gradients import accumulate_gradients
+from zcompile.passes.assign_units import assign_units
+from zcompile.passes.defer_weights import defer_weights
+from zcompile.passes.gather_ahead import gather_ahead
+from zcompile.passes.insert_gathers import insert_gathers
+from zcompile.passes.insert_reductions import insert_reductions
+from zcompile.passes.insert_updates import insert_updates
+from zcompile.passes.keep_full import keep_full
+from zcompile.passes.keep_within import keep_within
+from zcompile.passes.offload_activations import offload_activations as offload_activations_pass
+from zcompile.passes.outline_regions import outline_regions
+from zcompile.passes.pack_small import pack_small
+from zcompile.passes.partition_activations import partition_activations as partition_activations_pass
+from zcompile.passes.place_checkpoints import place_checkpoints
+from zcompile.passes.plan_memory import plan_memory
+from zcompile.passes.schedule_prefetch import schedule_prefetch
+from zcompile.passes.sink_waits import sink_waits
+from zcompile.passes.split_large import split_large
+from zcompile.passes.split_phases import split_phases
+from zcompile.schedule.option_checks import bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
+from zcompile.schedule.pipeline import Pass, Pipeline
+
+ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,), (facts.ACCUMULATED_ONCE,))
+"""Not part of a pipeline: applied to a finished program of stage 0 or 1, for backwards under `no_sync`."""
+UPDATES = (
+    Pass("insert_updates", insert_updates, (facts.WAITS_SUNK,), (facts.UPDATED_ONCE,)),
+    Pass("gather_ahead", gather_ahead, (facts.UPDATED_ONCE,), (facts.GATHERED_AHEAD,)),
+)
+"""What a train step adds; without prefetch no gather stands ahead of its use."""
+GATHERED = (facts.GATHERED_BEFORE_USE, facts.RELEASED_ONCE)
+ASSIGN = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,))
+DEFER = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
+GATHER = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
+REDUCE = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
+
+
+def pipeline(
+    *,
+    stage: int = 3,
+    prefetch: int = 2,
+    partition: Literal["min_cut", "default"] = "min_cut",
+    memory_limit: int | str | None = None,
+    kept: Sequence[str] | None = None,
+    small: int = SMALL_BYTES,
+    bucket: int | str | None = None,
+    checkpoint: str | int | float | None = None,
+    whole: bool = True,
+    updates: bool = False,
+    arenas: bool = False,
+    offload_activations: str | None = None,
+    partition_activations: int | None = None,
+) -> Pipeline:
+    """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
+
+    Args:
+        stage: 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
+        prefetch: How many units are gathered ahead of the one that computes; 0 means none.
+        partition: What the forward saves: `default` what eager PyTorch saves, `min_cut` less than that, for Inductor.
+        memory_limit: Bytes, or a text such as "2 GiB": what a step may hold beside shards and optimizer state, as
+            `zcompile.cost.memory` predicts it. Only what exceeds it goes away; stage 3 keeps as many units full as fit.
+        kept: Those units, where they have been chosen already; the limit is then not checked again.
+        small: Parameters of at most so many bytes travel packed with their neighbours.
+        bucket: Bytes of a packed message, and of what is copied at a time to be sent; by default for gloo on 1 Gbit/s.
+        checkpoint: What the backward computes again: all of a unit but its input ("unit"), or the cheapest choice that
+            holds at most so many bytes ("512 MiB", a number), or this share of the peak (a float).
+        whole: False for programs that are parts of a model, where a checkpoint setting may be without effect.
+        updates: Let the optimizer use gradients as they arrive; for `zcompile.train_step`.
+        arenas: Give what is gathered, copied to be sent or saved as a checkpoint places in memory that is kept.
+        offload_activations: "cpu" or "disk:FOLDER": keep what is saved for the backward there.
+        partition_activations: On how many ranks of a model-parallel mesh to keep parts of what all of them save.
+
+    Raises:
+        OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
+    """
+    check_stage(stage)
+    check_prefetch(prefetch)
+    limit = bytes_of("memory_limit", memory_limit)
+    split, outline = _regions(partition)
+    pack, pieces = _messages(small, bytes_of("bucket", bucket) or bucket_for(CPU))
+    keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED)
+    ensures = () if limit else (facts.units_bounded(prefetch),)
+    ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures)
+    sink = partial(sink_waits, depth=max(prefetch, 1), consumed=updates)
+    passes = [DEFER, outline, pack, GATHER, REDUCE]
+    passes += [keep] if STAGES[stage].parameters_sharded else []
+    passes += [pieces, ahead] if STAGES[stage].optimizer_sharded else []
+    passes.append(Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,)))
+    away = offload_of("offload_activations", offload_activations) is not None
+    passes += _elsewhere(partition_activations, max(prefetch, 1), away=away, whole=whole, limit=limit)
+    passes += [_within(limit, kept)] if limit else []
+    passes += UPDATES[: 2 if prefetch else 1] if updates else ()
+    budget = checkpoint_of(checkpoint)
+    passes += [_places(checkpoints=budget is not None)] if arenas else []
+    place = _checkpoints(budget, passes, fuses=partition == "min_cut", whole=whole)
+    goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
+    return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes), (facts.VOLUME_RIGHT, *goals))
+
+
+def _regions(partition: Literal["min_cut", "default"]) -> tuple[Pass, Pass]:
+    """The passes that split what was traced, and outline its compute."""
+    split, outline = partial(split_phases, partition=partition), partial(outline_regions, fuses=partition == "min_cut")
+    return (
+        Pass("split_phases", split, ensures=(facts.PHASES_SPLIT,)),
+        Pass("outline_regions", outline, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,)),
+    )
+
+
+def _messages(small: int, bucket: int) -> tuple[Pass, Pass]:
+    """The passes that pack what is small, and let what is large be sent in pieces."""
+    packed, split_up = partial(pack_small, small=small, bucket=bucket), partial(split_large, bucket=bucket)
+    return (
+        Pass("pack_small", packed, (facts.REGIONS_OUTLINED,), (facts.MESSAGES_PACKED,)),
+        Pass("split_large", split_up, (facts.REDUCED_ONCE,), (facts.buffers_bounded(bucket),)),
+    )
+
+
+def _places(*, checkpoints: bool) -> Pass:
+    """The pass that comes behind all that gather, reduce or release."""
+    plan = partial(plan_memory, checkpoints=checkpoints)
+    return Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
+
+
+def _elsewhere(peers: int | None, ahead: int, *, away: bool, whole: bool, limit: int | None) -> list[Pass]:
+    """The passes that keep activations in parts, and move what is left away, and back as early as parameters come."""
+    part = partial(partition_activations_pass, peers=peers or 1, ahead=ahead, moved=away, whole=whole)
+    ensures = (facts.FETCHED_BEFORE_USE, facts.PARTS_REPLICATED)
+    parts = Pass("partition_activations", part, (facts.WAITS_SUNK,), ensures)
+    move = partial(offload_activations_pass, ahead=ahead, memory_limit=limit)
+    moves = Pass("offload_activations", move, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE,))
+    return [*([] if peers is None else [parts]), *([moves] if away else [])]
+
+
+def _within(limit: int, kept: Sequence[str] | None) -> Pass:
+    """The pass that keeps further units full, or those `kept`, within the memory limit."""
+    fits = (facts.memory_bounded(limit),) if kept is None else ()
+    return Pass("keep_within", partial(keep_within, memory_limit=limit, units=kept), (facts.WAITS_SUNK,), fits)
+
+
+def _checkpoints(
+    checkpoint: Literal["unit", "auto"] | int | float | None, following: Sequence[Pass], *, fuses: bool, whole: bool
+) -> list[Pass]:
+    """The pass that places checkpoints, if any, before those that are `following`.
+
+    What is kept full within a memory limit comes on top of a budget.
+    """
+    if checkpoint is None:
+        return []
+    if checkpoint == "auto":
+        raise OptionError("checkpoint", "'auto' wants to know a device", "give it to zcompile.compile, or a size here")
+
+    def finish(program: Program) -> Program:
+        for step in following:
+            program = program if step.name == "keep_within" else step(program)
+        return program
+
+    place = partial(place_checkpoints, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
+    return [Pass("place_checkpoints", place, (facts.UNITS_ASSIGNED,))]

@@ -1,0 +1,181 @@
+"""The options that `zcompile.compile` and `zcompile.backend` share, as one value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from zcompile.errors import OptionError
+from zcompile.ir.layout import STAGES
+from zcompile.model.units import Precision
+from zcompile.schedule.default_pipeline import UPDATES, pipeline
+from zcompile.schedule.option_checks import (
+    bytes_of,
+    check_backend,
+    check_dtype,
+    check_prefetch,
+    check_stage,
+    checkpoint_of,
+)
+from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.schedule.prefetch import Schedule
+
+KEEPING = ("keep_full", "keep_within")
+"""Passes that keep units full from the forward to the backward."""
+UPDATING = tuple(step.name for step in UPDATES)
+"""Passes of a train step."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that every way of compiling has.
+
+    Raises:
+        OptionError: a stage, prefetch, dtype or backend that cannot be meant.
+        PipelineError: a pass that is unknown, missing or out of place.
+    """
+
+    stage: int = 3
+    prefetch: int | Literal["auto"] = 2
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    checkpoint: str | int | float | None = None
+    passes: Pipeline | Mapping[str, Pass | None] | None = None
+    backend: str = "inductor"
+    dump: str | os.PathLike[str] | None = None
+    """By default the environment's ZCOMPILE_DUMP, if set."""
+    memory_limit: int | str | None = None
+    bucket: int | str | None = None
+    arenas: bool = False
+    offload_activations: str | None = None
+    partition_activations: bool = False
+    offload_parameters: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
+        check_stage(self.stage)
+        check_prefetch(self.prefetch, auto=True)
+        check_backend(self.backend)
+        check_dtype("dtype", self.dtype)
+        check_dtype("reduce_dtype", self.reduce_dtype)
+        checkpoint_of(self.checkpoint)
+        if self.arenas and self.memory_limit is not None:
+            fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
+            raise OptionError("arenas", "cannot be had beside a memory_limit", fix)
+        if self.offload_parameters is not None and self.stage == 0:
+            fix = "choose stage 1, 2 or 3, or leave it out"
+            raise OptionError("offload_parameters", "moves shards, and stage 0 has none", fix)
+        if self.offload_parameters == "cpu" and self.stage == 1:
+            found = "takes gradients to the host, and stage 1 keeps full ones"
+            raise OptionError("offload_parameters", found, "choose stage 2 or 3, or leave it out")
+        self.pipeline()
+
+    @classmethod
+    def among(cls, given: Mapping[str, Any]) -> Options:
+        """The options among the arguments of a function."""
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+
+    def __str__(self) -> str:
+        limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
+        checkpoint = f" checkpoint {self.checkpoint}" if self.checkpoint is not None else ""
+        bucket = f" bucket {self.bucket}" if self.bucket is not None else ""
+        # Each rank may have a disk of its own.
+        places = {name: getattr(self, name) for name in ("offload_activations", "offload_parameters")}
+        away = "".join(f" {name} {place.partition(':')[0]}" for name, place in places.items() if place is not None)
+        flags = (f" {name}" for name in ("arenas", "partition_activations") if getattr(self, name))
+        given = f"{limit}{checkpoint}{bucket}{''.join(flags)}{away}"
+        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{given}"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.dtype, self.reduce_dtype)
+
+    @property
+    def limit(self) -> int | None:
+        """The memory limit in bytes."""
+        return bytes_of("memory_limit", self.memory_limit)
+
+    @property
+    def has_budget(self) -> bool:
+        """True where checkpoints are placed so that memory suffices."""
+        return checkpoint_of(self.checkpoint) not in (None, "unit")
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is used until a schedule has been chosen, and where nothing is to be chosen."""
+        return Schedule() if self.prefetch == "auto" else Schedule(self.prefetch)
+
+    @property
+    def chooses(self) -> bool:
+        """True where the schedule depends on what is traced."""
+        return self.prefetch == "auto" or self.limit is not None
+
+    def pipeline(
+        self,
+        schedule: Schedule | None = None,
+        *,
+        keeps: bool = True,
+        free: int | None = None,
+        updates: bool = False,
+        peers: int = 1,
+    ) -> Pipeline:
+        """The passes: those given, or the stage's with the changes that are given.
+
+        Without `keeps`, no unit stays full from the forward to the backward. `free` bytes are what checkpoint="auto"
+        may use; without them it is left out. `updates`: for programs of a train step. `peers`: ranks of the
+        model-parallel mesh.
+        """
+        if isinstance(self.passes, Pipeline):
+            self._check_alone(self.passes)
+            return self.passes
+        _check_changes(self.passes)
+        # Eager regions fuse nothing, so recomputing cheap operations only costs time: save what eager PyTorch saves.
+        partition: Literal["min_cut", "default"] = "min_cut" if self.backend == "inductor" else "default"
+        schedule = schedule or self.schedule
+        default = pipeline(
+            stage=self.stage,
+            prefetch=schedule.prefetch,
+            partition=partition,
+            memory_limit=self.memory_limit,
+            kept=schedule.kept,
+            small=schedule.small,
+            bucket=schedule.bucket if self.bucket is None else self.bucket,
+            checkpoint=free if self.checkpoint == "auto" else self.checkpoint,
+            whole=keeps,
+            updates=updates,
+            arenas=self.arenas,
+            offload_activations=self.offload_activations,
+            partition_activations=peers if self.partition_activations else None,
+        )
+        # Changes to the passes of a train step mean nothing to a program that is none.
+        meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in UPDATING}
+        changed = default.changed(meant)
+        return changed if keeps else changed.changed({name: None for name in changed.names if name in KEEPING})
+
+    def _check_alone(self, passes: Pipeline) -> None:
+        """Raise OptionError for options that a pipeline given as a whole would ignore."""
+        if passes.stage != STAGES[self.stage]:
+            found = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
+            fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
+            raise OptionError("stage", found, fix)
+        options = ("memory_limit", "checkpoint", "bucket", "arenas", "offload_activations", "partition_activations")
+        ignored = (name for name in options if getattr(self, name) not in (None, False))
+        if option := next(ignored, "prefetch" if self.chooses else None):
+            fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"
+            if option == "prefetch":
+                fix = "give a number, or changes to the pipeline by name"
+            raise OptionError(option, "is of no use beside a pipeline given as a whole", fix)
+
+
+def _check_changes(passes: object) -> None:
+    """Raise OptionError for what are no changes to a pipeline."""
+    fix = "give a pipeline, or a dict of names to zcompile.Pass(name, function), or to None to leave one out"
+    if passes is not None and not isinstance(passes, Mapping):
+        raise OptionError("passes", f"is a {type(passes).__name__}", fix)
+    for name, step in (passes or {}).items():
+        if step is not None and not isinstance(step, Pass):
+            raise OptionError("passes", f"has a {type(step).__name__} under {name!r}", fix)

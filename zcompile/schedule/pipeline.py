@@ -1,0 +1,192 @@
+"""The pipeline: passes with what they require and ensure, their order derived, a runner that checks and journals.
+
+A pass is a function Program -> Program. It declares facts: `requires` must hold before it, `ensures` after it and after
+every later pass. The order follows from them: a pass runs after all that ensure what it requires.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import networkx as nx
+from rich.console import Console
+from rich.table import Table
+
+from zcompile.errors import PipelineError, ZcompileError, nearest
+from zcompile.facts import UNUSED_AFTER_RELEASE, VOLUME_RIGHT, WELL_FORMED, Fact, verify
+from zcompile.ir.layout import Stage
+from zcompile.ir.ops import data, has_data
+from zcompile.ir.program import Program
+
+ALWAYS = (WELL_FORMED, UNUSED_AFTER_RELEASE)
+"""Facts that hold of every program, checked after every pass."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rewriting: `run` with the facts it needs and the facts it leaves."""
+
+    name: str
+    run: Callable[[Program], Program]
+    requires: tuple[Fact, ...] = ()
+    ensures: tuple[Fact, ...] = ()
+
+    def __call__(self, program: Program) -> Program:
+        return self.run(program)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the journal: a pass, the programs before and after it, and the seconds it and its checks took."""
+
+    step: Pass
+    before: Program
+    after: Program
+    seconds: float
+    check_seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.step.name
+
+
+@dataclass
+class Journal:
+    """What a pipeline did to one program, pass by pass."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+
+def _applied(step: Pass, program: Program) -> Program:
+    """What a pass makes of `program`, which it must leave as it is: the journal shows it, and others begin with it."""
+    before = _state(program)
+    try:
+        after: object = step(program)
+    except ZcompileError:
+        raise
+    except Exception as error:
+        raise PipelineError(step.name, f"raised {type(error).__name__}: {error}", "mend the pass") from error
+    if not isinstance(after, Program):
+        raise PipelineError(step.name, f"returned {type(after).__name__}", "let the pass return the program")
+    if _state(program) != before:
+        raise PipelineError(step.name, "changes the program that it is given", "let it change program.copy()")
+    return after
+
+
+def _state(program: Program) -> list[tuple[Any, ...]]:
+    return [(node, node.target, node.args, node.kwargs, data(node)) for node in program.graph.nodes if has_data(node)]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in the order derived from their facts; a value, printed as a table.
+
+    Raises:
+        PipelineError: two passes of one name, a requirement that no pass ensures, or a circle.
+    """
+
+    stage: Stage
+    passes: tuple[Pass, ...]
+    goals: tuple[Fact, ...] = (VOLUME_RIGHT,)
+    """Facts that the finished program must have, whichever pass brings them about."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passes", _ordered(self.passes))
+
+    def run(self, program: Program, journal: Journal | None = None) -> Program:
+        """Run all passes over `program`, checking facts after each.
+
+        Raises:
+            ProgramError: a fact failed; the message names the pass and marks the line.
+            PipelineError: a pass raised something, returned no program, or changed the one that it was given.
+        """
+        journal = Journal() if journal is None else journal
+        established: dict[Fact, None] = dict.fromkeys(ALWAYS)
+        for step in self.passes:
+            started = time.perf_counter()
+            after = _applied(step, program)
+            ran = time.perf_counter()
+            established |= dict.fromkeys(step.ensures)
+            verify(after, established, f"after {step.name}")
+            journal.entries.append(Entry(step, program, after, ran - started, time.perf_counter() - ran))
+            program = after
+        verify(program, self.goals, "at the end of the pipeline")
+        return program
+
+    @property
+    def names(self) -> list[str]:
+        return [step.name for step in self.passes]
+
+    def without(self, name: str) -> Pipeline:
+        """This pipeline with one pass left out.
+
+        Raises:
+            PipelineError: there is no such pass, or another one needs what it ensures.
+        """
+        self._known(name)
+        return replace(self, passes=tuple(step for step in self.passes if step.name != name))
+
+    def with_pass(self, step: Pass) -> Pipeline:
+        """This pipeline with `step` in place of the pass of its name, or added."""
+        if step.name in self.names:
+            return replace(self, passes=tuple(step if old.name == step.name else old for old in self.passes))
+        return replace(self, passes=(*self.passes, step))
+
+    def changed(self, changes: Mapping[str, Pass | None]) -> Pipeline:
+        """This pipeline with passes replaced or added (a Pass) and left out (None), by name."""
+        passes = {step.name: step for step in self.passes}
+        for name, step in changes.items():
+            if step is None:
+                self._known(name)
+                del passes[name]
+            elif step.name != name:
+                raise PipelineError(f"passes[{name!r}]", f"the pass is called {step.name!r}", "use one name for both")
+            else:
+                passes[name] = step
+        return replace(self, passes=tuple(passes.values()))
+
+    def _known(self, name: str) -> None:
+        if name not in self.names:
+            raise PipelineError(f"pass {name!r}", "there is no such pass", nearest(name, self.names))
+
+    def __str__(self) -> str:
+        table = Table(title=f"stage {self.stage.number}", title_justify="left")
+        for heading in ("pass", "requires", "ensures"):
+            table.add_column(heading, overflow="fold")
+        for step in self.passes:
+            table.add_row(step.name, "\n".join(map(str, step.requires)), "\n".join(map(str, step.ensures)))
+        text = io.StringIO()
+        Console(file=text, width=120).print(table)
+        return text.getvalue().rstrip()
+
+
+def _ordered(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    """`passes` in an order that their facts allow, otherwise as given."""
+    passes = tuple(passes)
+    by_name = {step.name: step for step in passes}
+    if len(by_name) != len(passes):
+        double = next(step.name for step in passes if by_name[step.name] is not step)
+        raise PipelineError(f"pass {double!r}", "stands twice in the pipeline", "give one of the two another name")
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(by_name)
+    for step in passes:
+        for fact in step.requires:
+            makers = [other.name for other in passes if fact in other.ensures and other is not step]
+            if not makers:
+                known = ", ".join(f"{other.name} ensures {fact}" for other in passes if fact in other.ensures)
+                raise PipelineError(
+                    f"pass {step.name!r}", f"requires {fact!s}, which no earlier pass ensures",
+                    known or "put a pass that ensures it into the pipeline, or leave this one out",
+                )  # fmt: skip
+            graph.add_edges_from((maker, step.name) for maker in makers)
+    rank = {step.name: index for index, step in enumerate(passes)}
+    try:
+        order = list(nx.lexicographical_topological_sort(graph, key=rank.__getitem__))
+    except nx.NetworkXUnfeasible as error:
+        circle = " -> ".join(edge[0] for edge in nx.find_cycle(graph))
+        raise PipelineError("the pipeline", f"passes wait for each other: {circle}", "drop a requirement") from error
+    return tuple(by_name[name] for name in order)

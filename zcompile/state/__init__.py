@@ -1,0 +1,1 @@
+"""State of models and optimizers, in memory and on disk."""

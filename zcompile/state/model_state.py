@@ -1,0 +1,472 @@
+"""The state of a compiled model: whole or in shards, in memory or on disk, for any other stage and world."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from zcompile._torch import close_connections, group_timeout, local_tensor, with_local
+from zcompile.errors import StateError, nearest
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.checkpoint_reader import Reader
+from zcompile.runtime.groups import Communicator
+from zcompile.runtime.placement import part_of, whole_of
+from zcompile.state.checkpoint import Place, Writer, check_files, clear, read_manifest, typed
+from zcompile.state.optimizer_state import Shape, Slots, empty_slots, put_together, take_apart
+from zcompile.state.whole_files import real, whole_file
+
+Result = TypeVar("Result")
+Values = dict[str, Any]
+"""Tensors by name; under `..._extra_state`, what a module's `get_extra_state` gave."""
+
+
+class Save:
+    """A checkpoint on its way to the disk."""
+
+    def __init__(self, folder: Path, future: Future[None]) -> None:
+        self.folder = folder
+        self._future = future
+        self._asked = False
+
+    def done(self) -> bool:
+        """True once it is complete or has failed."""
+        return self._future.done()
+
+    def result(self) -> Path:
+        """Wait until the checkpoint is complete on all ranks, and give its folder.
+
+        Raises:
+            StateError: it could not be written; the previous one is as it was.
+        """
+        self._asked = True
+        with typed(str(self.folder)):
+            self._future.result()
+        return self.folder
+
+    wait = result
+
+    def settle(self) -> None:
+        """Wait for its end; raise its error if nobody has asked for it."""
+        if self._asked:
+            self._future.exception()
+        else:
+            self.result()
+
+
+class ModelState:
+    """Reads and writes the state of a model whose parameters are shards. Every method is collective.
+
+    Args:
+        model: The module tree that holds the shards.
+        communicator: The mesh that they are shards on.
+        agreement: Where the ranks tell each other what is wrong, so that an error is on all of them.
+        stage: The stage, for people who look into a checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        agreement: Agreement,
+        stage: int,
+    ) -> None:
+        self.model, self.communicator, self.agreement = model, communicator, agreement
+        self.stage = stage
+        self._group: dist.ProcessGroup | None = None
+        self._pending: Save | None = None
+
+    # -- whole ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def full(self, rank0_only: bool) -> Values:
+        """`compiled.full_state_dict`."""
+        # A rank that asks alone would wait within a collective, which knows no names.
+        self.agreement.share("full_state_dict", "")
+        whole: Values = {}
+        keeps = self.communicator.rank == 0 or not rank0_only
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, DTensor):
+                with self.communicator.waits.explained(f"the gather of {name}"):
+                    value = whole_of(value, self.communicator.device)
+            elif isinstance(value, torch.Tensor) and not rank0_only:
+                value = value.clone()
+                self.communicator.broadcast(value)  # buffers may differ between ranks
+            if keeps:
+                whole[name] = _own_copy(value) if isinstance(value, torch.Tensor) else value
+        return whole
+
+    def save_full(self, path: str | os.PathLike[str]) -> None:
+        """`compiled.save_full_state_dict`."""
+        what, file = f"save_full_state_dict({os.fspath(path)!r})", Path(path)
+        write = self._together(what, lambda: _writer_for(file))
+        whole = self.full(rank0_only=True)
+
+        def put() -> None:
+            if self.communicator.rank == 0:
+                with whole_file(file) as beside:
+                    write(whole, beside)
+
+        self._together(what, put)
+
+    def load_full(self, state: Mapping[str, Any] | None) -> None:
+        """`compiled.load_full_state_dict`."""
+
+        def check() -> bool:
+            if state is None and self.communicator.rank == 0:
+                found = "is None on the first rank of the mesh"
+                raise StateError("the full state dict", found, "give it on the first rank, or on every rank")
+            if state or (state is not None and self.communicator.rank == 0):
+                _check(self.model.state_dict(), state, strict=True)
+            return bool(state)  # an empty one is what full_state_dict gives to all ranks but the first
+
+        everywhere = all(self._share("load_full_state_dict", check))
+        self._load(self._rows(state if everywhere else None, state or {}))
+
+    @torch.no_grad()
+    def _rows(self, local: Mapping[str, Any] | None, first: Mapping[str, Any]) -> Values:
+        """This rank's part of every value, out of `local`, or sent by the first rank out of its `first`."""
+        rows: Values = {}
+        for name, target in self.model.state_dict().items():
+            if local is not None:
+                rows[name] = self._part(target, local[name])
+            elif isinstance(target, torch.Tensor):
+                device = self.communicator.device
+                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+                if self.communicator.rank == 0:
+                    whole.copy_(first[name])
+                self.communicator.broadcast(whole)
+                part = self._part(target, whole)
+                # A copy, or the view would keep the whole of each parameter until the last has come.
+                rows[name] = part.clone() if isinstance(target, DTensor) else part
+            else:
+                box = [first.get(name)]
+                with self.communicator.waits.explained(f"the value of {name}"):
+                    dist.broadcast_object_list(box, group=self.communicator.group, group_src=0)
+                rows[name] = box[0]
+        return rows
+
+    # -- shards ---------------------------------------------------------------------------------------------------
+
+    def load(self, state: Mapping[str, Any], strict: bool) -> Any:
+        """`compiled.load_state_dict`."""
+        targets = self.model.state_dict()
+        self._together("load_state_dict", lambda: _check(targets, state, strict))
+        parts = {name: self._part(targets[name], v) if name in targets else v for name, v in state.items()}
+        return self._load(parts, strict)
+
+    def _load(self, parts: Values, strict: bool = True) -> Any:
+        """Write values that are known to fit: names, shapes and dtypes were checked on all ranks."""
+        return self.model.load_state_dict(parts, strict=strict)
+
+    def _part(self, target: Any, value: Any) -> Any:
+        """What of `value`, whole or in shards, goes into `target` on this rank; a view of it where it can be one."""
+        if not isinstance(target, DTensor) or isinstance(value, DTensor):
+            return value
+        return with_local(target, part_of(value, target).to(target.device))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str], optimizer: Optimizer | None, extra: Any, asynchronous: bool) -> Save:
+        """`compiled.save_checkpoint`."""
+        self._settle()
+        what = f"save_checkpoint({os.fspath(folder)!r})"
+        buffers = self._share(f"{what}: the buffers", lambda: _buffer_digests(self.model))
+        differing = {n for n, digest in buffers[self.communicator.rank].items() if digest != buffers[0].get(n)}
+        content = self._together(what, lambda: self._content(set(buffers[0]), differing, optimizer, extra))
+        place = self._place(what, real(folder))
+        writer = Writer(place, {"world": self.communicator.size, "stage": self.stage, "torch": torch.__version__})
+        done: Future[None] = Future()
+        save, group = Save(Path(os.path.abspath(folder)), done), self._own_group()
+        try:
+            if asynchronous:
+                written: Any = dcp.async_save(content, storage_writer=writer, process_group=group)
+                written.add_done_callback(lambda ended: self._end(done, place, ended.exception()))
+                self._pending = save
+                return save
+            dcp.save(content, storage_writer=writer, process_group=group)
+        except (Exception, CheckpointException) as error:
+            self._end(done, place, error)
+            save.result()  # raises it
+        self._end(done, place, None)
+        return save
+
+    def _place(self, what: str, folder: Path) -> Place:
+        """Where this save writes: the first rank makes room for it."""
+
+        def begin() -> list[Any]:
+            if self.communicator.rank:
+                return []
+            place = Place.begin(folder)
+            return [place.token, place.fresh]
+
+        return Place(folder, *self._share(what, begin)[0])
+
+    def _end(self, done: Future[None], place: Place, failure: BaseException | None) -> None:
+        """Let a save be done, once what a failed one has written is gone."""
+        if failure is None:
+            done.set_result(None)
+            return
+        self._hang_up(failure)
+        try:
+            if self.communicator.rank == 0:
+                clear(place.folder)
+        except OSError:
+            pass  # it goes with the next save
+        finally:
+            done.set_exception(failure)
+
+    def _content(
+        self, buffers: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any
+    ) -> dict[str, Any]:
+        """What this rank gives to torch.distributed.checkpoint: tensors, and of everything else one blob a rank.
+
+        Buffers come from the first rank; where this rank's differ, they go into its blob.
+        """
+        first = self.communicator.rank == 0
+        model: Values = {}
+        own: Values = {}
+        for name, value in self.model.state_dict().items():
+            if not isinstance(value, torch.Tensor) or name in differing:
+                own[name] = value
+            elif first or name not in buffers:
+                model[name] = value
+        content: dict[str, Any] = {"model": model}
+        if optimizer is not None:
+            state = take_apart(optimizer, self.model)
+            content["optimizer"] = {"state": state.tensors}
+            if first:
+                content["optimizer"]["about"] = _blob("the optimizer's options", state.about)
+        content["ranks"] = {str(self.communicator.rank): _blob("extra", {"extra": extra, "own": own})}
+        return content
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None) -> Any:
+        """`compiled.load_checkpoint`."""
+        self._settle()
+        what, rank, size = f"load_checkpoint({os.fspath(folder)!r})", self.communicator.rank, self.communicator.size
+        found = Path(os.path.abspath(folder))
+        manifest = self._together(what, lambda: read_manifest(found))
+        self._together(what, lambda: check_files(found, manifest, rank, size))
+        reader = Reader(found, manifest["files"])
+        content = self._together(what, lambda: self._skeleton(reader, optimizer))
+        with typed(str(found)):
+            try:
+                dcp.load(content, storage_reader=reader, process_group=self._own_group())
+            except (Exception, CheckpointException) as error:
+                self._hang_up(error)
+                raise
+
+        def read() -> tuple[Any, Values, dict[str, Any] | None]:
+            (blob,) = content["ranks"].values()
+            mine = _unblob(found, blob)
+            values = {**content["model"], **mine["own"]}
+            _check(self.model.state_dict(), values, True, str(found))
+            if optimizer is None:
+                return mine["extra"], values, None
+            about = _unblob(found, content["optimizer"]["about"])
+            return mine["extra"], values, put_together(content["optimizer"]["state"], about, optimizer, self.model)
+
+        extra, values, state = self._together(what, read)
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)
+        self._load(values)
+        return extra
+
+    def _skeleton(self, reader: Reader, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Empty tensors for what the checkpoint holds, laid out as this stage and world have them.
+
+        They are new ones: if loading fails halfway, the model and the optimizer are as they were.
+        """
+        folder, metadata = str(reader.path), reader.read_metadata()
+        saved: dict[tuple[str, ...], Shape] = {
+            tuple(metadata.planner_data[key]): Shape(tuple(value.size), value.properties.dtype)
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        targets = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        _check(targets, {path[1]: shape for path, shape in saved.items() if path[0] == "model"}, True, folder)
+        content: dict[str, Any] = {"model": {name: _empty_like(value) for name, value in targets.items()}}
+        if optimizer is not None:
+            if ("optimizer", "about") not in saved:
+                fix = f"load the model alone: load_checkpoint({folder!r})"
+                raise StateError(folder, "holds no optimizer state", fix)
+            slots: dict[str, dict[str, Shape]] = {}
+            for path, shape in saved.items():
+                if path[:2] == ("optimizer", "state"):
+                    slots.setdefault(path[2], {})[path[3]] = shape
+            state: Slots = empty_slots(slots, optimizer, self.model)
+            content["optimizer"] = {"state": state, "about": _empty_blob(saved["optimizer", "about"])}
+        rank = str(self.communicator.rank)
+        source = rank if ("ranks", rank) in saved else "0"
+        return {**content, "ranks": {source: _empty_blob(saved["ranks", source])}}
+
+    def _settle(self) -> None:
+        """Wait for the save before this one: two at once would mix their messages."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
+
+    def _own_group(self) -> dist.ProcessGroup:
+        """A gloo group for checkpoints alone: they are written while the training's group is in use."""
+        if self._group is None:
+            group = self.communicator.group
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                # A rank that writes slowly is no rank that is gone; a rank that is gone closes its connections.
+                timeout=max(group_timeout(group, self.communicator.device), timedelta(minutes=30)),
+                backend="gloo",
+                use_local_synchronization=True,  # a mesh need not hold all ranks
+            )
+        return self._group
+
+    def _hang_up(self, failure: BaseException) -> None:
+        """End the waits of others for this rank where a message has failed here; they would last for half an hour.
+
+        What torch.distributed.checkpoint raises is on all ranks already. The group stays as it is: a later save fails.
+        """
+        if self._group is not None and not isinstance(failure, CheckpointException):
+            close_connections(self._group, self.communicator.rank, self.communicator.size)
+
+    # -- errors of all ranks --------------------------------------------------------------------------------------
+
+    def _together(self, what: str, act: Callable[[], Result]) -> Result:
+        """Act on every rank; an error on one of them is the same error on all."""
+        return self.agreement.attempt(what, act)[0]
+
+    def _share(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        """The results of all ranks, as JSON gives them back; an error on one of them is the same error on all."""
+        return self.agreement.attempt(what, act, shown=True)[1]
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def _check(targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool, source: str = "the state dict") -> None:
+    """Compare names, shapes and dtypes with what the model has.
+
+    Raises:
+        StateError: names the first that is missing, unexpected or does not fit, and counts the others.
+    """
+    missing = [name for name in targets if name not in given]
+    unexpected = [name for name in given if name not in targets]
+    if strict and missing:
+        found = f"is missing from {source}{_more(missing)}"
+        fix = "give every name of compiled.state_dict(), or strict=False where names may be left out"
+        if unexpected:
+            fix = f"rename what {source} has in its place, or build the model that it was made from: "
+            fix += nearest(missing[0], unexpected)
+        raise StateError(missing[0], found, fix)
+    if strict and unexpected:
+        found = f"is in {source}, but is no parameter or buffer of the model{_more(unexpected)}"
+        raise StateError(unexpected[0], found, f"leave it out or rename it: {nearest(unexpected[0], targets)}")
+    for name, target in targets.items():
+        if name in given and isinstance(target, torch.Tensor):
+            _check_value(name, target, given[name], source)
+
+
+def _check_value(name: str, target: torch.Tensor, value: Any, source: str) -> None:
+    if not isinstance(value, (torch.Tensor, Shape)):
+        raise StateError(name, f"is a {type(value).__name__} in {source}, not a tensor", "give a tensor")
+    if tuple(value.shape) != tuple(target.shape):
+        found = f"has shape {list(value.shape)} in {source}, and {list(target.shape)} in the model"
+        raise StateError(name, found, "give the whole parameter of a model of the same sizes")
+    if value.dtype != target.dtype:
+        found = f"is {value.dtype} in {source}, and {target.dtype} in the model"
+        raise StateError(name, found, f"convert one of them on purpose, such as value.to({target.dtype})")
+    if isinstance(value, DTensor) and not _same_placement(target, value):
+        found = f"lies as {value.placements} on {value.device_mesh} in {source}, otherwise than in the model"
+        raise StateError(name, found, "give its full_tensor(), or go through save_checkpoint")
+
+
+def _same_placement(target: torch.Tensor, value: DTensor) -> bool:
+    return (
+        isinstance(target, DTensor)
+        and value.device_mesh == target.device_mesh
+        and value.placements == target.placements
+    )
+
+
+def _more(names: list[str]) -> str:
+    listed = ", ".join(names[1:4])
+    return f", and so {'is' if len(names) == 2 else 'are'} {listed}{' ...' if len(names) > 4 else ''}" if listed else ""
+
+
+def _empty_like(target: torch.Tensor) -> torch.Tensor:
+    if isinstance(target, DTensor):
+        return with_local(target, torch.empty_like(local_tensor(target)))
+    return torch.empty_like(target)
+
+
+def _own_copy(value: torch.Tensor) -> torch.Tensor:
+    """On the CPU, contiguous, in memory that no other tensor shares."""
+    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _buffer_digests(model: nn.Module) -> dict[str, str]:
+    """The saved buffers, each with a digest of its value: ranks may hold different ones."""
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: hashlib.sha256(_bytes(value)).hexdigest()
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor) and name not in params
+    }
+
+
+def _bytes(value: torch.Tensor) -> bytes:
+    flat: bytes = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return flat
+
+
+def _blob(subject: str, value: Any) -> torch.Tensor:
+    """Any value as bytes, 1-D; a StateError if it cannot be pickled."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:
+        found = f"cannot be pickled: {type(error).__name__}: {error}"
+        raise StateError(subject, found, "give tensors, numbers, strings and containers of them") from error
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def _unblob(folder: Path, blob: torch.Tensor) -> Any:
+    try:
+        return torch.load(io.BytesIO(_bytes(blob)), map_location="cpu", weights_only=False)
+    except Exception as error:
+        found = f"holds extra state that cannot be unpickled: {type(error).__name__}: {error}"
+        raise StateError(str(folder), found, "load it where the classes that it was made of can be imported") from error
+
+
+def _empty_blob(saved: Shape) -> torch.Tensor:
+    return torch.empty(saved.shape, dtype=saved.dtype)
+
+
+def _writer_for(path: Path) -> Callable[[Values, Path], None]:
+    """What writes a file of this suffix."""
+    if path.suffix != ".safetensors":
+        return _save_by_torch
+    try:
+        from safetensors.torch import save_file  # an optional dependency
+    except ImportError as error:
+        found = "needs the package safetensors, which is not installed"
+        raise StateError(str(path), found, "pip install 'zcompile[safetensors]', or save to a .pt file") from error
+    # Hugging Face refuses a file that does not say what its tensors are.
+    return lambda state, beside: save_file(state, beside, metadata={"format": "pt"})
+
+
+def _save_by_torch(state: Values, beside: Path) -> None:
+    with beside.open("wb") as file:  # torch's own file would not say why it cannot be written
+        torch.save(state, file)

@@ -1,0 +1,159 @@
+"""The state of an optimizer by parameter name, so that it fits every stage and world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import Optimizer
+
+from zcompile.errors import OptimizerError, StateError, nearest
+from zcompile.runtime.placement import Placing
+
+Slots = dict[str, dict[str, Any]]
+"""What an optimizer keeps of each parameter, by the parameter's name and its own: `exp_avg`, `step`."""
+
+HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
+"""Options that say how a step is computed: those of the optimizer that loads stay, not every stage has all of them."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """An optimizer's state, taken apart: `tensors` are sharded like parameters, `about` is small and not tensors."""
+
+    tensors: Slots
+    about: dict[str, Any]
+
+
+def take_apart(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
+    """What to save of an optimizer.
+
+    Raises:
+        OptimizerError: it holds a parameter that is none of the model's.
+        StateError: it keeps a tensor that is neither a scalar nor a DTensor of a sharded parameter.
+    """
+    names, params = ordered_names(optimizer, model), dict(model.named_parameters())
+    state = optimizer.state_dict()
+    tensors: Slots = {}
+    values: Slots = {}
+    for index, slots in state["state"].items():
+        name = names[index]
+        for slot, value in slots.items():
+            if not isinstance(value, torch.Tensor):
+                values.setdefault(name, {})[slot] = value
+                continue
+            if isinstance(params[name], DTensor) and not isinstance(value, DTensor) and value.dim():
+                found = f"is a plain tensor of shape {list(value.shape)}, so nobody knows how the ranks divide it"
+                fix = "use an optimizer that makes its state from the parameter: torch.zeros_like(parameter)"
+                raise StateError(f"{name}.{slot}", found, fix)
+            tensors.setdefault(name, {})[slot] = value
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
+    return OptimizerState(tensors, {"optimizer": type(optimizer).__name__, "groups": groups, "values": values})
+
+
+def ordered_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """The names of an optimizer's parameters in the order in which its state dict counts them.
+
+    Raises:
+        OptimizerError: a parameter is none of the model's.
+    """
+    known = {id(param): name for name, param in model.named_parameters()}
+    names = []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            if id(param) not in known:
+                subject, kind = f"parameter {place} of group {number}", type(optimizer).__name__
+                fix = f"build it over the compiled model: {kind}(compiled.parameters(), ...)"
+                raise OptimizerError(subject, f"{kind} holds it, but the compiled model does not", fix)
+            names.append(known[id(param)])
+    return names
+
+
+def empty_slots(saved: Mapping[str, Mapping[str, Shape]], optimizer: Optimizer, model: nn.Module) -> Slots:
+    """Tensors to load the saved ones into, as the optimizer would make them in this stage and world.
+
+    Raises:
+        StateError: the checkpoint has state of a parameter that the optimizer does not have.
+    """
+    names, params = ordered_names(optimizer, model), dict(model.named_parameters())
+    for name in saved:
+        if name not in names:
+            fix = f"build the optimizer over the same parameters ({nearest(name, names)})"
+            raise StateError(name, "the checkpoint has optimizer state of it, this optimizer does not hold it", fix)
+    scalars = _scalar_slots(saved)
+    return {
+        name: {slot: _empty(shape, None if slot in scalars else params[name]) for slot, shape in slots.items()}
+        for name, slots in saved.items()
+    }
+
+
+def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """A state dict for `optimizer.load_state_dict`, which then does not fail.
+
+    Raises:
+        StateError: the state is another kind of optimizer's, or its groups hold other parameters.
+    """
+    kind, saved = type(optimizer).__name__, about["optimizer"]
+    if kind != saved:
+        raise StateError("optimizer", f"is {kind}, the checkpoint holds the state of {saved}", f"load it into {saved}")
+    names = ordered_names(optimizer, model)
+    _compare_groups(about["groups"], optimizer, names)
+    indices = {name: index for index, name in enumerate(names)}
+    state = {
+        indices[name]: {**tensors.get(name, {}), **about["values"].get(name, {})}
+        for name in names
+        if name in tensors or name in about["values"]
+    }
+    groups = [
+        {**then, **{key: now[key] for key in HOW_NOT_WHAT if key in now}, "params": now["params"]}
+        for then, now in zip(about["groups"], optimizer.state_dict()["param_groups"], strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _compare_groups(saved: list[dict[str, Any]], optimizer: Optimizer, names: list[str]) -> None:
+    fix = "build the optimizer with the groups that it had when it was saved"
+    if len(saved) != len(optimizer.param_groups):
+        found = f"has {len(optimizer.param_groups)} parameter groups, the checkpoint's has {len(saved)}"
+        raise StateError("optimizer", found, fix)
+    remaining = iter(names)
+    current = [[next(remaining) for _ in group["params"]] for group in optimizer.param_groups]
+    for number, (then, now) in enumerate(zip(saved, current, strict=True)):
+        for name in [*then["params"], *now]:
+            if name not in then["params"] or name not in now:
+                where = "only in the checkpoint's" if name in then["params"] else "not in the checkpoint's"
+                raise StateError(name, f"is {where} group {number} of the optimizer", fix)
+
+
+def _scalar_slots(saved: Mapping[str, Mapping[str, Shape]]) -> set[str]:
+    """Slots that hold one number however large the parameter is: no DTensors in any stage.
+
+    The moments of a parameter without dimensions are not among them: elsewhere they have the parameter's shape.
+    """
+    shapes: dict[str, set[bool]] = {}
+    for slots in saved.values():
+        for slot, value in slots.items():
+            shapes.setdefault(slot, set()).add(value.shape == ())
+    return {slot for slot, scalar in shapes.items() if scalar == {True}}
+
+
+def _empty(value: Shape, param: torch.Tensor | None) -> torch.Tensor:
+    """An uninitialised tensor; of a sharded parameter a DTensor, divided like it where it has its shape."""
+    if not isinstance(param, DTensor):
+        return torch.empty(value.shape, dtype=value.dtype, device=None if param is None else param.device)
+    like = value.shape == tuple(param.shape)
+    local = torch.empty(param.to_local().shape if like else value.shape, dtype=value.dtype, device=param.device)
+    placements = tuple(param.placements) if like else (Replicate(),) * param.device_mesh.ndim
+    return Placing(param.device_mesh, placements, torch.Size(value.shape)).place(local)

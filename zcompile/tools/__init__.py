@@ -1,0 +1,1 @@
+"""Planning, inspection and the command line."""

@@ -1,0 +1,165 @@
+"""The doctor: what this machine has of what zcompile can use, and a profile of its rates."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zcompile.cost.hardware import Hardware, load_profile, profile_text
+from zcompile.engine.calibration import survey
+from zcompile.errors import GroupError, OptionError
+from zcompile.runtime.groups import Communicator
+from zcompile.tools.profile_fit import REFERENCES, Observation, fit, observe
+
+TORCH = ((2, 11), (2, 14))
+"""The first torch that is supported, and the first that is not."""
+PATIENCE = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that the doctor has looked for."""
+
+    subject: str
+    found: str
+    is_well: bool = True
+    fix: str = ""
+    """How to get what is missing."""
+    is_needed: bool = True
+    """False for what zcompile does without."""
+
+
+def examine() -> Iterator[Finding]:
+    """Look at Python, torch, compilers, devices and the tools that are of use, without measuring anything."""
+    yield Finding("Python", platform.python_version(), sys.version_info >= (3, 11), "install Python 3.11 or later")
+    first, after = TORCH
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    wanted = f"pip install 'torch>={first[0]}.{first[1]},<{after[0]}.{after[1]}'"
+    yield Finding("torch", torch.__version__, first <= found < after, wanted)
+    yield from _devices()
+    yield from _backends()
+    yield from _compilers()
+    dot = shutil.which("dot")
+    yield Finding("graphviz", dot or "not found", bool(dot), "install graphviz, to draw programs", is_needed=False)
+    for package, use in (("safetensors", "checkpoints of Hugging Face"), ("transformers", "plans from their configs")):
+        yield _package(package, use)
+
+
+def _devices() -> Iterator[Finding]:
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            yield Finding(f"cuda:{index}", f"{about.name}, {about.total_memory / 1e9:.0f} GB")
+    else:
+        yield Finding("devices", f"{os.cpu_count()} CPU cores, no GPU that torch can use")
+
+
+def _backends() -> Iterator[Finding]:
+    if not dist.is_available():
+        yield Finding("torch.distributed", "not built", False, "install a torch that has it")
+        return
+    has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    yield Finding(
+        "backends", ", ".join(name for name, there in has.items() if there), has["gloo"], "install another torch"
+    )
+    if torch.cuda.is_available():
+        yield Finding("nccl", "found" if has["nccl"] else "not built", has["nccl"], "install a torch built for CUDA")
+
+
+def _compilers() -> Iterator[Finding]:
+    compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+    fix = "install g++, or choose backend='eager'"
+    yield Finding("C++ compiler", compiler or "not found", bool(compiler), fix)
+    if torch.cuda.is_available():
+        yield replace(_package("triton", "Inductor on a GPU"), is_needed=True)
+
+
+def _package(name: str, use: str) -> Finding:
+    try:
+        return Finding(name, version(name), is_needed=False)
+    except PackageNotFoundError:
+        return Finding(name, "not installed", False, f"pip install {name}, for {use}", is_needed=False)
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measured(name: str, ranks: int | None = None) -> Hardware | None:
+    """A profile of this machine, measured by several ranks at once.
+
+    Under torchrun its ranks measure, and the link between them is theirs; only rank 0 gets the profile. Otherwise
+    `ranks` processes are started here: by default one for each GPU, or two.
+
+    Raises:
+        OptionError: fewer ranks than one, or more than there are GPUs.
+        GroupError: a rank has failed.
+    """
+    if "WORLD_SIZE" in os.environ:
+        _join(None, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        try:
+            found = profile_of_ranks(name)
+            return found if dist.get_rank() == 0 else None
+        finally:
+            dist.destroy_process_group()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    world = ranks or gpus or 2
+    if world < 1 or (gpus and world > gpus):
+        raise OptionError("ranks", f"{world} is no number of ranks for {gpus} GPUs", "give 1, or as many as there are")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            multiprocessing.spawn(_rank, (world, folder, name), nprocs=world)
+        except Exception as error:
+            fix = "look at what it says; `zcompile doctor` without --write measures nothing"
+            raise GroupError("a rank that measures", f"failed: {error}", fix) from error
+        return load_profile(str(Path(folder) / "profile.toml"))
+
+
+def _rank(rank: int, world: int, folder: str, name: str) -> None:
+    """One of the processes that measure."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(max((os.cpu_count() or 1) // world, 1))
+    _join(f"file://{folder}/store", rank, world)
+    found = profile_of_ranks(name)
+    if rank == 0:
+        (Path(folder) / "profile.toml").write_text(profile_text(found))
+    dist.destroy_process_group()
+
+
+def _join(store: str | None, rank: int, world: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
+
+
+def profile_of_ranks(name: str) -> Hardware:
+    """What the ranks of the default group measure together; on a CPU fitted to regions that ran. Collective."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    world = dist.get_world_size()
+    found = survey(Communicator(init_device_mesh(kind, (world,)), device), name)
+    if kind == "cpu":
+        alone = init_device_mesh(kind, (world, 1), mesh_dim_names=("ranks", "alone"))["alone"]
+        found = fit(found, _observed(alone))
+    return found
+
+
+def _observed(alone: DeviceMesh) -> list[Observation]:
+    seen: list[Observation] = []
+    for reference in REFERENCES:
+        dist.barrier()
+        seen += observe(alone, reference)
+    return seen

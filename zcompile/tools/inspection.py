@@ -1,0 +1,154 @@
+"""Inspection: the programs of a model without a training run, of a factory's model or of a script's.
+
+A script runs until its model is traced for the first time: what was traced is taken to the one who asked, past the
+script and past torch.compile, and laid out for as many ranks as he likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zcompile.cost.hardware import CPU, GPU, Hardware
+from zcompile.cost.memory import model_state
+from zcompile.cost.roofline import bucket_for
+from zcompile.engine.interception import Asked, Traced, intercepting
+from zcompile.engine.region_cache import generated_code
+from zcompile.errors import SubjectError, ZcompileError
+from zcompile.ir.layout import STAGES, Layout
+from zcompile.ir.program import Program
+from zcompile.model.units import make_layout
+from zcompile.passes.keep_within import check_fits
+from zcompile.report.dumps import write_dump
+from zcompile.report.explain import explain
+from zcompile.report.program_page import write_page
+from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import Journal, Pipeline
+from zcompile.schedule.prefetch import MARGIN, Schedule, choose, fit
+from zcompile.tools.named_models import Subject, raised
+from zcompile.tools.tracing import trace
+
+
+def of_subject(
+    subject: Subject, options: Options, world: int, hardware: Hardware, units: Sequence[str] | None = None
+) -> Journal:
+    """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
+    traced = trace(subject.model, subject.args, subject.kwargs, dtype=options.dtype, units=units)
+    layout = make_layout(subject.model, STAGES[options.stage], world, units, options.precision)
+    schedule = replace(options.schedule, bucket=bucket_for(GPU if hardware.device == "cuda" else CPU))
+    return _rewritten(traced, layout, Asked(options, schedule), hardware)
+
+
+def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware) -> Journal:
+    """What the passes make of the first model that `script` calls compiled, laid out for `world` ranks.
+
+    Raises:
+        SubjectError: there is no such file, or it ends, or fails, before it has called one.
+        ZcompileError: what `compile` or the call has raised.
+    """
+    if not script.is_file():
+        raise SubjectError(str(script), "is no file", "give the path of a script, or what `zcompile plan` takes")
+    try:
+        with _as_one_rank(), _as_main(script, arguments), intercepting():
+            runpy.run_path(str(script), run_name="__main__")
+    except Traced as traced:
+        layout = traced.program.layout.over(world)
+        return _rewritten(traced.program, layout, traced.asked, hardware)
+    except ZcompileError:
+        raise
+    except SystemExit as error:
+        if error.code:
+            raise SubjectError(str(script), f"ended with {error.code!r}", "give the arguments that it wants") from error
+    except Exception as error:
+        found = raised(error, script)
+        raise SubjectError(str(script), found, "mend it; it runs as one rank until its model is traced") from error
+    fix = "let it call the module that zcompile.compile gives, or name a factory in it: script.py:factory"
+    raise SubjectError(str(script), "has ended without calling a compiled model", fix)
+
+
+def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, code: bool) -> tuple[str, list[str]]:
+    """Write what `compiled.dump` writes to `folder`; gives the text of `explain()`, and what could not be done.
+
+    Raises:
+        SubjectError: the folder cannot be written.
+    """
+    program = journal.entries[-1].after
+    text = explain(program.layout, [program], len(program.regions))
+    try:
+        notes = write_dump(folder, [journal], text, hardware, code=generated_code if code else None)
+        write_page(folder / "report.html", title, [journal], hardware)
+    except OSError as error:
+        raise SubjectError(str(folder), f"cannot be written: {error.strerror}", "give another folder") from error
+    return text, notes
+
+
+def _rewritten(traced: Program, layout: Layout, asked: Asked, hardware: Hardware) -> Journal:
+    traced, journal = replace(traced, layout=layout), Journal()
+    free, updates = _free(asked.options, traced, hardware), asked.updates and traced.has_backward
+
+    def pipeline(schedule: Schedule) -> Pipeline:
+        parts = layout.tensor_parallel
+        return asked.options.pipeline(schedule, keeps=asked.keeps, free=free, updates=updates, peers=parts)
+
+    pipeline(_schedule(asked, traced, pipeline, hardware)).run(traced, journal)
+    return journal
+
+
+def _schedule(asked: Asked, traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware) -> Schedule:
+    """That of training, but for what training measures: prefetch="auto" is for `hardware`.
+
+    Raises:
+        OptionError: the step takes more than the memory limit.
+    """
+    schedule, limit = asked.schedule, asked.options.limit
+    if not (traced.has_backward and asked.keeps and asked.options.chooses):
+        return schedule
+    if asked.options.prefetch == "auto":
+        schedule = choose(traced, pipeline, hardware, limit)
+    if limit is None:
+        return schedule
+    least, kept = fit(traced, pipeline, schedule, limit)
+    check_fits(least, limit)
+    return replace(schedule, kept=kept)
+
+
+def _free(options: Options, traced: Program, hardware: Hardware) -> int | None:
+    """What checkpoint="auto" may use of a device that has nothing else in its memory."""
+    if options.checkpoint != "auto":
+        return None
+    state = model_state(traced.layout)
+    free = hardware.memory - state.parameters - state.moments
+    return max(int(MARGIN * min(free, sys.maxsize)), 1)
+
+
+@contextlib.contextmanager
+def _as_one_rank() -> Iterator[None]:
+    """What a script needs to make a process group of one; what is set stays as it is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    missing = {key: value for key, value in one.items() if key not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for key in missing:
+            os.environ.pop(key, None)
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """`sys.argv` and `sys.path` as a script finds them that Python runs."""
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = before

@@ -1,0 +1,141 @@
+"""Subjects: what a command is about, a model and one rank's batch, from a name that people type.
+
+    gpt:7.5b                a GPT of that size (`zcompile.tools.gpt`)
+    package.module:factory  a function that gives (model, args) or (model, args, kwargs); also path/to/file.py:factory
+    folder or config.json   a Hugging Face config: a causal language model, by the library transformers
+
+Everything is made on meta: nothing is downloaded but a config, and no model takes memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile.errors import SubjectError, nearest
+from zcompile.tools.gpt import GPT, shape_of
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the arguments of one rank's call."""
+
+    name: str
+    model: nn.Module
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def subject_of(name: str, *, batch: int, sequence: int) -> Subject:
+    """The model that is meant by `name`; `batch` sequences of `sequence` tokens where it is a language model.
+
+    Raises:
+        SubjectError: there is no such thing, or it cannot be read or made.
+        OptionError: gpt:SIZE of no size.
+    """
+    if name.startswith("gpt:"):
+        return _gpt(name, batch, sequence)
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return _hugging_face(path, batch, sequence)
+    if ":" in name:
+        return _made(name)
+    fix = "give gpt:SIZE, module:factory, file.py:factory, or the folder of a Hugging Face config"
+    raise SubjectError(name, "names no model", fix)
+
+
+def raised(error: BaseException, file: Path) -> str:
+    """What was raised, and in which line of `file`."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.resolve()]
+    where = f", at {file.name}:{frames[-1].lineno}" if frames else ""
+    return f"raised {type(error).__name__}: {error}{where}"
+
+
+def _gpt(name: str, batch: int, sequence: int) -> Subject:
+    shape = shape_of(name.removeprefix("gpt:"))
+    with torch.device("meta"):
+        model = GPT(shape, sequence)
+        tokens = torch.empty(batch, sequence, dtype=torch.int64)
+    return Subject(name, model, (tokens, tokens))
+
+
+def _hugging_face(path: Path, batch: int, sequence: int) -> Subject:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        fix = "pip install transformers, or give a factory that makes the model"
+        raise SubjectError(
+            str(path), "is a Hugging Face config, and the library transformers is absent", fix
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(path)
+        config.use_cache = False
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        if model.loss_type is None:
+            model.loss_type = "ForCausalLM"  # what the library falls back to, with a warning that cannot be traced
+    except Exception as error:  # whatever the library raises, it is about this file
+        found = f"is no config of a causal language model: {type(error).__name__}: {error}"
+        raise SubjectError(str(path), found, "give the folder of one, or a factory that makes the model") from error
+    tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
+    return Subject(str(path), model, (), {"input_ids": tokens, "labels": tokens})
+
+
+def _made(name: str) -> Subject:
+    factory = _factory(name)
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except Exception as error:
+        found = raised(error, Path(inspect.getsourcefile(inspect.unwrap(factory)) or name))
+        fix = "mend it; it is called without arguments, under torch.device('meta')"
+        raise SubjectError(name, found, fix) from error
+    parts = made if isinstance(made, tuple) else (made,)
+    model, args, kwargs = (*parts, *((), (), {})[len(parts) :]) if 1 <= len(parts) <= 3 else (None, (), {})
+    if not isinstance(model, nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
+        found = f"gives {', '.join(type(part).__name__ for part in parts)}"
+        raise SubjectError(name, found, "return (model, args) or (model, args, kwargs): a module and one batch")
+    return Subject(name, model, tuple(args), dict(kwargs))
+
+
+def _factory(name: str) -> Callable[[], Any]:
+    home, _, attribute = name.rpartition(":")
+    module = _module(home, name)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        found = f"has no function {attribute!r}" if factory is None else f"has {attribute!r}, which is no function"
+        raise SubjectError(home, found, nearest(attribute, known) if known else "give the name of a factory in it")
+    return factory  # type: ignore[no-any-return]
+
+
+def _module(home: str, name: str) -> ModuleType:
+    """The module at `home`: the path of a file, or the name of what can be imported."""
+    if home.endswith(".py") and not Path(home).is_file():
+        raise SubjectError(home, "is no file", "give the path of the file that has the factory")
+    try:
+        return _from_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+    except Exception as error:
+        found = f"cannot be imported: {type(error).__name__}: {error}"
+        raise SubjectError(name, found, "mend it, or run this where it can be imported") from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"zcompile_subject_{path.stem}", path)
+    assert spec is not None, "a .py file can be loaded"
+    assert spec.loader is not None, "a .py file can be loaded"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses and torch look a module up
+    spec.loader.exec_module(module)
+    return module

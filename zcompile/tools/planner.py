@@ -1,0 +1,210 @@
+"""The planner: memory and time of a model under every choice, before any machine is rented.
+
+A model is traced once for each precision; each choice is a pipeline over that program, which the simulator runs on a
+profile of hardware. What choices have in common is rewritten once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile._torch import mesh_size, tree_leaves
+from zcompile.cost.forecast import Checkpoint, Choice, Forecast, Plan
+from zcompile.cost.hardware import Hardware, load_profile
+from zcompile.cost.memory import live_by_kind, model_state
+from zcompile.cost.roofline import aten_cost
+from zcompile.cost.simulator import simulate
+from zcompile.errors import OptionError
+from zcompile.ir.layout import STAGES
+from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import TensorType
+from zcompile.model.units import Precision, make_layout
+from zcompile.schedule.option_checks import bytes_of, check_worlds
+from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import Pass
+from zcompile.schedule.prefetch import at_schedule
+from zcompile.tools.tracing import trace
+
+STAGE_NUMBERS = tuple(stage.number for stage in STAGES)
+PREFETCHES = (0, 1, 2, 4)
+CHECKPOINTS = (None, "unit")
+RESERVED = 0.1
+"""Share of a device's memory that a plan leaves to what it does not count: workspaces, fragments, libraries."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done next, how much is done, and how much there is."""
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    worlds: Sequence[int] = (1,),
+    hardware: str | Hardware = "h100",
+    memory_limit: int | str | None = None,
+    stages: Sequence[int] = STAGE_NUMBERS,
+    prefetches: Sequence[int] = PREFETCHES,
+    checkpoints: Sequence[Checkpoint] = CHECKPOINTS,
+    dtypes: Sequence[torch.dtype | None] | None = None,
+    units: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Forecast memory and time of a training step of `model(*args, **kwargs)` on each rank, for every choice.
+
+    Nothing is run: no process group, no GPU, and no memory for a model on meta.
+
+    Args:
+        model: A plain module, on any device or on meta; its forward returns a loss, or what depends on parameters. Of
+            one that `parallelize_module` has divided, be it over a fake process group, this rank's part is planned.
+        args: Of one rank's call: one micro-batch. Tensors may be on meta.
+        kwargs: Likewise.
+        worlds: Numbers of data-parallel ranks.
+        hardware: A `Hardware`, the name of a profile that comes along ("h100"), or the path of one.
+        memory_limit: Bytes, or "70 GB", of a rank; by default nine tenths of what the hardware's devices have.
+        stages: ZeRO stages to compare.
+        prefetches: Numbers of units gathered ahead to compare.
+        checkpoints: Settings of `checkpoint=` to compare; one without effect on this model is left out.
+        dtypes: Dtypes to compute in to compare, None among them for the model's own; by default that and bfloat16, or
+            float16 on hardware without bfloat16.
+        units: As for `zcompile.compile`.
+        progress: Called with what is done next, how much is done, and how much there is.
+
+    Raises:
+        OptionError: an option that cannot be meant.
+        ProfileError: no such profile, or one that cannot be meant.
+        ModelError, CaptureError: see `zcompile.tools.tracing.trace`.
+    """
+    device = load_profile(hardware) if isinstance(hardware, str) else hardware
+    limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
+    check_worlds(worlds)
+    worlds = list(dict.fromkeys(worlds))
+    choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches)
+    tell = progress or (lambda *_: None)
+    rewriters: dict[torch.dtype | None, Rewriter] = {}
+    forecasts: list[Forecast] = []
+    for done, choice in enumerate(choices):
+        if choice.dtype not in rewriters:
+            tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
+            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units)
+            rewriters[choice.dtype] = Rewriter(model, traced, units)
+        tell(str(choice), done, len(choices))
+        forecasts += rewriters[choice.dtype].forecasts(choice, worlds, device)
+    if not forecasts:
+        fix = "let None be among them, or give units= of modules that compute something"
+        raise OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
+    tell("done", len(choices), len(choices))
+    return _planned(model, device, limit, forecasts, (args, dict(kwargs or {})))
+
+
+def _planned(model: nn.Module, hardware: Hardware, limit: float, forecasts: list[Forecast], given: Any) -> Plan:
+    """The plan of a model that was given these arguments."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    parts = max(mesh_size(parameter) for parameter in model.parameters())
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    types = ", ".join(str(TensorType.make(tensor.dtype, tuple(tensor.shape))) for tensor in tensors)
+    return Plan(type(model).__name__, count, hardware, limit, forecasts, types, parts)
+
+
+def _low_precision(hardware: Hardware) -> torch.dtype:
+    return torch.bfloat16 if "bfloat16" in hardware.flops else torch.float16
+
+
+def choices_of(
+    dtypes: Sequence[torch.dtype | None],
+    stages: Sequence[int],
+    checkpoints: Sequence[Checkpoint],
+    prefetches: Sequence[int],
+) -> list[Choice]:
+    """All of them that can be meant; under stage 0 nothing is gathered, ahead or not.
+
+    Raises:
+        OptionError: one of them is no setting.
+    """
+    made = (
+        Choice(stage, prefetch, checkpoint, dtype)
+        for dtype in dtypes
+        for stage in stages
+        for checkpoint in checkpoints
+        for prefetch in (prefetches if stage else prefetches[:1])
+    )
+    found = list(dict.fromkeys(made))
+    for choice in found:
+        Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
+    if not found:
+        raise OptionError("plan", "has nothing to compare", "give at least one stage, prefetch, checkpoint and dtype")
+    return found
+
+
+class Rewriter:
+    """The programs of one traced model; what they have in common is rewritten once."""
+
+    def __init__(self, model: nn.Module, traced: Program, units: Sequence[str] | None) -> None:
+        self.model, self.units = model, units
+        self.flops = sum(aten_cost(node)[0] for node in traced.graph.nodes if node.op == "call_function")
+        self._traced = traced
+        self._done: dict[tuple[Any, ...], Program] = {}
+
+    def forecasts(self, choice: Choice, worlds: Sequence[int], hardware: Hardware) -> Iterator[Forecast]:
+        """What each world takes; nothing where the checkpoint setting has no effect."""
+        for world in worlds:
+            # From two ranks on, programs differ in the sizes of shards alone.
+            try:
+                program = self.program(choice, min(world, 2))
+            except OptionError as error:
+                if error.subject != "checkpoint":
+                    raise
+                return
+            yield self._forecast(replace(program, layout=program.layout.over(world)), choice, hardware)
+
+    def program(self, choice: Choice, world: int) -> Program:
+        """The finished program of a choice, laid out for `world` ranks.
+
+        Raises:
+            OptionError: the checkpoint setting has no effect, or cannot be met.
+        """
+        options = Options(
+            stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype
+        )
+        before, behind = at_schedule(options.pipeline())
+        first = [step for step in before if step.name in _ALIKE]
+        shared = self._run((), self._traced, first)
+        layout = make_layout(self.model, STAGES[choice.stage], world, self.units, Precision(choice.dtype))
+        at_stage = replace(shared, layout=layout)
+        # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
+        budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
+        head = (choice.stage, choice.checkpoint, world, budget)
+        placed = self._run(head, at_stage, [step for step in before if step not in first])
+        return self._run((*head, choice.prefetch), placed, behind)
+
+    def _run(self, key: tuple[Any, ...], program: Program, passes: Sequence[Pass]) -> Program:
+        """What `passes` make of `program`, made once for each `key`."""
+        if key not in self._done:
+            for step in passes:
+                program = step(program)
+            self._done[key] = program
+        return self._done[key]
+
+    def _forecast(self, program: Program, choice: Choice, hardware: Hardware) -> Forecast:
+        state = model_state(program.layout)
+        timeline = simulate(program, hardware, steps=True)
+        return Forecast(
+            choice=choice,
+            world=program.layout.world,
+            parameters=state.parameters,
+            optimizer=state.moments,
+            held=max(live_by_kind(program).values(), key=lambda held: sum(held.values())),
+            seconds=timeline.seconds,
+            exposed=timeline.exposed,
+            hidden=timeline.hidden or 0.0,
+            flops=self.flops,
+        )
+
+
+_ALIKE = ("split_phases", "assign_units")
+"""Passes, the first of all, to which stage and world are nothing."""
