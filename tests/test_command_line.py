@@ -20,7 +20,8 @@ from torch import nn
 import zcompile
 from zcompile import SubjectError
 from zcompile.cost.hardware import load_profile
-from zcompile.engine.interception import Asked, Traced, intercepting
+from zcompile.engine.interception import Traced, intercepting
+from zcompile.schedule.decision import Request
 from zcompile.tools import command_line, doctor
 from zcompile.tools.named_models import subject_of
 
@@ -215,7 +216,7 @@ def test_what_is_inspected_is_asked_for_as_in_a_run() -> None:
         compiled = zcompile.compile(model, backend="eager")
         with pytest.raises(Traced) as traced, intercepting(), warnings.catch_warnings(action="ignore"):
             compiled(torch.ones(3, 8))
-        assert traced.value.asked == Asked(compiled._engine.options, compiled._engine.schedule, keeps)
+        assert traced.value.request == Request(compiled._engine.options, compiled._engine.schedule, keeps)
 
 
 def test_an_inspected_limit_that_cannot_be_kept_is_refused(run: Run, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.models import batch, make
 from tests.passes.programs import CHAIN, OUTLINED, joined
 from zcompile import Fact, OptionError, Pass, Pipeline, PipelineError, Program, ProgramError, Violation, facts
 from zcompile.ir.layout import STAGES
-from zcompile.schedule.pipeline import Journal
+from zcompile.schedule.pipeline import Journal, Trait
 
 ORDER = [
     "split_phases",
@@ -143,7 +143,8 @@ def test_a_pass_of_a_known_name_replaces_that_pass() -> None:
     mine = step("sink_waits", (facts.REDUCED_ONCE,))
     for changed in (zcompile.pipeline().with_pass(mine), zcompile.pipeline().changed({"sink_waits": mine})):
         assert changed.names == ORDER
-        assert changed.passes[-1] is mine
+        assert changed.passes[-1].run is mine.run
+        assert changed.passes[-1].traits == Trait.SCHEDULES, "of the pass that it replaces"
 
 
 def test_a_pass_of_a_new_name_is_added_where_its_facts_put_it() -> None:

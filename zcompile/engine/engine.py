@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import time
 import warnings
@@ -26,7 +25,7 @@ from zcompile.cost.roofline import bucket_for
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.activation_offload import make_stashes
 from zcompile.engine.calibration import measure
-from zcompile.engine.interception import Asked, offer
+from zcompile.engine.interception import offer
 from zcompile.engine.lowering import Session, Step
 from zcompile.engine.model_calls import ModelCall
 from zcompile.engine.region_cache import RegionCache, generated_code
@@ -38,7 +37,6 @@ from zcompile.frontend.local_graphs import Locals, on_locals
 from zcompile.ir.layout import Layout, Unit
 from zcompile.ir.ops import Parameter, Phase, Update, op_of
 from zcompile.ir.program import Program
-from zcompile.passes.keep_within import check_fits
 from zcompile.report.dumps import check_dump, write_dump, writing
 from zcompile.report.explain import Break, explain
 from zcompile.report.program_page import write_page
@@ -53,9 +51,9 @@ from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
 from zcompile.runtime.updates import Updater
+from zcompile.schedule.decision import Request, checkpoint_budget, decide
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pipeline
-from zcompile.schedule.prefetch import MARGIN, Schedule, choose, fit
 
 
 class Engine:
@@ -199,7 +197,7 @@ class Engine:
         self.recorder.end_call(split=bool(self.breaks))
 
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
-        offer(traced, lambda: Asked(self.options, self.schedule, self._keeps(traced), updater is not None))
+        offer(traced, lambda: self._request(traced, updater))
         if self.peers is not None:
             return self.peers.together(lambda: self._lowered(traced, updater))
         try:
@@ -214,18 +212,12 @@ class Engine:
         # Casts are in the graph already: compiled under autocast, a region would get them twice.
         no_autocast = torch.autocast(self.communicator.device.type, enabled=False)
         with _collector_paused(), no_autocast:
-            keeps = self._keeps(traced)
             if self.peers is not None and self.options.partition_activations and traced.has_backward:
                 traced = self.peers.marked(traced)
-            if not self._chosen and keeps and traced.has_backward:
-                self.schedule = self._chosen_schedule(traced)
-                self._chosen = True
-            pipeline = self._pipeline(
-                self.schedule,
-                keeps=keeps,
-                free=self._free_bytes(),
-                updates=updater is not None and traced.has_backward,
-            )
+            request = self._request(traced, updater)
+            if not self._chosen and request.chooses(traced):
+                self.schedule, self._chosen = decide(traced, request, self._measured, self.everyone.share), True
+            pipeline = request.pipeline(self.schedule)
             program = pipeline.run(traced, journal)
             if updater is None and program.nodes(Update):
                 fix = "leave it out, or call zcompile.train_step"
@@ -257,54 +249,30 @@ class Engine:
                 raise OptionError(option, found, "mend the graph breaks (see explain()), or leave it out")
         return keeps
 
-    def _free_bytes(self) -> int | None:
-        """What checkpoint="auto" may use: what is free but for two moments of an optimizer, which may be still to come.
-
-        Ranks may find different figures: what a rank computes again is no concern of the others'.
-        """
-        if self.options.checkpoint != "auto":
-            return None
-        away = self.layout.away  # the optimizer's state is where the shards are
-        moments = 0 if away else 2 * sum(param.shard_numel * param.dtype.itemsize for param in self.layout.params)
-        return max(int(MARGIN * (free_bytes(self.communicator.device) - moments)), 1)
-
-    def _chosen_schedule(self, traced: Program) -> Schedule:
-        """The schedule of the first program that trains, for it and all that come. Collective.
-
-        Ranks may have batches of different sizes, and must have the same communications: how far ahead to gather is
-        rank 0's choice, and kept is what fits on every rank.
+    def _request(self, traced: Program, updater: Updater | None) -> Request:
+        """What `traced` is to be compiled with.
 
         Raises:
-            OptionError: on every rank: on one, the step takes more than the memory limit.
+            OptionError: see `_keeps`.
         """
-        options, schedule = self.options, self.schedule
-        limit = options.limit
-        if options.prefetch == "auto":
-            beside = self.peers.communicator if self.peers else None
-            self.hardware = measure(self.communicator, options.dtype or torch.float32, beside)
-            schedule = choose(traced, self._pipeline, self.hardware, limit)
-            chosen = [schedule.prefetch, schedule.small, schedule.bucket]
-            told = self.everyone.share("the schedule of gathers", json.dumps(chosen))
-            choices = [json.loads(text) for text in told]
-            # A deeper one may be beyond the limit on the rank that chose a lesser one.
-            prefetch = min(prefetch for prefetch, *_ in choices) if limit else choices[0][0]
-            schedule = Schedule(prefetch, *choices[0][1:])
-        if limit is None:
-            return schedule
-        shared = self.everyone.share("the memory limit", json.dumps(fit(traced, self._pipeline, schedule, limit)))
-        found = [json.loads(text) for text in shared]
-        check_fits(max(least for least, _ in found), limit)
-        first, *others = [units for _, units in found]
-        return replace(schedule, kept=tuple(unit for unit in first if all(unit in other for other in others)))
+        free = checkpoint_budget(self.options, self.layout, lambda: free_bytes(self.communicator.device))
+        updates = updater is not None and traced.has_backward
+        return Request(self.options, self.schedule, self._keeps(traced), updates, free, self._peer_count)
+
+    def _measured(self) -> Hardware:
+        """What the ranks' machines and links reach. Collective."""
+        beside = self.peers.communicator if self.peers else None
+        self.hardware = measure(self.communicator, self.options.dtype or torch.float32, beside)
+        return self.hardware
 
     @property
     def pipeline(self) -> Pipeline:
         """The passes that programs go through."""
-        return self._pipeline(self.schedule)
+        return Request(self.options, self.schedule, peers=self._peer_count).pipeline()
 
-    def _pipeline(self, schedule: Schedule, **about: Any) -> Pipeline:
-        """The passes of a schedule, for this many model-parallel ranks."""
-        return self.options.pipeline(schedule, peers=self.peers.communicator.size if self.peers else 1, **about)
+    @property
+    def _peer_count(self) -> int:
+        return self.peers.communicator.size if self.peers else 1
 
     def _agree(self, program: Program) -> None:
         """Compare the program's communications with the other ranks', unless an agreed program has the same ones."""

@@ -5,24 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from zcompile.ir.program import Program
-from zcompile.schedule.options import Options
-from zcompile.schedule.prefetch import Schedule
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a program is to be compiled with."""
-
-    options: Options
-    schedule: Schedule
-    """Before anything is chosen by what is measured."""
-    keeps: bool = True
-    """False of a part of a model, whose units are not kept full over the turn."""
-    updates: bool = False
-    """True for a train step."""
+from zcompile.schedule.decision import Request
 
 
 class Traced(BaseException):
@@ -31,9 +16,9 @@ class Traced(BaseException):
     No Exception: neither torch.compile, which traces, nor a script that trains is to catch it.
     """
 
-    def __init__(self, program: Program, asked: Asked) -> None:
+    def __init__(self, program: Program, request: Request) -> None:
         super().__init__("a model was traced")
-        self.program, self.asked = program, asked
+        self.program, self.request = program, request
 
 
 _INTERCEPTING: ContextVar[bool] = ContextVar("zcompile_intercepting", default=False)
@@ -49,11 +34,11 @@ def intercepting() -> Iterator[None]:
         _INTERCEPTING.reset(wanted)
 
 
-def offer(program: Program, asked: Callable[[], Asked]) -> None:
-    """A program is about to be compiled as `asked` says.
+def offer(program: Program, request: Callable[[], Request]) -> None:
+    """A program is about to be compiled as `request` says.
 
     Raises:
         Traced: somebody only wants to see it.
     """
     if _INTERCEPTING.get():
-        raise Traced(program, asked())
+        raise Traced(program, request())

@@ -32,17 +32,18 @@ from zcompile.passes.sink_waits import sink_waits
 from zcompile.passes.split_large import split_large
 from zcompile.passes.split_phases import split_phases
 from zcompile.schedule.option_checks import bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
-from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 
 ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,), (facts.ACCUMULATED_ONCE,))
 """Not part of a pipeline: applied to a finished program of stage 0 or 1, for backwards under `no_sync`."""
 UPDATES = (
-    Pass("insert_updates", insert_updates, (facts.WAITS_SUNK,), (facts.UPDATED_ONCE,)),
-    Pass("gather_ahead", gather_ahead, (facts.UPDATED_ONCE,), (facts.GATHERED_AHEAD,)),
+    Pass("insert_updates", insert_updates, (facts.WAITS_SUNK,), (facts.UPDATED_ONCE,), Trait.UPDATES),
+    Pass("gather_ahead", gather_ahead, (facts.UPDATED_ONCE,), (facts.GATHERED_AHEAD,), Trait.UPDATES),
 )
 """What a train step adds; without prefetch no gather stands ahead of its use."""
 GATHERED = (facts.GATHERED_BEFORE_USE, facts.RELEASED_ONCE)
-ASSIGN = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,))
+_FULL = Trait.SCHEDULES | Trait.KEEPS_FULL
+ASSIGN = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,), Trait.BEFORE_LAYOUT)
 DEFER = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
 GATHER = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
 REDUCE = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
@@ -91,30 +92,30 @@ def pipeline(
     limit = bytes_of("memory_limit", memory_limit)
     split, outline = _regions(partition)
     pack, pieces = _messages(small, bytes_of("bucket", bucket) or bucket_for(CPU))
-    keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED)
+    keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED, traits=_FULL)
     ensures = () if limit else (facts.units_bounded(prefetch),)
-    ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures)
+    ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures, Trait.SCHEDULES)
     sink = partial(sink_waits, depth=max(prefetch, 1), consumed=updates)
     passes = [DEFER, outline, pack, GATHER, REDUCE]
     passes += [keep] if STAGES[stage].parameters_sharded else []
     passes += [pieces, ahead] if STAGES[stage].optimizer_sharded else []
-    passes.append(Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,)))
+    passes.append(Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,), Trait.SCHEDULES))
     away = offload_of("offload_activations", offload_activations) is not None
     passes += _elsewhere(partition_activations, max(prefetch, 1), away=away, whole=whole, limit=limit)
-    passes += [_within(limit, kept)] if limit else []
-    passes += UPDATES[: 2 if prefetch else 1] if updates else ()
+    within = [_within(limit, kept)] if limit else []
+    behind = [*(UPDATES[: 2 if prefetch else 1] if updates else ())]
     budget = checkpoint_of(checkpoint)
-    passes += [_places(checkpoints=budget is not None)] if arenas else []
-    place = _checkpoints(budget, passes, fuses=partition == "min_cut", whole=whole)
+    behind += [_places(checkpoints=budget is not None)] if arenas else []
+    place = _checkpoints(budget, [*passes, *behind], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
-    return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes), (facts.VOLUME_RIGHT, *goals))
+    return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes, *within, *behind), (facts.VOLUME_RIGHT, *goals))
 
 
 def _regions(partition: Literal["min_cut", "default"]) -> tuple[Pass, Pass]:
     """The passes that split what was traced, and outline its compute."""
     split, outline = partial(split_phases, partition=partition), partial(outline_regions, fuses=partition == "min_cut")
     return (
-        Pass("split_phases", split, ensures=(facts.PHASES_SPLIT,)),
+        Pass("split_phases", split, ensures=(facts.PHASES_SPLIT,), traits=Trait.BEFORE_LAYOUT),
         Pass("outline_regions", outline, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,)),
     )
 
@@ -147,7 +148,8 @@ def _elsewhere(peers: int | None, ahead: int, *, away: bool, whole: bool, limit:
 def _within(limit: int, kept: Sequence[str] | None) -> Pass:
     """The pass that keeps further units full, or those `kept`, within the memory limit."""
     fits = (facts.memory_bounded(limit),) if kept is None else ()
-    return Pass("keep_within", partial(keep_within, memory_limit=limit, units=kept), (facts.WAITS_SUNK,), fits)
+    within = partial(keep_within, memory_limit=limit, units=kept)
+    return Pass("keep_within", within, (facts.WAITS_SUNK,), fits, _FULL)
 
 
 def _checkpoints(
@@ -155,7 +157,7 @@ def _checkpoints(
 ) -> list[Pass]:
     """The pass that places checkpoints, if any, before those that are `following`.
 
-    What is kept full within a memory limit comes on top of a budget.
+    What is kept full within a memory limit is not among them: it comes on top of a budget.
     """
     if checkpoint is None:
         return []
@@ -164,7 +166,7 @@ def _checkpoints(
 
     def finish(program: Program) -> Program:
         for step in following:
-            program = program if step.name == "keep_within" else step(program)
+            program = step(program)
         return program
 
     place = partial(place_checkpoints, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -21,13 +21,12 @@ from zcompile.schedule.option_checks import (
     check_stage,
     checkpoint_of,
 )
-from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 from zcompile.schedule.prefetch import Schedule
 
-KEEPING = ("keep_full", "keep_within")
-"""Passes that keep units full from the forward to the backward."""
-UPDATING = tuple(step.name for step in UPDATES)
-"""Passes of a train step."""
+_UPDATING = frozenset(step.name for step in UPDATES)
+_OWN = "a rank's own"
+_PLACE = "each rank may have another disk"
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,17 @@ class Options:
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     checkpoint: str | int | float | None = None
-    passes: Pipeline | Mapping[str, Pass | None] | None = None
+    passes: Pipeline | Mapping[str, Pass | None] | None = field(default=None, metadata={_OWN: True})
+    """Functions, which cannot be compared; what they make of a program is."""
     backend: str = "inductor"
-    dump: str | os.PathLike[str] | None = None
+    dump: str | os.PathLike[str] | None = field(default=None, metadata={_OWN: True})
     """By default the environment's ZCOMPILE_DUMP, if set."""
     memory_limit: int | str | None = None
     bucket: int | str | None = None
     arenas: bool = False
-    offload_activations: str | None = None
+    offload_activations: str | None = field(default=None, metadata={_PLACE: True})
     partition_activations: bool = False
-    offload_parameters: str | None = None
+    offload_parameters: str | None = field(default=None, metadata={_PLACE: True})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
@@ -80,15 +80,13 @@ class Options:
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def __str__(self) -> str:
-        limit = f" memory_limit {self.memory_limit}" if self.memory_limit is not None else ""
-        checkpoint = f" checkpoint {self.checkpoint}" if self.checkpoint is not None else ""
-        bucket = f" bucket {self.bucket}" if self.bucket is not None else ""
-        # Each rank may have a disk of its own.
-        places = {name: getattr(self, name) for name in ("offload_activations", "offload_parameters")}
-        away = "".join(f" {name} {place.partition(':')[0]}" for name, place in places.items() if place is not None)
-        flags = (f" {name}" for name in ("arenas", "partition_activations") if getattr(self, name))
-        given = f"{limit}{checkpoint}{bucket}{''.join(flags)}{away}"
-        return f"stage {self.stage} prefetch {self.prefetch} backend {self.backend} {self.precision}{given}"
+        """What every rank must have asked for: all that is not a rank's own, but for what is left at its default."""
+        given = {field: getattr(self, field.name) for field in fields(self) if not field.metadata.get(_OWN)}
+        return " ".join(
+            f"{field.name} {_kind_of_place(value) if field.metadata.get(_PLACE) else value}"
+            for field, value in given.items()
+            if field.name == "stage" or value != field.default
+        )
 
     @property
     def precision(self) -> Precision:
@@ -152,9 +150,9 @@ class Options:
             partition_activations=peers if self.partition_activations else None,
         )
         # Changes to the passes of a train step mean nothing to a program that is none.
-        meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in UPDATING}
+        meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in _UPDATING}
         changed = default.changed(meant)
-        return changed if keeps else changed.changed({name: None for name in changed.names if name in KEEPING})
+        return changed if keeps else changed.without_any(Trait.KEEPS_FULL)
 
     def _check_alone(self, passes: Pipeline) -> None:
         """Raise OptionError for options that a pipeline given as a whole would ignore."""
@@ -169,6 +167,11 @@ class Options:
             if option == "prefetch":
                 fix = "give a number, or changes to the pipeline by name"
             raise OptionError(option, "is of no use beside a pipeline given as a whole", fix)
+
+
+def _kind_of_place(place: str | None) -> str | None:
+    """`disk` of "disk:FOLDER"."""
+    return None if place is None else place.partition(":")[0]
 
 
 def _check_changes(passes: object) -> None:

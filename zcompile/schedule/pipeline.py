@@ -10,6 +10,7 @@ import io
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Flag, auto
 from typing import Any
 
 import networkx as nx
@@ -26,14 +27,32 @@ ALWAYS = (WELL_FORMED, UNUSED_AFTER_RELEASE)
 """Facts that hold of every program, checked after every pass."""
 
 
+class Trait(Flag):
+    """What a pass is, beside what it requires and ensures."""
+
+    NONE = 0
+    BEFORE_LAYOUT = auto()
+    """Stage and world are nothing to it: programs of different ones are the same behind it."""
+    SCHEDULES = auto()
+    """Its result depends on how far ahead gathers start, and on what is kept full."""
+    KEEPS_FULL = auto()
+    """It keeps units full from the forward to the backward."""
+    UPDATES = auto()
+    """It is for train steps alone."""
+
+
 @dataclass(frozen=True)
 class Pass:
-    """One rewriting: `run` with the facts it needs and the facts it leaves."""
+    """One rewriting: `run` with the facts it needs and the facts it leaves.
+
+    One that takes the place of another in a pipeline has the other's traits, too.
+    """
 
     name: str
     run: Callable[[Program], Program]
     requires: tuple[Fact, ...] = ()
     ensures: tuple[Fact, ...] = ()
+    traits: Trait = Trait.NONE
 
     def __call__(self, program: Program) -> Program:
         return self.run(program)
@@ -82,6 +101,33 @@ def _state(program: Program) -> list[tuple[Any, ...]]:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """A program, and the facts that were found to hold of it."""
+
+    program: Program
+    facts: tuple[Fact, ...] = ALWAYS
+
+    def after(self, passes: Iterable[Pass], journal: Journal | None = None) -> Verified:
+        """What `passes` make of the program, every fact checked after each of them.
+
+        Raises:
+            ProgramError: a fact failed; the message names the pass and marks the line.
+            PipelineError: a pass raised something, returned no program, or changed the one that it was given.
+        """
+        found = self
+        for step in passes:
+            started = time.perf_counter()
+            after = _applied(step, found.program)
+            ran = time.perf_counter()
+            facts = tuple(dict.fromkeys((*found.facts, *step.ensures)))
+            verify(after, facts, f"after {step.name}")
+            if journal is not None:
+                journal.entries.append(Entry(step, found.program, after, ran - started, time.perf_counter() - ran))
+            found = Verified(after, facts)
+        return found
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """Passes in the order derived from their facts; a value, printed as a table.
 
@@ -104,22 +150,22 @@ class Pipeline:
             ProgramError: a fact failed; the message names the pass and marks the line.
             PipelineError: a pass raised something, returned no program, or changed the one that it was given.
         """
-        journal = Journal() if journal is None else journal
-        established: dict[Fact, None] = dict.fromkeys(ALWAYS)
-        for step in self.passes:
-            started = time.perf_counter()
-            after = _applied(step, program)
-            ran = time.perf_counter()
-            established |= dict.fromkeys(step.ensures)
-            verify(after, established, f"after {step.name}")
-            journal.entries.append(Entry(step, program, after, ran - started, time.perf_counter() - ran))
-            program = after
-        verify(program, self.goals, "at the end of the pipeline")
-        return program
+        finished = Verified(program).after(self.passes, journal).program
+        verify(finished, self.goals, "at the end of the pipeline")
+        return finished
 
     @property
     def names(self) -> list[str]:
         return [step.name for step in self.passes]
+
+    def until(self, trait: Trait) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+        """The passes before the first that has `trait`, and the rest."""
+        first = next((index for index, step in enumerate(self.passes) if trait in step.traits), len(self.passes))
+        return self.passes[:first], self.passes[first:]
+
+    def without_any(self, trait: Trait) -> Pipeline:
+        """This pipeline with all passes left out that have `trait`."""
+        return replace(self, passes=tuple(step for step in self.passes if trait not in step.traits))
 
     def without(self, name: str) -> Pipeline:
         """This pipeline with one pass left out.
@@ -132,9 +178,7 @@ class Pipeline:
 
     def with_pass(self, step: Pass) -> Pipeline:
         """This pipeline with `step` in place of the pass of its name, or added."""
-        if step.name in self.names:
-            return replace(self, passes=tuple(step if old.name == step.name else old for old in self.passes))
-        return replace(self, passes=(*self.passes, step))
+        return self.changed({step.name: step})
 
     def changed(self, changes: Mapping[str, Pass | None]) -> Pipeline:
         """This pipeline with passes replaced or added (a Pass) and left out (None), by name."""
@@ -146,7 +190,8 @@ class Pipeline:
             elif step.name != name:
                 raise PipelineError(f"passes[{name!r}]", f"the pass is called {step.name!r}", "use one name for both")
             else:
-                passes[name] = step
+                known = passes.get(name)
+                passes[name] = replace(step, traits=step.traits | known.traits) if known else step
         return replace(self, passes=tuple(passes.values()))
 
     def _known(self, name: str) -> None:

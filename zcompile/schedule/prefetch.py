@@ -15,16 +15,12 @@ from zcompile.cost.simulator import step_seconds
 from zcompile.ir.layout import SMALL_BYTES
 from zcompile.ir.program import Program
 from zcompile.passes.keep_within import that_fit
-from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.schedule.pipeline import Pipeline, Trait, Verified
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 8)
 WORTH = 0.005
 """Each further unit costs memory: it must save this share of a step."""
 LEAST_PACKED = 4 * 1024
-MARGIN = 0.9
-"""Share of the free memory that checkpoint="auto" fills: operations take some while they run, allocators waste some."""
-_SCHEDULING = ("keep_full", "schedule_prefetch", "sink_waits", "keep_within")
-"""From the first of these passes on, programs of different schedules differ."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +48,10 @@ def choose(
     parts = traced.layout.tensor_parallel
     small = max(LEAST_PACKED, int(hardware.slowest(parts).latency * hardware.memory_bandwidth / 2))
     bucket = bucket_for(hardware, parts)
-    for step in at_schedule(pipeline(Schedule(DEPTHS[0], small, bucket)))[0]:
-        traced = step(traced)
+    common = Verified(traced).after(pipeline(Schedule(DEPTHS[0], small, bucket)).until(Trait.SCHEDULES)[0])
     seconds = {}
     for depth in DEPTHS:
-        program = traced
-        for step in at_schedule(pipeline(Schedule(depth, small, bucket)))[1]:
-            program = step(program)
+        program = common.after(pipeline(Schedule(depth, small, bucket)).until(Trait.SCHEDULES)[1]).program
         if depth == 0 or memory_limit is None or peak_bytes(program) <= memory_limit:
             seconds[depth] = step_seconds(program, hardware)
     enough = min(seconds.values()) * (1 + WORTH)
@@ -69,12 +62,5 @@ def fit(
     traced: Program, pipeline: Callable[[Schedule], Pipeline], schedule: Schedule, memory_limit: int
 ) -> tuple[int, tuple[str, ...]]:
     """The bytes that the step takes at least, and the units that may be kept full within the limit."""
-    for step in pipeline(replace(schedule, kept=())).passes:
-        traced = step(traced)
-    return peak_bytes(traced), that_fit(traced, memory_limit)
-
-
-def at_schedule(pipeline: Pipeline) -> tuple[list[Pass], list[Pass]]:
-    """The passes before the first that schedules, and the rest: only these differ between schedules."""
-    first = next((i for i, name in enumerate(pipeline.names) if name in _SCHEDULING), len(pipeline.passes))
-    return list(pipeline.passes[:first]), list(pipeline.passes[first:])
+    program = Verified(traced).after(pipeline(replace(schedule, kept=())).passes).program
+    return peak_bytes(program), that_fit(program, memory_limit)

@@ -11,26 +11,25 @@ import os
 import runpy
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.memory import model_state
 from zcompile.cost.roofline import bucket_for
-from zcompile.engine.interception import Asked, Traced, intercepting
+from zcompile.engine.interception import Traced, intercepting
 from zcompile.engine.region_cache import generated_code
 from zcompile.errors import SubjectError, ZcompileError
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.model.units import make_layout
-from zcompile.passes.keep_within import check_fits
 from zcompile.report.dumps import write_dump
 from zcompile.report.explain import explain
 from zcompile.report.program_page import write_page
+from zcompile.schedule.decision import Request, checkpoint_budget, decide
 from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import Journal, Pipeline
-from zcompile.schedule.prefetch import MARGIN, Schedule, choose, fit
+from zcompile.schedule.pipeline import Journal
 from zcompile.tools.named_models import Subject, raised
 from zcompile.tools.tracing import trace
 
@@ -42,7 +41,7 @@ def of_subject(
     traced = trace(subject.model, subject.args, subject.kwargs, dtype=options.dtype, units=units)
     layout = make_layout(subject.model, STAGES[options.stage], world, units, options.precision)
     schedule = replace(options.schedule, bucket=bucket_for(GPU if hardware.device == "cuda" else CPU))
-    return _rewritten(traced, layout, Asked(options, schedule), hardware)
+    return _rewritten(traced, layout, Request(options, schedule), hardware)
 
 
 def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware) -> Journal:
@@ -59,7 +58,7 @@ def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hard
             runpy.run_path(str(script), run_name="__main__")
     except Traced as traced:
         layout = traced.program.layout.over(world)
-        return _rewritten(traced.program, layout, traced.asked, hardware)
+        return _rewritten(traced.program, layout, traced.request, hardware)
     except ZcompileError:
         raise
     except SystemExit as error:
@@ -88,43 +87,13 @@ def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, cod
     return text, notes
 
 
-def _rewritten(traced: Program, layout: Layout, asked: Asked, hardware: Hardware) -> Journal:
+def _rewritten(traced: Program, layout: Layout, request: Request, hardware: Hardware) -> Journal:
+    """What training would do with the program, but for what it measures: that is taken from `hardware`."""
     traced, journal = replace(traced, layout=layout), Journal()
-    free, updates = _free(asked.options, traced, hardware), asked.updates and traced.has_backward
-
-    def pipeline(schedule: Schedule) -> Pipeline:
-        parts = layout.tensor_parallel
-        return asked.options.pipeline(schedule, keeps=asked.keeps, free=free, updates=updates, peers=parts)
-
-    pipeline(_schedule(asked, traced, pipeline, hardware)).run(traced, journal)
+    free = checkpoint_budget(request.options, layout, lambda: hardware.memory - model_state(layout).parameters)
+    request = replace(request, free=free, peers=layout.tensor_parallel)
+    request.pipeline(decide(traced, request, lambda: hardware)).run(traced, journal)
     return journal
-
-
-def _schedule(asked: Asked, traced: Program, pipeline: Callable[[Schedule], Pipeline], hardware: Hardware) -> Schedule:
-    """That of training, but for what training measures: prefetch="auto" is for `hardware`.
-
-    Raises:
-        OptionError: the step takes more than the memory limit.
-    """
-    schedule, limit = asked.schedule, asked.options.limit
-    if not (traced.has_backward and asked.keeps and asked.options.chooses):
-        return schedule
-    if asked.options.prefetch == "auto":
-        schedule = choose(traced, pipeline, hardware, limit)
-    if limit is None:
-        return schedule
-    least, kept = fit(traced, pipeline, schedule, limit)
-    check_fits(least, limit)
-    return replace(schedule, kept=kept)
-
-
-def _free(options: Options, traced: Program, hardware: Hardware) -> int | None:
-    """What checkpoint="auto" may use of a device that has nothing else in its memory."""
-    if options.checkpoint != "auto":
-        return None
-    state = model_state(traced.layout)
-    free = hardware.memory - state.parameters - state.moments
-    return max(int(MARGIN * min(free, sys.maxsize)), 1)
 
 
 @contextlib.contextmanager

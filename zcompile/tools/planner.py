@@ -26,8 +26,7 @@ from zcompile.ir.tensor_type import TensorType
 from zcompile.model.units import Precision, make_layout
 from zcompile.schedule.option_checks import bytes_of, check_worlds
 from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import Pass
-from zcompile.schedule.prefetch import at_schedule
+from zcompile.schedule.pipeline import Pass, Trait, Verified
 from zcompile.tools.tracing import trace
 
 STAGE_NUMBERS = tuple(stage.number for stage in STAGES)
@@ -147,8 +146,8 @@ class Rewriter:
     def __init__(self, model: nn.Module, traced: Program, units: Sequence[str] | None) -> None:
         self.model, self.units = model, units
         self.flops = sum(aten_cost(node)[0] for node in traced.graph.nodes if node.op == "call_function")
-        self._traced = traced
-        self._done: dict[tuple[Any, ...], Program] = {}
+        self._traced = Verified(traced)
+        self._done: dict[tuple[Any, ...], Verified] = {}
 
     def forecasts(self, choice: Choice, worlds: Sequence[int], hardware: Hardware) -> Iterator[Forecast]:
         """What each world takes; nothing where the checkpoint setting has no effect."""
@@ -171,23 +170,21 @@ class Rewriter:
         options = Options(
             stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype
         )
-        before, behind = at_schedule(options.pipeline())
-        first = [step for step in before if step.name in _ALIKE]
+        before, behind = options.pipeline().until(Trait.SCHEDULES)
+        first = [step for step in before if Trait.BEFORE_LAYOUT in step.traits]
         shared = self._run((), self._traced, first)
         layout = make_layout(self.model, STAGES[choice.stage], world, self.units, Precision(choice.dtype))
-        at_stage = replace(shared, layout=layout)
+        at_stage = replace(shared, program=replace(shared.program, layout=layout))
         # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
         budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
         head = (choice.stage, choice.checkpoint, world, budget)
         placed = self._run(head, at_stage, [step for step in before if step not in first])
-        return self._run((*head, choice.prefetch), placed, behind)
+        return self._run((*head, choice.prefetch), placed, behind).program
 
-    def _run(self, key: tuple[Any, ...], program: Program, passes: Sequence[Pass]) -> Program:
-        """What `passes` make of `program`, made once for each `key`."""
+    def _run(self, key: tuple[Any, ...], begun: Verified, passes: Sequence[Pass]) -> Verified:
+        """What `passes` make of a program, made once for each `key`."""
         if key not in self._done:
-            for step in passes:
-                program = step(program)
-            self._done[key] = program
+            self._done[key] = begun.after(passes)
         return self._done[key]
 
     def _forecast(self, program: Program, choice: Choice, hardware: Hardware) -> Forecast:
@@ -204,7 +201,3 @@ class Rewriter:
             hidden=timeline.hidden or 0.0,
             flops=self.flops,
         )
-
-
-_ALIKE = ("split_phases", "assign_units")
-"""Passes, the first of all, to which stage and world are nothing."""

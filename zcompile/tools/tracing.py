@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zcompile._torch import TorchRuntimeError, local_tensor, tree_map_only
-from zcompile.engine.interception import Asked, Traced
+from zcompile.engine.interception import Traced
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.frontend.capture import Capture, Names, Runner
 from zcompile.frontend.dynamo import BREAKS, autocast, traceable, typed_errors
@@ -30,6 +30,7 @@ from zcompile.model.tensor_parallel import check_divided
 from zcompile.model.units import Precision, make_layout
 from zcompile.report.explain import Break
 from zcompile.runtime.placement import Placing
+from zcompile.schedule.decision import Request
 from zcompile.schedule.options import Options
 
 
@@ -61,7 +62,7 @@ def trace(
 
     def lower(traced: Program) -> Runner:
         options = Options(dtype=dtype, reduce_dtype=reduce_dtype)
-        raise Traced(traced, Asked(options, options.schedule))
+        raise Traced(traced, Request(options, options.schedule))
 
     signature = inspect.signature(type(model).forward)
     _check_arguments(model, signature, args, dict(kwargs or {}))

@@ -1,0 +1,86 @@
+"""Options: one dataclass, which signatures, the command's options and what ranks agree on follow."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+import zcompile
+from zcompile.schedule.options import Options
+from zcompile.tools import command_line
+
+FIELDS = {field.name: field for field in fields(Options)}
+OTHER: dict[str, Any] = {
+    "stage": 2,
+    "prefetch": 1,
+    "dtype": torch.bfloat16,
+    "reduce_dtype": torch.float64,
+    "checkpoint": "unit",
+    "backend": "eager",
+    "memory_limit": "1 GiB",
+    "bucket": 2048,
+    "arenas": True,
+    "offload_activations": "cpu",
+    "partition_activations": True,
+    "offload_parameters": "cpu",
+}
+"""Another value than the default for each option that ranks agree on."""
+OWN = {"passes", "dump"}
+NOT_OF_A_BACKEND = {"partition_activations", "offload_parameters"}
+
+
+def defaults_of(function: Any) -> dict[str, tuple[Any, Any]]:
+    """Annotation and default of each parameter."""
+    return {name: (one.annotation, one.default) for name, one in inspect.signature(function).parameters.items()}
+
+
+@pytest.mark.parametrize(("function", "left_out"), [(zcompile.compile, set()), (zcompile.backend, NOT_OF_A_BACKEND)])
+def test_signatures_have_every_option_with_its_default(function: Any, left_out: set[str]) -> None:
+    given = defaults_of(function)
+    assert FIELDS.keys() - given.keys() == left_out
+    for name in FIELDS.keys() & given.keys():
+        assert given[name] == (FIELDS[name].type, FIELDS[name].default), name
+
+
+def test_every_option_of_compile_is_one_or_says_what_to_compile() -> None:
+    about = {"model", "optimizer", "mesh", "units", "weights"}
+    assert defaults_of(zcompile.compile).keys() - FIELDS.keys() == about
+
+
+def test_a_train_step_hands_options_on() -> None:
+    own = defaults_of(zcompile.train_step)
+    assert own["options"][0] == "Any"
+    assert not own.keys() & FIELDS.keys()
+
+
+def test_the_command_has_the_same_defaults() -> None:
+    given = {name: default for name, (_, default) in defaults_of(command_line.inspect_command).items()}
+    given |= {"checkpoint": command_line._checkpoint(given["checkpoint"]), "dtype": command_line._dtype(given["dtype"])}
+    shared = given.keys() & FIELDS.keys()
+    assert shared == {"stage", "prefetch", "checkpoint", "dtype"}
+    assert {name: given[name] for name in shared} == {name: FIELDS[name].default for name in shared}
+
+
+def test_ranks_agree_on_every_option_but_those_of_their_own() -> None:
+    assert FIELDS.keys() - OTHER.keys() == OWN
+    usual = str(Options())
+    for name, value in OTHER.items():
+        other = {name: value} if name != "offload_parameters" else {name: value, "stage": 3}
+        assert str(Options(**other)) != usual, name
+        assert f"{name} " in str(Options(**other))
+
+
+def test_ranks_may_have_other_folders() -> None:
+    one, other = (Options(offload_activations=f"disk:/{folder}") for folder in "ab")
+    assert str(one) == str(other) == "stage 3 offload_activations disk"
+
+
+def test_the_environment_gives_a_folder_to_dump_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZCOMPILE_DUMP", "there")
+    assert Options().dump == "there"
+    assert Options(dump="here").dump == "here"
+    assert str(Options()) == "stage 3"

@@ -1,0 +1,99 @@
+"""The decision of a schedule: how far ahead gathers start, what stays full, what may be computed again.
+
+Training, inspection and planning come here, so that a program which is only looked at is the one that would run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.memory import model_state
+from zcompile.ir.layout import Layout
+from zcompile.ir.program import Program
+from zcompile.passes.keep_within import check_fits
+from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import Pipeline
+from zcompile.schedule.prefetch import Schedule, choose, fit
+
+MARGIN = 0.9
+"""Share of the free memory that checkpoint="auto" fills: operations take some while they run, allocators waste some."""
+
+Share = Callable[[str, str], list[str]]
+"""Called with what is told and a text of this rank's; gives the texts of all ranks, in their order. Collective."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a program is to be compiled with."""
+
+    options: Options
+    schedule: Schedule
+    """Before anything is chosen by what is traced."""
+    keeps: bool = True
+    """False of a part of a model, whose units are not kept full over the turn."""
+    updates: bool = False
+    """True for a train step."""
+    free: int | None = None
+    """Bytes that checkpoint="auto" may use."""
+    peers: int = 1
+    """Ranks of the model-parallel mesh."""
+
+    def pipeline(self, schedule: Schedule | None = None) -> Pipeline:
+        """The passes, with another schedule if one is given."""
+        return self.options.pipeline(
+            schedule or self.schedule, keeps=self.keeps, free=self.free, updates=self.updates, peers=self.peers
+        )
+
+    def chooses(self, traced: Program) -> bool:
+        """True if the schedule is chosen by `traced`: it trains the whole model."""
+        return self.options.chooses and self.keeps and traced.has_backward
+
+
+def decide(traced: Program, request: Request, hardware: Callable[[], Hardware], share: Share | None = None) -> Schedule:
+    """The schedule of a program. Collective.
+
+    Ranks may have batches of different sizes, and must have the same communications: how far ahead to gather is the
+    first rank's choice, and kept is what fits on every rank.
+
+    Args:
+        traced: The program before any pass.
+        request: What it is to be compiled with.
+        hardware: Gives what prefetch="auto" counts with; called only for that.
+        share: How ranks tell each other; None for one rank alone.
+
+    Raises:
+        OptionError: on every rank: on one, the step takes more than the memory limit.
+    """
+    options, schedule = request.options, request.schedule
+    limit, tell = options.limit, share or (lambda _, text: [text])
+    if not request.chooses(traced):
+        return schedule
+    if options.prefetch == "auto":
+        schedule = choose(traced, request.pipeline, hardware(), limit)
+        told = tell("the schedule of gathers", json.dumps([schedule.prefetch, schedule.small, schedule.bucket]))
+        choices = [json.loads(text) for text in told]
+        # A deeper one may be beyond the limit on the rank that chose a lesser one.
+        prefetch = min(prefetch for prefetch, *_ in choices) if limit else choices[0][0]
+        schedule = Schedule(prefetch, *choices[0][1:])
+    if limit is None:
+        return schedule
+    shared = tell("the memory limit", json.dumps(fit(traced, request.pipeline, schedule, limit)))
+    found = [json.loads(text) for text in shared]
+    check_fits(max(least for least, _ in found), limit)
+    first, *others = [units for _, units in found]
+    return replace(schedule, kept=tuple(unit for unit in first if all(unit in other for other in others)))
+
+
+def checkpoint_budget(options: Options, layout: Layout, free: Callable[[], float]) -> int | None:
+    """What checkpoint="auto" may use of the `free` bytes beside the shards: without two moments of an optimizer.
+
+    Those may be still to come. Ranks may find different figures: what a rank computes again is no concern of others.
+    """
+    if options.checkpoint != "auto":
+        return None
+    moments = 0 if layout.away else model_state(layout).moments  # the optimizer's state is where the shards are
+    return max(int(MARGIN * min(free() - moments, sys.maxsize)), 1)
