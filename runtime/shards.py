@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import backward_number, local_tensor
+from zcompile._torch import backward_number, local_tensor, version_of
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.explained_dtensor import explain
 from zcompile.runtime.groups import Communicator
@@ -256,8 +256,8 @@ class UnitShards:
 
 def _version(parameter: nn.Parameter) -> int:
     if isinstance(parameter, DTensor):
-        return parameter._version + local_tensor(parameter)._version
-    return parameter._version
+        return version_of(parameter) + version_of(local_tensor(parameter))
+    return version_of(parameter)
 
 
 def shard_bytes(unit: Unit) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +162,37 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
         names = [*imports(tree), *(dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))]
         found += [f"{file}: {name}" for name in names if _is_private_torch(name)]
     assert found == []
+
+
+def test_private_attributes_are_our_own() -> None:
+    """Of torch's objects they are reached in one file."""
+    sources = list(trees("zcompile", "passes", "runtime"))
+    classes = [node for _, tree in sources for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    ours = {name for found in classes for name in members(found)}
+    found = [
+        f"{file}:{node.lineno}: {ast.unparse(node)}"
+        for file, tree in sources
+        if file != "zcompile/_torch.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr)
+        if node.attr not in ours and not is_operation(node) and not dotted(node).startswith("sys.")
+    ]
+    assert found == []
+
+
+def members(found: ast.ClassDef) -> Iterator[str]:
+    """What a class defines: methods, fields, attributes of `self`."""
+    for node in ast.walk(found):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def is_operation(node: ast.Attribute) -> bool:
+    """True for names of operations, which may be like that: aten._to_copy."""
+    return dotted(node).startswith(("aten.", "_aten.", "torch.ops."))
 
 
 def _is_private_torch(name: str) -> bool:

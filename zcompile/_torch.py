@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id, _will_engine_execute_node
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._dispatch.python import enable_python_dispatcher  # kernels that can do with sizes that vary
@@ -36,6 +36,7 @@ from torch._dynamo.exc import (  # what a capture can raise
     UserError,
 )
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing  # a graph compiled again for other parameters
 from torch._ops import (  # kinds of call targets in an ATen graph, and where their names lead
@@ -81,12 +82,14 @@ __all__ = [
     "around_compiling",
     "backend_name",
     "backward_number",
+    "buffers_of",
     "close_connections",
     "compile_plainly",
     "compile_with_inductor",
     "copyable",
     "default_partition",
     "default_store",
+    "defaults_of",
     "flattened",
     "force_stride_order",
     "give_up",
@@ -95,7 +98,9 @@ __all__ = [
     "has_step_pre_hooks",
     "hook_tables",
     "inductor_decompositions",
+    "is_persistent",
     "is_symbolic",
+    "is_tangent",
     "joint_mesh",
     "keeps_graph",
     "local_tensor",
@@ -106,6 +111,7 @@ __all__ = [
     "no_step_hooks",
     "no_torch_function",
     "of_fixed_sizes",
+    "parameters_of",
     "partitioner_budget",
     "path_of_input",
     "post_accumulate_hooks",
@@ -118,16 +124,70 @@ __all__ = [
     "retracing",
     "root_mesh",
     "saved_random",
+    "submodules_of",
     "supports_foreach",
+    "taking_a_list",
     "tracing_again",
     "tracing_context",
     "tree_leaves",
     "tree_map_only",
     "unhooked_step",
     "untraced_sizes",
+    "version_of",
     "wants_gradient",
     "with_local",
+    "writes_arguments",
 ]
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table of a module's own parameters, to read and to write: assignment by attribute would refuse tensors."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The table of a module's own buffers, to read and to write."""
+    return module._buffers
+
+
+def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table of the modules right below a module."""
+    return module._modules
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """True for a buffer that is part of the module's state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to, or a view of it."""
+    return tensor._version
+
+
+def is_tangent(placeholder: fx.Node) -> bool:
+    """True for an input of a joint graph that is the gradient of an output."""
+    return isinstance(placeholder.meta.get("desc"), TangentAOTInput)
+
+
+def taking_a_list(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
+    """`run` under AOTAutograd's convention of one list that is emptied by the callee."""
+
+    def boxed(box: list[Any]) -> list[Any]:
+        return run(box)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def writes_arguments(operation: OpOverload) -> bool:
+    """True for an operation that changes what it is given."""
+    return bool(operation._schema.is_mutable)
+
+
+def defaults_of(operation: OpOverload) -> dict[str, Any]:
+    """The arguments of an operation in order, each with its default."""
+    return {argument.name: argument.default_value for argument in operation._schema.arguments}
 
 
 METADATA_TYPES: Mapping[str, frozenset[str]] = {

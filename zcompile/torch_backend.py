@@ -34,6 +34,7 @@ from zcompile._torch import (
     path_of_input,
     retracing,
     tracing_context,
+    version_of,
 )
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.engine import Engine
@@ -245,7 +246,7 @@ class Backend:
         old.detach = lambda: copyable(cast(DTensor, shard.detach()))  # type: ignore[method-assign]
         old.copy_ = partial(_copy, held, name)  # type: ignore[method-assign]
         old.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]
-        self._versions[id(old)] = old._version
+        self._versions[id(old)] = version_of(old)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -317,7 +318,7 @@ class Backend:
                 raise ParameterError(known.name, "has a hook of register_hook, which would not run", fix)
         for held in self.engine.shards.values():
             for name, twin in held.twins.items():
-                if twin._version != self._versions[id(twin)]:
+                if version_of(twin) != self._versions[id(twin)]:
                     fix = "write before the first call, through model.load_state_dict, or to backend.shards()[name]"
                     raise ParameterError(name, "was written to, where it has no memory any more", fix)
                 shard = held.parameters[name]

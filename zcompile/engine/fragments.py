@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile._torch import backward_number, has_gradient_hooks
+from zcompile._torch import backward_number, has_gradient_hooks, parameters_of, version_of
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_calls import ModelCall, tensors_in
 from zcompile.engine.module_guards import HookWatch, TreeWatch
@@ -202,11 +202,11 @@ class Fragment:
         try:
             for site in self.sites:
                 site.husk.requires_grad_(site.shard.requires_grad)
-                site.owner._parameters[site.key] = site.husk
+                parameters_of(site.owner)[site.key] = site.husk
             yield
         finally:
             for site, parameter in zip(self.sites, before, strict=True):
-                site.owner._parameters[site.key] = parameter
+                parameters_of(site.owner)[site.key] = parameter
 
     @contextlib.contextmanager
     def _own_parameters_full(self) -> Iterator[None]:
@@ -219,16 +219,16 @@ class Fragment:
                 raise CaptureError(site.name, found, "mend the graph break (see explain())")
         before = self._check(own)
         leaves = self._gathered(own)
-        versions = {name: leaf._version for name, leaf in leaves.items()}
+        versions = {name: version_of(leaf) for name, leaf in leaves.items()}
         try:
             for site in own:
-                site.owner._parameters[site.key] = leaves[site.name]
+                parameters_of(site.owner)[site.key] = leaves[site.name]
             yield
         finally:
             for site, parameter in zip(own, before, strict=True):
-                site.owner._parameters[site.key] = parameter
+                parameters_of(site.owner)[site.key] = parameter
         for name, leaf in leaves.items():
-            if leaf._version != versions[name]:
+            if version_of(leaf) != versions[name]:
                 fix = "keep what changes in a buffer, or change parameters between steps"
                 raise CaptureError(name, "the model's forward writes to this parameter", fix)
 
@@ -261,7 +261,7 @@ class Fragment:
         """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
         found: list[nn.Parameter | None] = []
         for site in sites:
-            current = site.owner._parameters.get(site.key)
+            current = parameters_of(site.owner).get(site.key)
             if current is not site.shard and not isinstance(current, _Leaf):
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
                 raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from zcompile._torch import hook_tables
+from zcompile._torch import hook_tables, parameters_of, submodules_of
 
 
 class TreeWatch:
@@ -36,7 +36,7 @@ class TreeWatch:
 
 def _tree(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, nn.Module | None], int]]:
     """Of each module: its attributes, the modules right below it, and the number of its parameters."""
-    return [(vars(module), dict(module._modules), len(module._parameters)) for module in model.modules()]
+    return [(vars(module), dict(submodules_of(module)), len(parameters_of(module))) for module in model.modules()]
 
 
 class HookWatch:

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import compile_with_inductor, inductor_code, is_symbolic, replayed_random, saved_random
+from zcompile._torch import (
+    compile_with_inductor,
+    inductor_code,
+    is_symbolic,
+    replayed_random,
+    saved_random,
+    submodules_of,
+)
 from zcompile.engine.eager_regions import fit_kernels
 from zcompile.engine.region_strides import keep_strides
 from zcompile.ir.region import Region
@@ -148,7 +155,7 @@ def _append(
         if node not in inside:
             inside[node] = piece.node_copy(node, inside.__getitem__)
     piece.output(tuple(inside[node] for node in given))
-    name = f"piece_{len(root._modules)}"
+    name = f"piece_{len(submodules_of(root))}"
     root.add_module(name, _Piece(_by_inductor(piece, root)))
     called = outer.call_module(name, ([values[node] for node in taken],))
     for index, node in enumerate(given):

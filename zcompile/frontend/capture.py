@@ -23,9 +23,11 @@ from torch import fx
 from zcompile._torch import (
     aot_autograd,
     is_symbolic,
+    is_tangent,
     no_donated_buffers,
     no_rematerialization,
     promise_no_donated_buffers,
+    taking_a_list,
 )
 from zcompile.errors import CaptureError
 from zcompile.ir.layout import Layout
@@ -135,19 +137,19 @@ class Capture:
     def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         assert self.runner is not None, "AOTAutograd partitions before it compiles"
         runner = self.runner
-        return _boxed(lambda box: runner.forward(box))
+        return taking_a_list(lambda box: runner.forward(box))
 
     def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         promise_no_donated_buffers()
         assert self.runner is not None, "AOTAutograd partitions before it compiles"
         runner = self.runner
-        return _boxed(lambda box: runner.backward(box))
+        return taking_a_list(lambda box: runner.backward(box))
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         (results,) = module.graph.output_node().args
         count = len(results) if isinstance(results, (list, tuple)) else 1
         runner = self.lower(read_joint(module, count, self.inputs, self.names, self.layout))
-        return _boxed(lambda box: runner.forward(box))
+        return taking_a_list(lambda box: runner.forward(box))
 
 
 def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
@@ -165,16 +167,6 @@ def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
             name = names.get(called.arguments["weight"], "an embedding")
             warnings.warn(f"{name}: sparse=True asks for a sparse gradient; zcompile gives a dense one", stacklevel=2)
     module.recompile()
-
-
-def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
-    """`run` under AOTAutograd's convention of one list that is emptied by the callee."""
-
-    def boxed(box: list[Any]) -> list[Any]:
-        return run(box)
-
-    boxed._boxed_call = True  # type: ignore[attr-defined]
-    return boxed
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -322,7 +314,7 @@ def _stand_ins(joint: fx.GraphModule, num_outputs: int, runner: Runner) -> tuple
     results: list[Any] = list(returned)  # type: ignore[arg-type]
     described = joint.graph.output_node().meta.get("desc", [None] * len(results))
     placeholders = joint.graph.find_nodes(op="placeholder")
-    tangents = [n for n in placeholders if type(n.meta.get("desc")).__name__ == "TangentAOTInput"]
+    tangents = [n for n in placeholders if is_tangent(n)]
     primals = [n for n in placeholders if n not in tangents]
     sizes = [node for node in runner.saved if is_symbolic(node.meta.get("val"))]
     tensors = [node for node in runner.saved if node not in sizes]

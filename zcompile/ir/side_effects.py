@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload
+from zcompile._torch import OpOverload, defaults_of, writes_arguments
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -13,7 +13,7 @@ def is_pure(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or is_collective(node) or is_wait(node):
         return False
-    return not target._schema.is_mutable and (not is_random(node) or target.namespace == "aten")
+    return not writes_arguments(target) and (not is_random(node) or target.namespace == "aten")
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -35,6 +35,6 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    given = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False)) | node.kwargs
-    defaults = {argument.name: argument.default_value for argument in target._schema.arguments}
+    defaults = defaults_of(target)
+    given = dict(zip(defaults, node.args, strict=False)) | node.kwargs
     return bool({**defaults, **given}.get("dropout_p", 1.0))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile._torch import no_torch_function
+from zcompile._torch import buffers_of, is_persistent, no_torch_function, parameters_of, version_of
 from zcompile.errors import ModelError, OptionError
 from zcompile.ir.layout import Layout, Param, Unit
 from zcompile.model.weights import Weights, rounds, takes
@@ -144,7 +144,7 @@ class Materialiser:
         if not wanted:
             return {}
         real = {id(place.value): _unwritten(place.value, self.device) for place in wanted}
-        versions = {key: tensor._version for key, tensor in real.items()}
+        versions = {key: version_of(tensor) for key, tensor in real.items()}
         with self._alone(real), torch.device(self.device), torch.no_grad():
             self.code.run(unit)
             found = {id(place.value): _found(place) for place in wanted}
@@ -256,11 +256,11 @@ class InitCode:
 def _places(model: nn.Module) -> Iterator[Place]:
     """Every parameter and buffer under each of its names."""
     for path, module in model.named_modules(remove_duplicate=False):
-        tables: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
+        tables: tuple[dict[str, Any], dict[str, Any]] = (parameters_of(module), buffers_of(module))
         for table in tables:
             for key, value in table.items():
                 if value is not None:
-                    yield Place(path, key, table, value, key not in module._non_persistent_buffers_set)
+                    yield Place(path, key, table, value, is_persistent(module, key))
 
 
 def _first_places(places: list[Place]) -> dict[int, Place]:
@@ -359,7 +359,7 @@ def _is_written(value: torch.Tensor, version: int) -> bool:
     if _has_nan(value):
         real = torch.view_as_real(value) if value.is_complex() else value
         return not bool(real.max().isnan())  # no mask: it would be a quarter of the tensor
-    return value._version != version
+    return version_of(value) != version
 
 
 def _has_nan(value: torch.Tensor) -> bool:

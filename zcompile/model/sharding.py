@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import give_up, local_tensor, tree_leaves
+from zcompile._torch import give_up, local_tensor, parameters_of, tree_leaves
 from zcompile.errors import ParameterError
 from zcompile.frontend.local_graphs import Local
 from zcompile.ir.layout import Layout
@@ -100,7 +100,7 @@ def shard_model(
     originals = dict(model.named_parameters())
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for key, registered in module._parameters.items():
+        for key, registered in parameters_of(module).items():
             if registered is not None:
                 places.setdefault(id(registered), []).append((module, key))
     shards: dict[str, UnitShards] = {}
@@ -125,7 +125,7 @@ def shard_model(
         values.place_buffers()
         # Last: the model's code, while it gives values, never meets a shard, and an error leaves meta as it was.
         for site in sites:
-            site.owner._parameters[site.key] = site.shard
+            parameters_of(site.owner)[site.key] = site.shard
         for old, name in retired.values():
             retire(old, name)
         for buffer in model.buffers():

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import TorchRuntimeError, local_tensor, tree_map_only
+from zcompile._torch import TorchRuntimeError, buffers_of, local_tensor, parameters_of, tree_map_only
 from zcompile.engine.interception import Traced
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.frontend.capture import Capture, Names, Runner
@@ -153,17 +153,17 @@ def _without_memory(model: nn.Module, layout: Layout) -> Iterator[dict[str, tupl
         name: husk_of(parameter, layout.param(name).full_dtype, torch.device("cpu"))
         for name, parameter in model.named_parameters()
     }
-    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    before = [(module, dict(parameters_of(module)), dict(buffers_of(module))) for module in model.modules()]
     try:
         for module, parameters, buffers in before:
             for key, parameter in parameters.items():
                 if parameter is not None:
-                    module._parameters[key] = husks[own[id(parameter)]][0]
-            module._buffers.update(
+                    parameters_of(module)[key] = husks[own[id(parameter)]][0]
+            buffers_of(module).update(
                 {key: buffer if buffer is None else _on_cpu(buffer) for key, buffer in buffers.items()}
             )
         yield husks
     finally:
         for module, parameters, buffers in before:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+            parameters_of(module).update(parameters)
+            buffers_of(module).update(buffers)
