@@ -80,7 +80,7 @@ types: $(READY) ## Check types, strictly, on an installed copy
 	    | sed -E 's#^zcompile/(passes|runtime)/#\1/#'
 
 .PHONY: format
-format: $(READY) ## Format the code and mend what ruff can mend by itself
+format: $(READY) ## Format the code and fix what ruff can fix by itself
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 

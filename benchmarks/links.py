@@ -17,7 +17,7 @@ BURST, LATENCY = "256kb", "50ms"  # of the token bucket: what passes at once, ho
 
 
 class LinkError(RuntimeError):
-    """A link cannot be set up on this machine; the message says why and how to mend it."""
+    """A link cannot be set up on this machine; the message says why and how to fix it."""
 
 
 @dataclass(frozen=True)

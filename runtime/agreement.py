@@ -90,7 +90,7 @@ class Agreement:
             error = raised
         except Exception as raised:
             kind, rank = type(raised).__name__, self.communicator.rank
-            error = StateError(what, f"failed on rank {rank}: {kind}: {raised}", "mend that and try again")
+            error = StateError(what, f"failed on rank {rank}: {kind}: {raised}", "fix that and try again")
             error.__cause__ = raised
         if error is not None:
             told[0] = [type(error).__name__, error.subject, error.found, error.fix]

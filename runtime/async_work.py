@@ -1,4 +1,4 @@
-"""Flights: collectives on their way, and the account of what was sent and waited for."""
+"""Async work: collectives on their way, and the account of what was sent and waited for."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Traffic:
         return max(0.0, 1 - self.exposed / self.seconds) if self.seconds else None
 
 
-class Flight(ABC):
+class AsyncWork(ABC):
     """One collective in flight. It holds the tensors that must outlive it."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Flight(ABC):
         """
 
 
-class StreamFlight(Flight):
+class StreamWork(AsyncWork):
     """A collective on a stream of its group, as NCCL's are: the current stream waits for it, the host does not.
 
     The tensors were allocated on the current stream and the collective runs on the group's own, which waited for the
@@ -100,7 +100,7 @@ class StreamFlight(Flight):
         self._alive, self._finish = (), None
 
 
-class HostFlight(Flight):
+class HostWork(AsyncWork):
     """A collective whose wait blocks the thread that waits, as gloo's do."""
 
     def __init__(self, arrive: Callable[[], None], traffic: Traffic, waits: Waits, what: str) -> None:
@@ -117,7 +117,7 @@ class HostFlight(Flight):
     @torch.no_grad()
     def land(self) -> None:
         """Let it arrive; called on the progress thread."""
-        assert self._arrive is not None, "a flight lands once"
+        assert self._arrive is not None, "async work ends once"
         try:
             self._arrive()
         except BaseException as error:
@@ -143,7 +143,7 @@ class HostFlight(Flight):
         self._waits.over()
 
 
-class EventFlight(Flight):
+class EventWork(AsyncWork):
     """What the host itself reads of a stream: it waits for the event behind it, as long as the others come."""
 
     def __init__(self, event: torch.cuda.Event, waits: Waits, what: str, limit: timedelta) -> None:
@@ -179,7 +179,7 @@ _GLANCE = 5e-5
 
 
 class Progress:
-    """A thread that lands flights in the order of their start.
+    """A thread that ends async work in the order of its start.
 
     gloo moves bytes on threads of its own, but its point-to-point works tell nobody when they are done except who waits
     for them. The thread waits without Python's lock, so compute goes on; and what arrives is summed on it, beside a
@@ -188,33 +188,33 @@ class Progress:
 
     def __init__(self, hang_up: Callable[[], None]) -> None:
         """`hang_up`: ends what the thread waits for, by closing this rank's connections."""
-        self._flights: queue.SimpleQueue[HostFlight | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[HostWork | None] = queue.SimpleQueue()
         # A daemon: a rank that fails must not stay until its last message's timeout.
-        thread = threading.Thread(target=_land_all, args=(self._flights,), name="zcompile progress", daemon=True)
+        thread = threading.Thread(target=_land_all, args=(self._works,), name="zcompile progress", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._flights, thread, hang_up)
+        weakref.finalize(self, _end, self._works, thread, hang_up)
 
-    def follow(self, flight: HostFlight) -> HostFlight:
-        """Land `flight` after those that were given before; returns it."""
-        self._flights.put(flight)
-        return flight
-
-
-def _land_all(flights: queue.SimpleQueue[HostFlight | None]) -> None:
-    while (flight := flights.get()) is not None:
-        flight.land()
-        del flight  # while the thread waits for the next one, nothing keeps this one's result alive
+    def follow(self, work: HostWork) -> HostWork:
+        """Land `work` after those that were given before; returns it."""
+        self._works.put(work)
+        return work
 
 
-def _end(flights: queue.SimpleQueue[HostFlight | None], thread: threading.Thread, hang_up: Callable[[], None]) -> None:
+def _land_all(works: queue.SimpleQueue[HostWork | None]) -> None:
+    while (work := works.get()) is not None:
+        work.land()
+        del work  # while the thread waits for the next one, nothing keeps this one's result alive
+
+
+def _end(works: queue.SimpleQueue[HostWork | None], thread: threading.Thread, hang_up: Callable[[], None]) -> None:
     """End the thread, if need be with the connections: returning from C++ into an interpreter that has ended aborts."""
-    flights.put(None)
+    works.put(None)
     if threading.current_thread() is thread:
         return
     exits = not threading.main_thread().is_alive()
     thread.join(_PATIENCE)
     if not exits and thread.is_alive():  # others may use the group: until then it waits
-        atexit.register(_end, flights, thread, hang_up)
+        atexit.register(_end, works, thread, hang_up)
     elif thread.is_alive():
         hang_up()
         thread.join(_PATIENCE)

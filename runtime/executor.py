@@ -14,7 +14,7 @@ import torch
 
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.arena import Places, Stack
-from zcompile.runtime.async_work import Flight
+from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.shards import Full, UnitShards
@@ -53,7 +53,7 @@ class Gather:
     """A gather in flight: per message what arrives and which parameters it brings."""
 
     bound: BoundUnit
-    arrivals: list[tuple[list[int], torch.Tensor, Flight | None]]
+    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]]
     keep: bool
     places: Places | None = None
     done: Full | None = None
@@ -69,11 +69,11 @@ class Gather:
             None if param.shards or shards.memory.is_away else shards.local(param).to(param.full_dtype)
             for param in unit.params
         ]
-        for message, arrived, flight in self.arrivals:
-            if flight is not None and unit.params[message[0]].shards and shards.communicator.size > 1:
-                _land(flight, "all_gather", unit.name, shards.communicator, arrived.nbytes)
-            elif flight is not None:  # it was only copied
-                flight.wait()
+        for message, arrived, work in self.arrivals:
+            if work is not None and unit.params[message[0]].shards and shards.communicator.size > 1:
+                _land(work, "all_gather", unit.name, shards.communicator, arrived.nbytes)
+            elif work is not None:  # it was only copied
+                work.wait()
             full = _unpacked(arrived, [unit.params[i] for i in message], self.places)
             for index, tensor in zip(message, full, strict=True):
                 tensors[index] = tensor
@@ -90,19 +90,19 @@ class Reduction:
     """A reduction in flight: per message what arrives and which gradients it brings."""
 
     bound: BoundUnit
-    arrivals: list[tuple[list[int], torch.Tensor, Flight | None]]
+    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]]
     scattered: bool
 
     def wait(self) -> Gradients:
         """The averaged gradients, each shaped like this rank's part of its parameter."""
         unit, communicator = self.bound.unit, self.bound.shards.communicator
         found: dict[str, torch.Tensor] = {}
-        for message, arrived, flight in self.arrivals:
-            if flight is not None:
+        for message, arrived, work in self.arrivals:
+            if work is not None:
                 if self.scattered and unit.params[message[0]].shards:
-                    _land(flight, "reduce_scatter", unit.name, communicator, arrived.nbytes * communicator.size)
+                    _land(work, "reduce_scatter", unit.name, communicator, arrived.nbytes * communicator.size)
                 else:
-                    _land(flight, "all_reduce", unit.name, communicator, 2 * arrived.nbytes)
+                    _land(work, "all_reduce", unit.name, communicator, 2 * arrived.nbytes)
             offset = 0
             for param in (unit.params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
@@ -168,7 +168,7 @@ def _start(
     communicator, memory = shards.communicator, shards.memory
     memory.before(unit.name)
     places = Places(at, communicator.device)
-    arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
+    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]] = []
     sent: list[tuple[list[Param], torch.Tensor]] = []
     for message in bound.messages(lambda index: bool(unit.params[index].shards)):
         params = [unit.params[index] for index in message]
@@ -186,14 +186,14 @@ def _start(
         with memory.sending():
             if casts or copies or memory.is_away:  # sent from its place among what arrives
                 shard = arrived.view(communicator.size, -1)[communicator.rank].copy_(shard, non_blocking=True)
-            flight = communicator.all_gather(arrived, shard) if communicator.size > 1 else memory.copied(arrived)
+            work = communicator.all_gather(arrived, shard) if communicator.size > 1 else memory.copied(arrived)
         if copies:
             sent.append((params, shard))
-        arrivals.append((message, arrived, flight))
+        arrivals.append((message, arrived, work))
     return Gather(bound, [*arrivals, *_whole(bound)], keep, places, sent=sent)
 
 
-def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, Flight | None]]:
+def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWork | None]]:
     """Start copying what every rank has whole to the device, if it is away."""
     shards, memory = bound.shards, bound.shards.memory
     for index, param in enumerate(bound.unit.params):
@@ -201,8 +201,8 @@ def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, Flight |
             arrived = torch.empty(param.numel, dtype=param.full_dtype, device=shards.communicator.device)
             with memory.sending():
                 arrived.copy_(shards.local(param).view(-1), non_blocking=True)
-                flight = memory.copied(arrived)
-            yield [index], arrived, flight
+                work = memory.copied(arrived)
+            yield [index], arrived, work
 
 
 def reduce_scatter(
@@ -294,7 +294,7 @@ def _reduce(
     places = Places(at, bound.shards.communicator.device)
     communicator, params = bound.shards.communicator, bound.unit.params
     grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
-    arrivals: list[tuple[list[int], torch.Tensor, Flight | None]] = []
+    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]] = []
     messages = bound.messages(lambda index: grads[index] is not None)
     if communicator.size == 1:  # nothing is sent, so nothing is packed
         messages = [[index] for message in messages for index in message]
@@ -302,13 +302,13 @@ def _reduce(
         first = params[message[0]]
         cast = dtype if first.reduction_dtype is dtype else None
         parts = [(params[index], grads[index]) for index in message]
-        flight: Flight | None
+        work: AsyncWork | None
         if scattered and first.shards:
-            arrived, flight = _scattered(communicator, parts, cast, bucket, places)
+            arrived, work = _scattered(communicator, parts, cast, bucket, places)
         else:
             arrived = _flat([grad for _, grad in parts], cast)
-            flight = None if communicator.size == 1 else communicator.all_reduce(arrived)
-        arrivals.append((message, arrived, flight))
+            work = None if communicator.size == 1 else communicator.all_reduce(arrived)
+        arrivals.append((message, arrived, work))
     return Reduction(bound, arrivals, scattered)
 
 
@@ -318,8 +318,8 @@ def _scattered(
     dtype: torch.dtype | None,
     bucket: int | None,
     places: Places,
-) -> tuple[torch.Tensor, Flight | None]:
-    """Where this rank's shard of one message's average arrives, and the flight that brings it."""
+) -> tuple[torch.Tensor, AsyncWork | None]:
+    """Where this rank's shard of one message's average arrives, and the work that brings it."""
     size, (param, grad) = communicator.size, parts[0]
     assert grad is not None, "messages hold parameters with gradients only"
     kind = dtype or grad.dtype
@@ -419,13 +419,13 @@ def _part(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) ->
     return arrived[offset : offset + (stop - start) * row].view(stop - start, *param.shape[1:])
 
 
-def _land(flight: Flight, operation: str, unit: str, communicator: Communicator, payload: int) -> None:
+def _land(work: AsyncWork, operation: str, unit: str, communicator: Communicator, payload: int) -> None:
     """Wait for a collective, and note when it flew."""
     recorder, size = communicator.recorder, communicator.size
     start = recorder.now()
-    flight.wait()
+    work.wait()
     waited = Span("wait", start, recorder.now())
-    recorder.add_message(Message(operation, unit, payload * (size - 1) // size, flight.started, flight.ended, waited))
+    recorder.add_message(Message(operation, unit, payload * (size - 1) // size, work.started, work.ended, waited))
 
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {

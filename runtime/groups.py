@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile._torch import backend_name, close_connections, group_timeout, root_mesh
 from zcompile.errors import GroupError
-from zcompile.runtime.async_work import EventFlight, Flight, HostFlight, Progress, StreamFlight, Traffic
+from zcompile.runtime.async_work import AsyncWork, EventWork, HostWork, Progress, StreamWork, Traffic
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.waits import RankLost, Waits
 
@@ -41,12 +41,12 @@ Works = list[tuple[int, dist.Work]]
 class Shared:
     """What all ranks have sent, [ranks, n], on its way."""
 
-    flight: HostFlight | EventFlight
+    work: HostWork | EventWork
     rows: Callable[[], torch.Tensor]
 
     @property
     def arrived(self) -> bool:
-        return self.flight.done
+        return self.work.done
 
     def read(self) -> torch.Tensor:
         """Wait for it, and give it.
@@ -54,7 +54,7 @@ class Shared:
         Raises:
             GroupError: another rank failed or stayed away.
         """
-        self.flight.wait()
+        self.work.wait()
         return self.rows()
 
 
@@ -93,7 +93,7 @@ class Communicator:
         self._tag = _TAG + (run % _RUNS) * _MESSAGES
         self._tags = itertools.cycle(range(1, _MESSAGES))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Flight:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
         self._count(full.nbytes)
         if not self._exchanges:
@@ -109,7 +109,7 @@ class Communicator:
 
         return self._follow(arrive, "a gather")
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Flight:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
         """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`.
 
         On gloo each rank gets the others' parts of its shard and sums them in the order of ranks: the result does not
@@ -133,7 +133,7 @@ class Communicator:
         """How often a reduce_scatter takes the memory of a shard beside gradients: to pack them, for others' parts."""
         return packed * self.size + self._exchanges * (self.size - 2)
 
-    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
+    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         """`reduce_scatter` of what `piece` gives, at most `width` elements of each rank's shard at a time.
 
         Two pieces are on their way at once, and no more memory is taken than theirs: beyond that, it does not depend on
@@ -148,7 +148,7 @@ class Communicator:
         work = self._launched(_reduce_scatter, shard, sent, op=self._op)
         return self._fly(work, (shard, sent), lambda: self._divide(shard))
 
-    def _exchange_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
+    def _exchange_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         """On gloo: all on the progress thread, each when the one before the last has arrived, message after message.
 
         That thread's messages have a tag of their own, so that they do not meet those that this thread sends meanwhile.
@@ -176,7 +176,7 @@ class Communicator:
 
         return self._follow(arrive, "a reduction")
 
-    def _stream_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> Flight:
+    def _stream_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         """On NCCL: pieces are made on a stream of their own, which waits for the one before the last to be reduced.
 
         Hazards: the gradients are ready when the current stream gets here, which the staging stream waits for; `piece`
@@ -199,14 +199,14 @@ class Communicator:
             self._divide(shard)
             done = staging.record_event()
         land = lambda: torch.cuda.current_stream(self.device).wait_event(done)  # noqa: E731
-        return StreamFlight(land, (shard, piece), waits=self.waits)
+        return StreamWork(land, (shard, piece), waits=self.waits)
 
     def _arriving(self, shard: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
         """Where each rank's part of `shard` is or arrives, in the order of ranks; one of them where the sum will be."""
         others = [shard, *torch.empty(self.size - 2, shard.numel(), dtype=shard.dtype)]
         return [*others[: self.rank], rows[self.rank], *others[self.rank :]]
 
-    def all_reduce(self, tensor: torch.Tensor) -> Flight:
+    def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         """Average a contiguous `tensor` over the ranks in place.
 
         On gloo by exchanges too: its own all_reduce has no tags, so that those of different runs could meet, and ends
@@ -219,7 +219,7 @@ class Communicator:
         work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
-    def _exchange_small(self, flat: torch.Tensor, combine: Callable[[torch.Tensor, Rows], None]) -> Flight:
+    def _exchange_small(self, flat: torch.Tensor, combine: Callable[[torch.Tensor, Rows], None]) -> AsyncWork:
         """On gloo: every rank gets the 1-D tensors of all, and combines them in their order, in place."""
         sent, rows = flat.clone(), list(torch.empty(self.size, flat.numel(), dtype=flat.dtype))
         rows[self.rank] = sent
@@ -231,7 +231,7 @@ class Communicator:
 
         return self._follow(arrive, "an all_reduce")
 
-    def _exchange_whole(self, flat: torch.Tensor) -> Flight:
+    def _exchange_whole(self, flat: torch.Tensor) -> AsyncWork:
         """On gloo: each rank averages its part of a 1-D tensor, piece by piece, and sends it to all others.
 
         On the progress thread, as `_exchange_pieces`. What has been sent of a part is written to with its average only
@@ -325,10 +325,10 @@ class Communicator:
 
     def _fly(
         self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
-    ) -> Flight:
-        """The flight of one collective that reads or writes `tensors`; `finish` runs once it is done."""
+    ) -> AsyncWork:
+        """The end of one collective that reads or writes `tensors`; `finish` runs once it is done."""
         if self._progress is None:
-            return StreamFlight(work.wait, tensors, finish, self.waits)
+            return StreamWork(work.wait, tensors, finish, self.waits)
         alive = list(tensors)
 
         def arrive() -> None:
@@ -339,9 +339,9 @@ class Communicator:
 
         return self._follow(arrive, "a collective")
 
-    def _follow(self, arrive: Callable[[], None], what: str) -> HostFlight:
+    def _follow(self, arrive: Callable[[], None], what: str) -> HostWork:
         assert self._progress is not None, "messages are exchanged on the host only"
-        return self._progress.follow(HostFlight(arrive, self.traffic, self.waits, what))
+        return self._progress.follow(HostWork(arrive, self.traffic, self.waits, what))
 
     def _divide(self, total: torch.Tensor) -> None:
         """Turn a sum into the average, in place."""
@@ -370,14 +370,14 @@ class Communicator:
             rows[self.rank] = numbers
             with self.waits.explained("what the others run"):
                 works = self._exchange([numbers] * self.size, rows, _CALLS, recorded=False)
-            landing = HostFlight(lambda: self._wait_all(works), Traffic(), self.waits, "what the others run")
+            landing = HostWork(lambda: self._wait_all(works), Traffic(), self.waits, "what the others run")
             assert self._progress is not None, "messages are exchanged on the host only"
             return Shared(self._progress.follow(landing), lambda: torch.stack(rows))
         if self.device.type == "cpu":
             gathered = torch.empty(self.size * numbers.numel(), dtype=torch.int64)
-            work = self._launched(_all_gather, gathered, numbers)
-            flight = self._follow(lambda: _ended(work), "what the others run")
-            return Shared(flight, lambda: gathered.view(self.size, -1))
+            sending = self._launched(_all_gather, gathered, numbers)
+            work = self._follow(lambda: _ended(sending), "what the others run")
+            return Shared(work, lambda: gathered.view(self.size, -1))
         stream = self._sharing = self._sharing or torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             mine = numbers.pin_memory().to(self.device, non_blocking=True)
@@ -387,7 +387,7 @@ class Communicator:
             host.copy_(all_, non_blocking=True)
             arrived = stream.record_event()
         limit = group_timeout(self.group, self.device)
-        return Shared(EventFlight(arrived, self.waits, "what the others run", limit), lambda: host.view(self.size, -1))
+        return Shared(EventWork(arrived, self.waits, "what the others run", limit), lambda: host.view(self.size, -1))
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from zcompile.runtime.async_work import Flight
+from zcompile.runtime.async_work import AsyncWork
 
 
 class ShardMemory:
@@ -38,8 +38,8 @@ class ShardMemory:
         """What a gather copies and launches for a message runs within this."""
         return contextlib.nullcontext()
 
-    def copied(self, arrived: torch.Tensor) -> Flight | None:
-        """The flight of a message that was only copied, to `arrived`; None where the current stream copied it."""
+    def copied(self, arrived: torch.Tensor) -> AsyncWork | None:
+        """The work of a message that was only copied, to `arrived`; None where the current stream copied it."""
         return None
 
     def home(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterEr
 from zcompile.frontend.capture import Names
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
-from zcompile.model.sharding import husk_of
+from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement
@@ -60,7 +60,7 @@ class _Known:
 
     name: str
     parameter: nn.Parameter
-    husk: nn.Parameter
+    placeholder: nn.Parameter
 
 
 class Backend:
@@ -114,7 +114,8 @@ class Backend:
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         engine = self.engine
         nodes = module.graph.find_nodes(op="placeholder")
-        fakes = {id(value): of_fixed_sizes(self._husk(value)) for value in inputs if isinstance(value, nn.Parameter)}
+        parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
+        fakes = {id(value): of_fixed_sizes(self._placeholder(value)) for value in parameters}
         given = [
             fakes[id(value)] if isinstance(value, nn.Parameter) else node.meta.get("example_value", value)
             for node, value in zip(nodes, inputs, strict=True)
@@ -124,10 +125,10 @@ class Backend:
         with engine.autocast():
             return engine.capture(module, given, names, trainable, whole=False)
 
-    def _husk(self, parameter: nn.Parameter) -> nn.Parameter:
-        husk = self._known[id(parameter)].husk
-        husk.requires_grad_(parameter.requires_grad)
-        return husk
+    def _placeholder(self, parameter: nn.Parameter) -> nn.Parameter:
+        placeholder = self._known[id(parameter)].placeholder
+        placeholder.requires_grad_(parameter.requires_grad)
+        return placeholder
 
     def _run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         engine = self.engine
@@ -135,7 +136,7 @@ class Backend:
         self._follow_users()
         call = engine.new_call()
         with engine.random_numbers():
-            result = compiled(*(self._husk(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
+            result = compiled(*(self._placeholder(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
         call.watch(result, args)
         call.end(result)
         if not torch.is_grad_enabled():
@@ -220,7 +221,7 @@ class Backend:
                 for param in unit.params:
                     old = fresh[param.name]
                     shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)
-                    made[id(old)] = _Known(param.name, old, husk_of(old, param.full_dtype, old.device)[0])
+                    made[id(old)] = _Known(param.name, old, placeholder_of(old, param.full_dtype, old.device)[0])
                     old.zcompile_backend = weakref.ref(self)  # type: ignore[attr-defined]
                     old.requires_grad_(True).register_hook(Refusal(param.name))
                     old.requires_grad_(param.trainable)

@@ -247,5 +247,5 @@ class _Loss(Fragment):
 
     def _split(self, error: Exception) -> None:
         found = Break.of("", "the model and its loss", error)
-        fix = "mend it, or use the loop: compiled(batch), loss.backward(), optimizer.step()"
+        fix = "fix it, or use the loop: compiled(batch), loss.backward(), optimizer.step()"
         raise CaptureError(found.where, f"breaks the graph of the train step: {found.reason}", fix) from error

@@ -38,7 +38,7 @@ class PartKeeper(Keeper):
     `get` is collective. With the part in memory the gather starts there; where it has to be fetched first, when it is
     waited for: that is when all ranks have come so far, in the order of their program. Hazards on CUDA: the part is a
     copy, made behind what computes the value in the current stream; the gather starts behind that stream, and its
-    flight holds the part and what arrives until the stream has waited for it.
+    work holds the part and what arrives until the stream has waited for it.
     """
 
     def __init__(self, peers: Communicator, inner: Keeper) -> None:
@@ -61,10 +61,10 @@ class PartKeeper(Keeper):
     def _gathered(self, part: torch.Tensor, numel: int) -> Callable[[], torch.Tensor]:
         """Start gathering; what is returned waits for it."""
         whole = part.new_empty(part.numel() * self.peers.size)
-        flight = self.peers.all_gather(whole, part)
+        work = self.peers.all_gather(whole, part)
 
         def land() -> torch.Tensor:
-            flight.wait()
+            work.wait()
             return whole[:numel]
 
         return land

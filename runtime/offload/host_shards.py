@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from zcompile.errors import StateError
-from zcompile.runtime.async_work import Flight, StreamFlight
+from zcompile.runtime.async_work import AsyncWork, StreamWork
 from zcompile.runtime.shard_memory import Reserved
 
 
@@ -64,11 +64,11 @@ class HostShards(Reserved):
         with torch.cuda.stream(self._sending):
             yield
 
-    def copied(self, arrived: torch.Tensor) -> Flight | None:
+    def copied(self, arrived: torch.Tensor) -> AsyncWork | None:
         if self._sending is None:
             return None
         done = self._sending.record_event()
-        return StreamFlight(lambda: torch.cuda.current_stream(self._model).wait_event(done), (arrived,))
+        return StreamWork(lambda: torch.cuda.current_stream(self._model).wait_event(done), (arrived,))
 
     def home(self, gradient: torch.Tensor) -> torch.Tensor:
         if self._returning is None:

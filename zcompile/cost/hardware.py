@@ -170,7 +170,7 @@ def parse_profile(text: str, name: str) -> Hardware:
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ProfileError(name, f"is no TOML: {error}", "mend that line") from error
+        raise ProfileError(name, f"is no TOML: {error}", "fix that line") from error
     links = found.pop("links", None)
     if not isinstance(links, list) or not links:
         raise ProfileError(name, "has no [[links]]", "give at least one, with name, latency and bandwidth")

@@ -162,8 +162,8 @@ class _Meter:
         if self.communicator.size == 1:
             return 0.0
         factor = self._factor(torch.float32, self.sizes.side)
-        flight = self._seconds(lambda: self._gather(self._share))
-        products = math.ceil(3 * flight / self._seconds(lambda: factor @ factor))
+        gather = self._seconds(lambda: self._gather(self._share))
+        products = math.ceil(3 * gather / self._seconds(lambda: factor @ factor))
 
         def compute() -> None:
             for _ in range(products):
@@ -180,9 +180,9 @@ class _Meter:
     def _gather(self, nbytes: int, beside: Callable[[], None] = lambda: None) -> None:
         """Gather `nbytes` of every rank, and call `beside` while they are on their way."""
         shard = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        flight = self.communicator.all_gather(shard.new_empty(nbytes * self.communicator.size), shard)
+        work = self.communicator.all_gather(shard.new_empty(nbytes * self.communicator.size), shard)
         beside()
-        flight.wait()
+        work.wait()
 
 
 def _memory(communicator: Communicator) -> float:

@@ -1,7 +1,7 @@
 """The engine: a model's shards, and everything that runs on them. It turns traced graphs into steps that run.
 
-What traces the graphs, and when husks stand in the module tree, is the business of those who call it: `fragments` for
-`zcompile.compile`, `torch_backend` for `torch.compile`.
+What traces the graphs, and when placeholder parameters stand in the module tree, is the business of those who call it:
+`fragments` for `zcompile.compile`, `torch_backend` for `torch.compile`.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Engine:
         for option, given in bounds.items():
             if given and not keeps and traced.has_backward:
                 found = "cannot be kept: the model runs as several programs, each of which knows of itself alone"
-                raise OptionError(option, found, "mend the graph breaks (see explain()), or leave it out")
+                raise OptionError(option, found, "fix the graph breaks (see explain()), or leave it out")
         return keeps
 
     def _request(self, traced: Program, updater: Updater | None) -> Request:

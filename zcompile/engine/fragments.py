@@ -50,7 +50,7 @@ class Tree:
         self.call: ModelCall | None = None
         self._paths = {id(module): path for path, module in self.model.named_modules()}
         self._fragments: dict[int, Fragment] = {id(self.model): self.root}
-        self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.husk)}
+        self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.placeholder)}
         self.watch = TreeWatch(self.model)
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,7 +108,7 @@ class Tree:
     def names(self, path: str, signature: inspect.Signature) -> Names:
         """What the inputs of a graph are called that a function of `signature`, at `path`, was traced into."""
         return Names(
-            {id(site.husk): site.name for site in self.sites},
+            {id(site.placeholder): site.name for site in self.sites},
             {id(buffer): name for name, buffer in self.model.named_buffers()},
             frozenset(self._paths.values()),
             tuple(signature.parameters)[1:],
@@ -118,7 +118,7 @@ class Tree:
     @property
     def locals(self) -> Locals:
         """What programs are given for parameters that are DTensors."""
-        return {id(site.husk): site.local for site in self.sites if site.local is not None}
+        return {id(site.placeholder): site.local for site in self.sites if site.local is not None}
 
 
 class Fragment:
@@ -136,7 +136,7 @@ class Fragment:
         # DTensors of sizes that vary are beyond Dynamo: a program for each.
         dynamic = False if any(site.local is not None for site in tree.sites) else None
         lines = [f"{path} {type(module).__qualname__}"]
-        lines += [f"{site.name} {list(site.husk.shape)}" for site in self.sites]
+        lines += [f"{site.name} {list(site.placeholder.shape)}" for site in self.sites]
         call = traceable(module, forward, lines)
         self._traced = torch.compile(call, backend=_backend(self), fullgraph=True, dynamic=dynamic)
 
@@ -149,7 +149,7 @@ class Fragment:
         """
         if not self.is_split:
             try:
-                with self._husks_in_place(), typed_errors():
+                with self._placeholders_in_place(), typed_errors():
                     result = self._traced(self._hooks.text(self.tree.watch.version), *args, **kwargs)
             except BREAKS as error:
                 self._split(error)
@@ -196,13 +196,13 @@ class Fragment:
     # -- parameters in the module tree ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _husks_in_place(self) -> Iterator[None]:
-        """Husks in the module's tree while a traced call runs; shards at all other times, also after an exception."""
+    def _placeholders_in_place(self) -> Iterator[None]:
+        """Placeholders in the module's tree while a traced call runs; shards otherwise, also after an exception."""
         before = self._check(self.sites)
         try:
             for site in self.sites:
-                site.husk.requires_grad_(site.shard.requires_grad)
-                parameters_of(site.owner)[site.key] = site.husk
+                site.placeholder.requires_grad_(site.shard.requires_grad)
+                parameters_of(site.owner)[site.key] = site.placeholder
             yield
         finally:
             for site, parameter in zip(self.sites, before, strict=True):
@@ -216,7 +216,7 @@ class Fragment:
         for site in own:
             if site.local is not None:
                 found = f"is tensor-parallel, and the code of {self.path or 'the model'} that reads it breaks the graph"
-                raise CaptureError(site.name, found, "mend the graph break (see explain())")
+                raise CaptureError(site.name, found, "fix the graph break (see explain())")
         before = self._check(own)
         leaves = self._gathered(own)
         versions = {name: version_of(leaf) for name, leaf in leaves.items()}

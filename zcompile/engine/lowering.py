@@ -78,8 +78,8 @@ class Step:
     """A rewritten program that runs: the callables that AOTAutograd calls.
 
     AOTAutograd's boxes hold, for the forward, all inputs of the graph; for the backward, saved sizes, saved tensors,
-    parameters that the backward reads, and tangents. What it calls parameters here are husks without memory, unless the
-    full parameter is kept over the turn.
+    parameters that the backward reads, and tangents. What it calls parameters here are placeholders without memory,
+    unless the full parameter is kept over the turn.
     """
 
     def __init__(self, traced: Program, program: Program, regions: RegionCache, session: Session) -> None:
@@ -164,14 +164,14 @@ class Step:
             self.session.refresh()
         for stash in self.session.stashes.values():
             stash.sweep()
-        husks = [box[index] for index in self.reread]
+        placeholders = [box[index] for index in self.reread]
         values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
         box.clear()
         outputs, crossing = self._forward(values)
         full, saved = crossing[: len(self._kept)], crossing[len(self._kept) :]
         sizes = [v for v, n in zip(saved, self.saved, strict=True) if is_symbolic(n.meta.get("val"))]
         tensors = [v for v, n in zip(saved, self.saved, strict=True) if not is_symbolic(n.meta.get("val"))]
-        return [*outputs, *tensors, *self._carried(full, husks), *sizes]
+        return [*outputs, *tensors, *self._carried(full, placeholders), *sizes]
 
     def _agree(self) -> None:
         """Compare the program with the other ranks', once; they have been told that this is about to come."""
@@ -179,13 +179,13 @@ class Step:
             self.session.before_first_run(self.program)
             self._agreed = True
 
-    def _carried(self, full: Sequence[Full], husks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What is saved as the parameters that the backward reads: kept full ones, else the husks."""
+    def _carried(self, full: Sequence[Full], placeholders: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is saved as the parameters that the backward reads: kept full ones, else the placeholders."""
         kept = dict(zip(self._kept, full, strict=True))
         carried = []
-        for name, husk in zip(self._read, husks, strict=True):
+        for name, placeholder in zip(self._read, placeholders, strict=True):
             unit = self.program.layout.unit_of(name)
-            carried.append(kept[unit.name][unit.index(name)] if unit.name in kept else husk)
+            carried.append(kept[unit.name][unit.index(name)] if unit.name in kept else placeholder)
         return carried
 
     @torch.no_grad()

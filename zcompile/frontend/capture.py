@@ -46,7 +46,7 @@ class Runner(Protocol):
     """Values that the forward hands to the backward, tensors first, then sizes."""
     reread: Sequence[int]
     """Inputs, by position, that are parameters which the backward reads: AOTAutograd is told that they are saved,
-    after the saved tensors; what it then carries is the full parameter where it is kept, and a husk elsewhere."""
+    after the saved tensors; what it carries is the full parameter where it is kept, and a placeholder elsewhere."""
 
     def forward(self, box: list[Any]) -> list[Any]: ...
 

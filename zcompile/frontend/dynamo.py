@@ -37,7 +37,7 @@ def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[st
 
     def call(watched: str, /, *args: Any, **kwargs: Any) -> Any:
         assert watched != "nothing", "compared"
-        # Parameters are husks here: run as plain Python, the model's code would read memory that is not there.
+        # Parameters are placeholders here: run as plain Python, the model's code would read memory that is not there.
         if not torch.compiler.is_compiling():
             fix = "leave torch.compile enabled (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"
             raise CaptureError(type(module).__name__, "its forward was not compiled but called", fix)

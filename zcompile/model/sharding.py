@@ -33,7 +33,7 @@ class Site:
     key: str
     name: str
     shard: nn.Parameter
-    husk: nn.Parameter = field(repr=False)
+    placeholder: nn.Parameter = field(repr=False)
     """What stands here while a call runs: the full parameter's shape without memory, for the tracer to see."""
     local: Local | None = None
     """What graphs are given for it, of a tensor-parallel parameter."""
@@ -114,8 +114,8 @@ def shard_model(
                 old = originals[param.name]
                 plain = not layout.stage.optimizer_sharded
                 shard = (held.adopt_plain if plain else held.adopt)(param, full, beside)
-                husk, local = husk_of(full, param.full_dtype, full.device)
-                sites += [Site(owner, key, param.name, shard, husk, local) for owner, key in places[id(old)]]
+                placeholder, local = placeholder_of(full, param.full_dtype, full.device)
+                sites += [Site(owner, key, param.name, shard, placeholder, local) for owner, key in places[id(old)]]
                 if shard is not old:
                     retired[id(old)] = (old, param.name)
                 if not plain:
@@ -133,7 +133,7 @@ def shard_model(
     return shards, sites, retired
 
 
-def husk_of(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> tuple[nn.Parameter, Local | None]:
+def placeholder_of(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> tuple[nn.Parameter, Local | None]:
     """A parameter shaped like `param`, contiguous as gathered ones are, whose memory is freed at once.
 
     Of a DTensor it is one, laid out alike, and comes with the leaf that its local part is.
@@ -144,5 +144,5 @@ def husk_of(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> tu
     if not isinstance(param, DTensor):
         return leaf, None
     placing = Placing(param.device_mesh, tuple(param.placements), param.shape)
-    husk = nn.Parameter(placing.place(leaf.detach()), requires_grad=leaf.requires_grad)
-    return husk, Local(husk, leaf)
+    placeholder = nn.Parameter(placing.place(leaf.detach()), requires_grad=leaf.requires_grad)
+    return placeholder, Local(placeholder, leaf)

@@ -88,7 +88,7 @@ def _applied(step: Pass, program: Program) -> Program:
     except ZcompileError:
         raise
     except Exception as error:
-        raise PipelineError(step.name, f"raised {type(error).__name__}: {error}", "mend the pass") from error
+        raise PipelineError(step.name, f"raised {type(error).__name__}: {error}", "fix the pass") from error
     if not isinstance(after, Program):
         raise PipelineError(step.name, f"returned {type(after).__name__}", "let the pass return the program")
     if _state(program) != before:

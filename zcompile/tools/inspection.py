@@ -66,7 +66,7 @@ def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hard
             raise SubjectError(str(script), f"ended with {error.code!r}", "give the arguments that it wants") from error
     except Exception as error:
         found = raised(error, script)
-        raise SubjectError(str(script), found, "mend it; it runs as one rank until its model is traced") from error
+        raise SubjectError(str(script), found, "fix it; it runs as one rank until its model is traced") from error
     fix = "let it call the module that zcompile.compile gives, or name a factory in it: script.py:factory"
     raise SubjectError(str(script), "has ended without calling a compiled model", fix)
 

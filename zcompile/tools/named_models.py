@@ -99,7 +99,7 @@ def _made(name: str) -> Subject:
             made = factory()
     except Exception as error:
         found = raised(error, Path(inspect.getsourcefile(inspect.unwrap(factory)) or name))
-        fix = "mend it; it is called without arguments, under torch.device('meta')"
+        fix = "fix it; it is called without arguments, under torch.device('meta')"
         raise SubjectError(name, found, fix) from error
     parts = made if isinstance(made, tuple) else (made,)
     model, args, kwargs = (*parts, *((), (), {})[len(parts) :]) if 1 <= len(parts) <= 3 else (None, (), {})
@@ -128,7 +128,7 @@ def _module(home: str, name: str) -> ModuleType:
         return _from_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except Exception as error:
         found = f"cannot be imported: {type(error).__name__}: {error}"
-        raise SubjectError(name, found, "mend it, or run this where it can be imported") from error
+        raise SubjectError(name, found, "fix it, or run this where it can be imported") from error
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -1,7 +1,7 @@
 """Tracing without training: a model's program before any pass, without ranks, a group, or memory for the model.
 
-Parameters are replaced by husks, which have shapes and no memory, while torch.compile traces the model; what it would
-compile is thrown away. So a model of any size on meta is traced in the memory of its graph.
+Parameters are replaced by placeholders, which have shapes and no memory, while torch.compile traces the model; what it
+would compile is thrown away. So a model of any size on meta is traced in the memory of its graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zcompile.frontend.dynamo import BREAKS, autocast, traceable, typed_errors
 from zcompile.frontend.local_graphs import Local, on_locals
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
-from zcompile.model.sharding import husk_of
+from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_divided
 from zcompile.model.units import Precision, make_layout
@@ -68,14 +68,14 @@ def trace(
     _check_arguments(model, signature, args, dict(kwargs or {}))
     given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
     call = traceable(model, lambda *a, **k: model(*a, **k), [type(model).__qualname__, str(layout)])
-    with _without_memory(model, layout) as husks, torch.enable_grad(), autocast("cpu", dtype):
+    with _without_memory(model, layout) as placeholders, torch.enable_grad(), autocast("cpu", dtype):
         names = Names(
-            {id(made): name for name, (made, _) in husks.items()},
+            {id(made): name for name, (made, _) in placeholders.items()},
             {id(buffer): name for name, buffer in model.named_buffers()},
             frozenset(name for name, _ in model.named_modules()),
             tuple(signature.parameters)[1:],
         )
-        locals_ = {id(made): local for made, local in husks.values() if local is not None}
+        locals_ = {id(made): local for made, local in placeholders.values() if local is not None}
 
         def capture(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return on_locals(module, inputs, names, locals_, lambda called: Capture(called, layout, lower))
@@ -119,7 +119,7 @@ def _first_traced(name: str, call: Callable[[], object]) -> Program:
         raise CaptureError(name, what, "give one batch that it takes") from error
     except BREAKS as error:
         broken = Break.of("", name, error)
-        raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "mend it to plan it") from error
+        raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "fix it to plan it") from error
     raise AssertionError("a backend is called for every graph")
 
 
@@ -147,10 +147,10 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _without_memory(model: nn.Module, layout: Layout) -> Iterator[dict[str, tuple[nn.Parameter, Local | None]]]:
-    """Husks in place of the model's parameters, and memory for buffers on meta, until the block ends."""
+    """Placeholders in place of the model's parameters, and memory for buffers on meta, until the block ends."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
-    husks = {
-        name: husk_of(parameter, layout.param(name).full_dtype, torch.device("cpu"))
+    placeholders = {
+        name: placeholder_of(parameter, layout.param(name).full_dtype, torch.device("cpu"))
         for name, parameter in model.named_parameters()
     }
     before = [(module, dict(parameters_of(module)), dict(buffers_of(module))) for module in model.modules()]
@@ -158,11 +158,11 @@ def _without_memory(model: nn.Module, layout: Layout) -> Iterator[dict[str, tupl
         for module, parameters, buffers in before:
             for key, parameter in parameters.items():
                 if parameter is not None:
-                    parameters_of(module)[key] = husks[own[id(parameter)]][0]
+                    parameters_of(module)[key] = placeholders[own[id(parameter)]][0]
             buffers_of(module).update(
                 {key: buffer if buffer is None else _on_cpu(buffer) for key, buffer in buffers.items()}
             )
-        yield husks
+        yield placeholders
     finally:
         for module, parameters, buffers in before:
             parameters_of(module).update(parameters)
