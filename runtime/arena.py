@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zcompile._torch import keeps_graph
 from zcompile.ir.packing import aligned
+from zcompile.runtime.device import stream_number
 
 
 class Loan:
@@ -97,7 +98,7 @@ class Arenas:
 
     def lend(self, nbytes: int) -> Loan:
         """At least `nbytes` that nobody else has. A free arena that is too small makes room for a larger one."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        stream = stream_number(self.device)
         free = sorted(
             (block for block in self._blocks if block.is_free and block.stream == stream),
             key=lambda block: block.memory.nbytes,

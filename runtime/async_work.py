@@ -146,7 +146,7 @@ class HostWork(AsyncWork):
 class EventWork(AsyncWork):
     """What the host itself reads of a stream: it waits for the event behind it, as long as the others come."""
 
-    def __init__(self, event: torch.cuda.Event, waits: Waits, what: str, limit: timedelta) -> None:
+    def __init__(self, event: torch.Event, waits: Waits, what: str, limit: timedelta) -> None:
         """`limit`: how long the ranks of the group may wait for each other."""
         super().__init__()
         self._event, self._waits, self._what = event, waits, what

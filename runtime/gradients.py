@@ -20,6 +20,7 @@ from zcompile._torch import (
 )
 from zcompile.errors import ParameterError
 from zcompile.ir.layout import Unit
+from zcompile.runtime.device import current_stream, is_gpu
 from zcompile.runtime.executor import BoundUnit, Gradients, all_reduce, reduce_scatter
 from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder
@@ -46,7 +47,7 @@ class _Backward:
     calls: list[RollCall] = field(default_factory=list)
     """What the ranks have told each other of its programs."""
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
-    events: list[torch.cuda.Event] = field(default_factory=list)
+    events: list[torch.Event] = field(default_factory=list)
     may_overflow: bool = False
     discarded: bool = False
 
@@ -94,7 +95,7 @@ class Delivery:
         devices = {one.shards.communicator.device for one in gradients}
         # Delivery runs on the caller's stream, which autograd joins only with the streams of its leaves. Streams are
         # those of the model's device: the caller's current device may be another one.
-        running.events += [torch.cuda.current_stream(d).record_event() for d in devices if d.type == "cuda"]
+        running.events += [current_stream(device).record_event() for device in devices if is_gpu(device)]
 
     def at_end(self, reduce: Callable[[], Sequence[Gradients]]) -> None:
         """Call `reduce` when the backward that runs now has come to its end, and deliver what it gives."""
@@ -145,11 +146,11 @@ class Delivery:
             del self._running[number]
             return
         for event in ended.events:
-            torch.cuda.current_stream(event.device).wait_event(event)
+            current_stream(event.device).wait_event(event)
         for tensor in (tensor for gradients, _ in ended.gradients for tensor in gradients.tensors.values()):
-            if tensor.is_cuda:
+            if is_gpu(tensor.device):
                 # The backward's stream owns the memory: freed, it must not be used there while this one still reads.
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                tensor.record_stream(current_stream(tensor.device))
         for reduce in ended.late:
             ended.gradients += [(one, _none) for one in reduce()]
         if self.synchronises:

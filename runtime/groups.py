@@ -18,6 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile._torch import backend_name, close_connections, group_timeout, root_mesh
 from zcompile.errors import GroupError
 from zcompile.runtime.async_work import AsyncWork, EventWork, HostWork, Progress, StreamWork, Traffic
+from zcompile.runtime.device import (
+    BACKENDS,
+    GPU,
+    HOST,
+    current_stream,
+    gpu_count,
+    is_gpu,
+    is_host,
+    new_stream,
+    on_stream,
+    own_device,
+)
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.waits import RankLost, Waits
 
@@ -70,18 +82,18 @@ class Communicator:
         self.traffic = Traffic(self.size)
         backend = _backend(self.group, device)
         # gloo has no average: it sums, and the sum is divided afterwards. NCCL averages on the wire.
-        self._averages = backend == "nccl"
+        self._averages = backend == BACKENDS[GPU]
         self.is_fake = backend == "fake"
-        self._exchanges = backend == "gloo" and device.type == "cpu"
+        self._exchanges = backend == BACKENDS[HOST] and is_host(device)
         self.separates = self._exchanges
         """True if messages of different runs cannot meet."""
         self._progress = None
-        if device.type == "cpu" and self.size > 1:
+        if is_host(device) and self.size > 1:
             self._progress = Progress(functools.partial(close_connections, self.group, self.rank, self.size))
         self._tag = _TAG
         self._tags = itertools.cycle(range(1, _MESSAGES))
-        self._staging: torch.cuda.Stream | None = None
-        self._sharing: torch.cuda.Stream | None = None
+        self._staging: torch.Stream | None = None
+        self._sharing: torch.Stream | None = None
         self.recorder = Recorder()
         self.waits = Waits(self.group)
 
@@ -142,7 +154,7 @@ class Communicator:
         self._count(shard.nbytes * self.size)
         if self._exchanges:
             return self._exchange_pieces(shard, piece, width)
-        if self.device.type == "cuda":
+        if is_gpu(self.device):
             return self._stream_pieces(shard, piece, width)
         sent = piece(0, shard.numel()).reshape(-1)
         work = self._launched(_reduce_scatter, shard, sent, op=self._op)
@@ -183,10 +195,10 @@ class Communicator:
         holds them until the current stream has waited for the end. A piece's rows are allocated on the staging stream,
         and dropped once that has waited for their reduction, so only its own later work can get their memory.
         """
-        staging = self._staging = self._staging or torch.cuda.Stream(self.device)
-        staging.wait_stream(torch.cuda.current_stream(self.device))
+        staging = self._staging = self._staging or new_stream(self.device)
+        staging.wait_stream(current_stream(self.device))
         on_their_way = deque[tuple[dist.Work, torch.Tensor]]()
-        with torch.cuda.stream(staging):
+        with on_stream(staging):
             for begin in range(0, shard.numel(), width):
                 if len(on_their_way) == 2:
                     on_their_way.popleft()[0].wait()
@@ -198,7 +210,7 @@ class Communicator:
                 on_their_way.popleft()[0].wait()
             self._divide(shard)
             done = staging.record_event()
-        land = lambda: torch.cuda.current_stream(self.device).wait_event(done)  # noqa: E731
+        land = lambda: current_stream(self.device).wait_event(done)  # noqa: E731
         return StreamWork(land, (shard, piece), waits=self.waits)
 
     def _arriving(self, shard: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -373,13 +385,13 @@ class Communicator:
             landing = HostWork(lambda: self._wait_all(works), Traffic(), self.waits, "what the others run")
             assert self._progress is not None, "messages are exchanged on the host only"
             return Shared(self._progress.follow(landing), lambda: torch.stack(rows))
-        if self.device.type == "cpu":
+        if is_host(self.device):
             gathered = torch.empty(self.size * numbers.numel(), dtype=torch.int64)
             sending = self._launched(_all_gather, gathered, numbers)
             work = self._follow(lambda: _ended(sending), "what the others run")
             return Shared(work, lambda: gathered.view(self.size, -1))
-        stream = self._sharing = self._sharing or torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
+        stream = self._sharing = self._sharing or new_stream(self.device)
+        with on_stream(stream):
             mine = numbers.pin_memory().to(self.device, non_blocking=True)
             all_ = mine.new_empty(self.size * mine.numel())
             self._launched(_all_gather, all_, mine).wait()
@@ -453,17 +465,16 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def default_device(mesh: DeviceMesh | None) -> torch.device:
     """Where a model without memory is to live: where the mesh's, or else the default group's, collectives run."""
-    kind = mesh.device_type if mesh is not None else "cuda" if _reaches_gpus() else "cpu"
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return own_device(mesh.device_type if mesh is not None else GPU if _reaches_gpus() else HOST)
 
 
 def _reaches_gpus() -> bool:
-    """Whether the default group has a backend for GPUs, alone ("nccl") or beside another ("cpu:gloo,cuda:nccl")."""
+    """Whether the default group has a backend for GPUs, alone or beside one for hosts."""
     group = dist.GroupMember.WORLD
-    if group is None or not torch.cuda.is_available():
+    if group is None or not gpu_count():
         return False
     try:
-        return backend_name(group, torch.device("cuda")) == "nccl"
+        return backend_name(group, torch.device(GPU)) == BACKENDS[GPU]
     except RuntimeError:
         return False
 
@@ -488,8 +499,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, beside: DeviceMe
         if ranks > 1:
             fix = "call torch.distributed.init_process_group() before zcompile.compile"
             raise GroupError("process group", f"not initialised, though WORLD_SIZE is {ranks}", fix)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(BACKENDS.get(device.type, BACKENDS[HOST]), store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zcompile._torch import local_tensor, no_step_hooks, unhooked_step
 from zcompile.errors import OptimizerError
+from zcompile.runtime.device import is_gpu
 from zcompile.runtime.parameter import sharded
 from zcompile.runtime.placement import Placing
 
@@ -146,7 +147,7 @@ def _decided(optimizer: Optimizer) -> bool:
         return False
     everything = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in everything]
-    devices = [params[0].device] if params[0].device.type == "cuda" else []
+    devices = [params[0].device] if is_gpu(params[0].device) else []
     try:
         for param in everything:  # an optimizer within this one is not to step meanwhile
             param.grad = None

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from zcompile.runtime.device import generators_of, is_host
+
 
 @contextlib.contextmanager
 def numbers_of_rank(rank: int, device: torch.device) -> Iterator[None]:
@@ -15,9 +17,7 @@ def numbers_of_rank(rank: int, device: torch.device) -> Iterator[None]:
     What is drawn inside follows from the generators' states and the rank. Where nothing is drawn nothing changes; else
     each generator goes on as after a single draw.
     """
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[torch.empty(0, device=device).get_device()])
+    generators = generators_of(device)
     states = [_reseeded(generator, rank) for generator in generators]
     try:
         yield
@@ -38,7 +38,7 @@ def _reseeded(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, torc
 
 def _draw(generator: torch.Generator) -> int:
     """A number that follows from the generator's state, which goes on."""
-    if generator.device.type != "cpu":
+    if not is_host(generator.device):
         # Drawing on a GPU would launch a kernel and wait for it; seed and offset are known on the host.
         offset = generator.get_offset()
         generator.set_offset(offset + 4)

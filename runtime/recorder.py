@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zcompile.runtime.device import timed_event
+
 KEPT = 4
 """How many steps are kept once they have ended."""
 MOST_RUNS = 512
@@ -41,7 +43,7 @@ class Moment:
     """A point in time on the host and, while the device is recorded too, in the current stream."""
 
     host: float
-    device: torch.cuda.Event | None = None
+    device: torch.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Run:
     end: Moment
     stamps: array[float]
     """Beginning and end of each line, in order."""
-    events: Sequence[torch.cuda.Event]
+    events: Sequence[torch.Event]
     """The same in the stream; empty unless the device is recorded."""
 
 
@@ -126,17 +128,13 @@ class Recorder:
         """This moment. Nothing is waited for: an event is recorded when the stream comes to it."""
         return Moment(perf_counter(), self.event())
 
-    def event(self) -> torch.cuda.Event | None:
+    def event(self) -> torch.Event | None:
         """An event in the current stream, while the device is recorded.
 
         It orders nothing: no stream waits for it, and it is not looked at before somebody reads the step. In a stream
         that is captured into a CUDA graph an event would become a part of the graph, so there is none.
         """
-        if self._device is None or torch.cuda.is_current_stream_capturing():
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return None if self._device is None else timed_event(self._device)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class Track:
     def __init__(self, recorder: Recorder, phase: str, program: str, lines: Sequence[Line]) -> None:
         self.recorder, self.phase, self.program, self.lines = recorder, phase, program, lines
         self._stamps: array[float] = array("d")
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.Event] = []
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as a program is to call it. This runs for every line: it costs a third of a microsecond."""

@@ -202,6 +202,18 @@ def _is_private_torch(name: str) -> bool:
     return root == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts)
 
 
+def test_one_file_names_kinds_of_gpus() -> None:
+    found = [
+        f"{file}:{node.lineno}"
+        for file, tree in trees("zcompile", "passes", "runtime")
+        if file != "runtime/device.py"
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and "cuda" in node.attr)
+        or (isinstance(node, ast.Constant) and node.value == "cuda")
+    ]
+    assert found == []
+
+
 def test_functions_fit_on_a_screen() -> None:
     found = [
         f"{file}: {node.name} has {lines} lines"

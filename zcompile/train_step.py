@@ -20,6 +20,7 @@ from zcompile.engine.fragments import Fragment, Tree
 from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
 from zcompile.report.explain import Break
+from zcompile.runtime.device import BACKENDS
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.offload.optimizer_file import StateFile
 from zcompile.runtime.offload.optimizer_host import HostState
@@ -125,7 +126,8 @@ def _check_reaches_host(mesh: DeviceMesh | None) -> None:
         backend_name(group, torch.device("cpu"))
     except RuntimeError as error:
         found = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
-        fix = "initialise one beside NCCL: init_process_group('cpu:gloo,cuda:nccl')"
+        both = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
+        fix = f"initialise one beside NCCL: init_process_group({both!r})"
         raise GroupError("process group", found, fix) from error
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from zcompile.errors import StateError
+from zcompile.runtime.device import current_stream, new_stream, on_stream
 from zcompile.runtime.offload.unnamed_files import Room, nameless, set_aside
 from zcompile.runtime.stash import Keeper
 
@@ -31,27 +32,27 @@ class HostKeeper(Keeper):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._leaving: deque[torch.cuda.Event] = deque()
+        self._stream = new_stream(device)
+        self._leaving: deque[torch.Event] = deque()
 
     def put(self, flat: torch.Tensor) -> torch.Tensor:
         if len(self._leaving) >= PENDING:
             self._leaving.popleft().synchronize()
-        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        self._stream.wait_stream(current_stream(flat.device))
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             host.copy_(flat, non_blocking=True)
             self._leaving.append(self._stream.record_event())
         flat.record_stream(self._stream)
         return host
 
     def get(self, held: torch.Tensor, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             back = held.to(self._stream.device, non_blocking=True)
             arrived = self._stream.record_event()
 
         def land() -> torch.Tensor:
-            current = torch.cuda.current_stream(self._stream.device)
+            current = current_stream(self._stream.device)
             current.wait_event(arrived)
             back.record_stream(current)
             return back

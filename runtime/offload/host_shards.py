@@ -23,6 +23,7 @@ import torch
 
 from zcompile.errors import StateError
 from zcompile.runtime.async_work import AsyncWork, StreamWork
+from zcompile.runtime.device import HOST, current_stream, is_gpu, new_stream, on_stream
 from zcompile.runtime.shard_memory import Reserved
 
 
@@ -40,16 +41,16 @@ class HostShards(Reserved):
     is_away = True
 
     def __init__(self, model: torch.device, sizes: Mapping[str, int]) -> None:
-        on_gpu = model.type == "cuda"
+        on_gpu = is_gpu(model)
         try:
             room = {u: torch.zeros(n, dtype=torch.uint8, pin_memory=on_gpu) for u, n in sizes.items()}
         except RuntimeError as error:
             fix = "take more ranks, or PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1, or leave it out"
             raise StateError("offload_parameters", f"the host has no pinned memory for it: {error}", fix) from error
-        super().__init__(torch.device("cpu"), room)
+        super().__init__(torch.device(HOST), room)
         self._model = model
-        self._sending = torch.cuda.Stream(model) if on_gpu else None
-        self._returning = torch.cuda.Stream(model) if on_gpu else None
+        self._sending = new_stream(model) if on_gpu else None
+        self._returning = new_stream(model) if on_gpu else None
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
         copy = super().own(value)
@@ -60,22 +61,22 @@ class HostShards(Reserved):
         if self._sending is None:
             yield
             return
-        self._sending.wait_stream(torch.cuda.current_stream(self._model))
-        with torch.cuda.stream(self._sending):
+        self._sending.wait_stream(current_stream(self._model))
+        with on_stream(self._sending):
             yield
 
     def copied(self, arrived: torch.Tensor) -> AsyncWork | None:
         if self._sending is None:
             return None
         done = self._sending.record_event()
-        return StreamWork(lambda: torch.cuda.current_stream(self._model).wait_event(done), (arrived,))
+        return StreamWork(lambda: current_stream(self._model).wait_event(done), (arrived,))
 
     def home(self, gradient: torch.Tensor) -> torch.Tensor:
         if self._returning is None:
             return gradient.to(self.device, copy=True)
         host = torch.empty(gradient.shape, dtype=gradient.dtype, device=self.device, pin_memory=True)
-        self._returning.wait_stream(torch.cuda.current_stream(self._model))
-        with torch.cuda.stream(self._returning):
+        self._returning.wait_stream(current_stream(self._model))
+        with on_stream(self._returning):
             host.copy_(gradient, non_blocking=True)
         gradient.record_stream(self._returning)
         return host

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import local_tensor, with_local
+from zcompile.runtime.device import current_stream, is_gpu, new_stream, on_stream
 
 AHEAD = 2
 """Units whose state is on its way before their turn."""
@@ -51,9 +52,9 @@ class HostState:
         self._host: dict[Key, torch.Tensor] = {}
         self._coming: dict[Key, torch.Tensor] = {}
         """On its way to the device, or there for an update."""
-        self._arrived: dict[str, torch.cuda.Event] = {}
+        self._arrived: dict[str, torch.Event] = {}
         """By unit: when what is on its way is there."""
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = new_stream(device) if is_gpu(device) else None
 
     def begin(self) -> None:
         """A step begins: what the first updates need is fetched."""
@@ -68,7 +69,7 @@ class HostState:
             self._order.append(unit)
         self._fetch(unit)
         if (arrived := self._arrived.pop(unit, None)) is not None:
-            torch.cuda.current_stream(self.device).wait_event(arrived)
+            current_stream(self.device).wait_event(arrived)
         for optimizer, names in self._slots:
             for parameter in parameters:
                 self._arrive(optimizer, parameter, names)
@@ -80,7 +81,7 @@ class HostState:
         """These parameters have been updated: their state goes back."""
         names = next(names for one, names in self._slots if one is optimizer)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._stream.wait_stream(current_stream(self.device))
         with self._copying():
             for parameter in parameters:
                 state: dict[str, Any] = optimizer.state.get(parameter, {})
@@ -95,7 +96,7 @@ class HostState:
             self._stream.synchronize()
 
     def _copying(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        return on_stream(self._stream)
 
     def _fetch(self, unit: str) -> None:
         """Start bringing what is on the host of a unit's state."""
@@ -122,8 +123,8 @@ class HostState:
             key = id(optimizer), id(parameter), name
             come = self._coming.pop(key, None)
             if come is not None and _is_at(optimizer.state[parameter].get(name), self._host[key]):
-                if come.is_cuda:
-                    come.record_stream(torch.cuda.current_stream(self.device))
+                if is_gpu(come.device):
+                    come.record_stream(current_stream(self.device))
                 state = optimizer.state[parameter]
                 state[name] = _like(state[name], come)
 

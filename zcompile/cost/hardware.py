@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from zcompile.errors import ProfileError, nearest
+from zcompile.runtime.device import GPU as GPU_KIND
+from zcompile.runtime.device import HOST, KINDS
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Those that a profile has rates of matrix products for."""
@@ -45,8 +47,8 @@ class Hardware:
     memory_bandwidth: float
     """Bytes per second to the device's memory."""
     links: tuple[Link, ...]
-    device: str = "cpu"
-    """"cpu" or "cuda"."""
+    device: str = HOST
+    """The kind of device, as torch calls it."""
     memory: float = math.inf
     """Bytes of one device."""
     attention: float = 1.0
@@ -127,7 +129,7 @@ CPU = replace(
 GPU = replace(
     Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9),
     name="a GPU on 200 Gbit/s",
-    device="cuda",
+    device=GPU_KIND,
     host_bandwidth=25e9,
 )
 """A GPU with a 200 Gbit/s link, likewise."""
@@ -219,8 +221,8 @@ def _check_figure(key: str, value: Any, where: str) -> None:
                 raise ProfileError(where, f"has flops of {dtype!r}", nearest(dtype, DTYPES))
             _check_positive(f"flops.{dtype}", rate, where)
     elif key == "device":
-        if value not in ("cpu", "cuda"):
-            raise ProfileError(where, f"has device = {value!r}", "choose 'cpu' or 'cuda'")
+        if value not in KINDS:
+            raise ProfileError(where, f"has device = {value!r}", f"choose {' or '.join(map(repr, KINDS))}")
     elif key in ("name", "source"):
         if not isinstance(value, str):
             raise ProfileError(where, f"has {key} = {value!r}", "give a text")

@@ -7,7 +7,6 @@ are the best of several runs: what the machine reaches when nothing else disturb
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 
 from zcompile._torch import real_tensors
 from zcompile.cost.hardware import DTYPES, Hardware, Link
+from zcompile.runtime.device import GPU, HOST, is_gpu, synchronize, total_bytes
 from zcompile.runtime.groups import Communicator
 
 
@@ -31,9 +31,9 @@ class Sizes:
     """Bytes gathered to measure the line."""
 
 
-LITTLE = {"cpu": Sizes(768, 32 * 2**20, 4 * 2**20), "cuda": Sizes(4096, 256 * 2**20, 64 * 2**20)}
+LITTLE = {HOST: Sizes(768, 32 * 2**20, 4 * 2**20), GPU: Sizes(4096, 256 * 2**20, 64 * 2**20)}
 """Done in a fraction of a second, while a model is compiled."""
-MUCH = {"cpu": Sizes(1024, 64 * 2**20, 8 * 2**20), "cuda": Sizes(8192, 2**30, 256 * 2**20)}
+MUCH = {HOST: Sizes(1024, 64 * 2**20, 8 * 2**20), GPU: Sizes(8192, 2**30, 256 * 2**20)}
 """Done in some seconds, for a profile."""
 _ATTENTION = (4, 8, 512, 64)
 """Batch, heads, length and channels of the attention that is measured."""
@@ -75,7 +75,7 @@ def survey(communicator: Communicator, name: str) -> Hardware:
         memory_bandwidth=meter.memory_bandwidth(),
         links=(meter.link(),),
         device=communicator.device.type,
-        memory=_memory(communicator),
+        memory=total_bytes(communicator.device, communicator.size),
         attention=min(meter.attention_rate() / flops["float32"], 1.0),
         functions=meter.function_rate(),
         launch=meter.launch(),
@@ -91,7 +91,7 @@ class _Meter:
     def __init__(self, communicator: Communicator, sizes: dict[str, Sizes]) -> None:
         self.communicator = Communicator(communicator.mesh, communicator.device)
         self.device = communicator.device
-        self.sizes = sizes.get(self.device.type, sizes["cpu"])
+        self.sizes = sizes.get(self.device.type, sizes[HOST])
 
     def _seconds(self, run: Callable[[], object], times: int = 3) -> float:
         """The least seconds of `run`, after one run that is not counted; the device is waited for."""
@@ -100,8 +100,7 @@ class _Meter:
         for count in range(times + 1):
             before = time.perf_counter()
             run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            synchronize(self.device)
             if count:
                 least = min(least, time.perf_counter() - before)
         return least
@@ -111,7 +110,7 @@ class _Meter:
         return torch.ones(side, side, dtype=dtype, device=self.device)
 
     def product_rate(self, dtype: torch.dtype) -> float:
-        side = self.sizes.side // (1 if dtype is torch.float32 or self.device.type == "cuda" else 2)
+        side = self.sizes.side // (1 if dtype is torch.float32 or is_gpu(self.device) else 2)
         factor = self._factor(dtype, side)
         return 2 * side**3 / self._seconds(lambda: factor @ factor)
 
@@ -142,7 +141,7 @@ class _Meter:
         return self._seconds(several) / 1000
 
     def host_bandwidth(self) -> float:
-        if self.device.type != "cuda":
+        if not is_gpu(self.device):
             return math.inf
         host = torch.zeros(self.sizes.sent, dtype=torch.uint8, pin_memory=True)
         return host.nbytes / self._seconds(lambda: host.to(self.device))
@@ -183,11 +182,3 @@ class _Meter:
         work = self.communicator.all_gather(shard.new_empty(nbytes * self.communicator.size), shard)
         beside()
         work.wait()
-
-
-def _memory(communicator: Communicator) -> float:
-    """Bytes of memory that a rank has: of its GPU, or its part of the host's."""
-    if communicator.device.type == "cuda":
-        return float(torch.cuda.get_device_properties(communicator.device).total_memory)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", communicator.size))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here

@@ -42,7 +42,7 @@ from zcompile.report.explain import Break, explain
 from zcompile.report.program_page import write_page
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.arena import Arenas
-from zcompile.runtime.device_memory import free_bytes
+from zcompile.runtime.device import free_bytes, is_gpu
 from zcompile.runtime.gradients import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
@@ -74,7 +74,7 @@ class Engine:
         everyone: Agreement | None = None,
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
-        self.hardware = GPU if communicator.device.type == "cuda" else CPU
+        self.hardware = GPU if is_gpu(communicator.device) else CPU
         """What the cost model takes the machine for; measured, where the schedule is chosen."""
         self.title = "a model"
         """What the model is called in a report."""
@@ -342,7 +342,7 @@ class Engine:
         Raises:
             OptionError: the model is not on a CUDA device.
         """
-        if device and self.communicator.device.type != "cuda":
+        if device and not is_gpu(self.communicator.device):
             found = f"the model is on {self.communicator.device}, where the host's clock tells all"
             raise OptionError("device", found, "leave device=True to models on CUDA")
         self.recorder.device = self.communicator.device if device else None
@@ -378,8 +378,7 @@ class Engine:
     def profile(self) -> Iterator[None]:
         """See `CompiledModule.profile`."""
         before, started = self.recorder.device, time.perf_counter()
-        on_gpu = self.communicator.device.type == "cuda"
-        self.recorder.device = self.communicator.device if on_gpu else before
+        self.recorder.device = self.communicator.device if is_gpu(self.communicator.device) else before
         try:
             yield
         finally:

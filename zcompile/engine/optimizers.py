@@ -20,6 +20,7 @@ from zcompile._torch import local_tensor, no_torch_function
 from zcompile.engine.engine import Engine
 from zcompile.errors import OptimizerError
 from zcompile.model.sharding import Retired
+from zcompile.runtime.device import is_host
 from zcompile.runtime.local_steps import LocalStep, LocalSteps
 from zcompile.runtime.shards import UnitShards
 
@@ -142,7 +143,7 @@ def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
 
 def _beside(value: Any, new: torch.Tensor) -> Any:
     """State that does not follow its parameter: on the host with it all the same, if that has gone there from a GPU."""
-    moves = isinstance(value, torch.Tensor) and new.device.type == "cpu" != value.device.type
+    moves = isinstance(value, torch.Tensor) and is_host(new.device) and not is_host(value.device)
     return value.to(new.device) if moves else value
 
 

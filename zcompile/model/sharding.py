@@ -16,6 +16,7 @@ from zcompile.frontend.local_graphs import Local
 from zcompile.ir.layout import Layout
 from zcompile.model.materialise import Materialiser, trim
 from zcompile.model.weights import Weights
+from zcompile.runtime.device import is_host
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.placement import ModelParallel, Placing
 from zcompile.runtime.shard_memory import ShardMemory
@@ -120,7 +121,7 @@ def shard_model(
                     retired[id(old)] = (old, param.name)
                 if not plain:
                     give_up(full)
-            if communicator.device.type == "cpu":
+            if is_host(communicator.device):
                 trim()
         values.place_buffers()
         # Last: the model's code, while it gives values, never meets a shard, and an error leaves meta as it was.

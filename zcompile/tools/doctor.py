@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile.cost.hardware import Hardware, load_profile, profile_text
 from zcompile.engine.calibration import survey
 from zcompile.errors import GroupError, OptionError
+from zcompile.runtime.device import BACKENDS, GPU, HOST, describe, gpu_count, own_device, use_gpu
 from zcompile.runtime.groups import Communicator
 from zcompile.tools.profile_fit import REFERENCES, Observation, fit, observe
 
@@ -59,11 +60,9 @@ def examine() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(index)
-            yield Finding(f"cuda:{index}", f"{about.name}, {about.total_memory / 1e9:.0f} GB")
-    else:
+    for index in range(gpu_count()):
+        yield Finding(f"{GPU}:{index}", describe(index))
+    if not gpu_count():
         yield Finding("devices", f"{os.cpu_count()} CPU cores, no GPU that torch can use")
 
 
@@ -75,7 +74,7 @@ def _backends() -> Iterator[Finding]:
     yield Finding(
         "backends", ", ".join(name for name, there in has.items() if there), has["gloo"], "install another torch"
     )
-    if torch.cuda.is_available():
+    if gpu_count():
         yield Finding("nccl", "found" if has["nccl"] else "not built", has["nccl"], "install a torch built for CUDA")
 
 
@@ -83,7 +82,7 @@ def _compilers() -> Iterator[Finding]:
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
     fix = "install g++, or choose backend='eager'"
     yield Finding("C++ compiler", compiler or "not found", bool(compiler), fix)
-    if torch.cuda.is_available():
+    if gpu_count():
         yield replace(_package("triton", "Inductor on a GPU"), is_needed=True)
 
 
@@ -114,7 +113,7 @@ def measured(name: str, ranks: int | None = None) -> Hardware | None:
             return found if dist.get_rank() == 0 else None
         finally:
             dist.destroy_process_group()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = gpu_count()
     world = ranks or gpus or 2
     if world < 1 or (gpus and world > gpus):
         raise OptionError("ranks", f"{world} is no number of ranks for {gpus} GPUs", "give 1, or as many as there are")
@@ -139,19 +138,16 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
 
 
 def _join(store: str | None, rank: int, world: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    use_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = BACKENDS[GPU if gpu_count() else HOST]
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
 
 
 def profile_of_ranks(name: str) -> Hardware:
     """What the ranks of the default group measure together; on a CPU fitted to regions that ran. Collective."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    world = dist.get_world_size()
-    found = survey(Communicator(init_device_mesh(kind, (world,)), device), name)
-    if kind == "cpu":
+    kind, world = GPU if gpu_count() else HOST, dist.get_world_size()
+    found = survey(Communicator(init_device_mesh(kind, (world,)), own_device(kind)), name)
+    if kind == HOST:
         alone = init_device_mesh(kind, (world, 1), mesh_dim_names=("ranks", "alone"))["alone"]
         found = fit(found, _observed(alone))
     return found

@@ -40,7 +40,7 @@ def of_subject(
     """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
     traced = trace(subject.model, subject.args, subject.kwargs, dtype=options.dtype, units=units)
     layout = make_layout(subject.model, STAGES[options.stage], world, units, options.precision)
-    schedule = replace(options.schedule, bucket=bucket_for(GPU if hardware.device == "cuda" else CPU))
+    schedule = replace(options.schedule, bucket=bucket_for(CPU if hardware.device == CPU.device else GPU))
     return _rewritten(traced, layout, Request(options, schedule), hardware)
 
 

@@ -1,0 +1,156 @@
+"""Devices: what a GPU has and the host has not, and the memory of both. No other file names a kind of device.
+
+Streams and events are those of torch's module for the device (`torch.cuda`), of which torch makes its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HOST, GPU = "cpu", "cuda"
+KINDS = (HOST, GPU)
+BACKENDS = {HOST: "gloo", GPU: "nccl"}
+"""Of process groups, for tensors of each kind of device."""
+
+
+def is_gpu(device: torch.device) -> bool:
+    """True for a device with streams and memory of its own."""
+    return device.type == GPU
+
+
+def is_host(device: torch.device) -> bool:
+    """True for the device whose memory Python's own threads read and write."""
+    return device.type == HOST
+
+
+# -- what there is ----------------------------------------------------------------------------------------------------
+
+
+def gpu_count() -> int:
+    """The number of GPUs that this process can use."""
+    gpus = torch.get_device_module(GPU)
+    return int(gpus.device_count()) if gpus.is_available() else 0
+
+
+def describe(index: int) -> str:
+    """What a GPU is called, and its memory."""
+    about = torch.get_device_module(GPU).get_device_properties(index)
+    return f"{about.name}, {about.total_memory / 1e9:.0f} GB"
+
+
+def use_gpu(index: int) -> None:
+    """Make a GPU this process's own, where there is one."""
+    if gpu_count():
+        torch.get_device_module(GPU).set_device(index)
+
+
+def own_device(kind: str) -> torch.device:
+    """The device of this kind that this process works with."""
+    return torch.device(kind, torch.get_device_module(kind).current_device()) if kind == GPU else torch.device(kind)
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """The generators that code on `device` draws from: the host's, and a GPU's own."""
+    found = [torch.default_generator]
+    if is_gpu(device):
+        index = torch.empty(0, device=device).get_device()
+        found.append(torch.get_device_module(device).default_generators[index])
+    return found
+
+
+# -- streams and events -----------------------------------------------------------------------------------------------
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream beside the current one of a GPU."""
+    made: torch.Stream = torch.get_device_module(device).Stream(device)
+    return made
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that a GPU's kernels are launched on now."""
+    found: torch.Stream = torch.get_device_module(device).current_stream(device)
+    return found
+
+
+def on_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Inside, kernels are launched on `stream`; on the host there is none."""
+    if stream is None:
+        return contextlib.nullcontext()
+    entered: contextlib.AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
+    return entered
+
+
+def stream_number(device: torch.device) -> int:
+    """A number for the current stream; 0 on the host."""
+    return int(current_stream(device).stream_id) if is_gpu(device) else 0
+
+
+def timed_event(device: torch.device) -> torch.Event | None:
+    """An event at this point of the current stream that tells its time; None while that is captured into a graph.
+
+    Within a capture an event would become a part of the graph.
+    """
+    gpus = torch.get_device_module(device)
+    if gpus.is_current_stream_capturing():
+        return None
+    event: torch.Event = gpus.Event(enable_timing=True)
+    event.record(current_stream(device))
+    return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when the device has nothing left to do."""
+    if is_gpu(device):
+        torch.get_device_module(device).synchronize(device)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def total_bytes(device: torch.device, ranks: int) -> float:
+    """Bytes of memory that a rank has: of its GPU, or its part of the host's; `ranks`: of the world."""
+    if is_gpu(device):
+        return float(torch.get_device_module(device).get_device_properties(device).total_memory)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free bytes of `device`: of a GPU what the driver has and what the allocator holds unused, of a host its share.
+
+    Ranks of one host (torchrun's LOCAL_WORLD_SIZE) share its memory, or what the control group leaves of it.
+    """
+    if is_gpu(device):
+        gpus = torch.get_device_module(device)
+        return int(gpus.mem_get_info(device)[0] + gpus.memory_reserved(device) - gpus.memory_allocated(device))
+    return min(_available(), _left_of_group()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _available() -> int:
+    """What the kernel could give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _left_of_group() -> int:
+    """What the control group of this process may still take; all there is where it has no limit."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        path = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        folder = Path("/sys/fs/cgroup") / path
+        most = (folder / "memory.max").read_text().strip()
+        return _ALL if most == "max" else int(most) - int((folder / "memory.current").read_text())
+    except (OSError, StopIteration):
+        return _ALL
+
+
+_ALL = 2**63
