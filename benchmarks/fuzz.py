@@ -103,8 +103,9 @@ def report(verdicts: dict[int, Verdict], seed: int, say: Console) -> None:
     table.add_row(str(len(verdicts)), *(str(counts[kind]) for kind in KINDS))
     say.print(table)
     promised = [n for n, verdict in verdicts.items() if verdict.kind == "right" and draw_case(seed, n).exact]
-    equal = sum(verdicts[number].bits for number in promised)
-    say.print(f"bit for bit equal where only one order of sums is right: {equal} of {len(promised)}")
+    others = [number for number in promised if not verdicts[number].bits]
+    equal = len(promised) - len(others)
+    say.print(f"bit for bit equal where only one order of sums is right: {equal} of {len(promised)}; not {others}")
     kinds: dict[tuple[str, str], list[int]] = {}
     for number, verdict in verdicts.items():
         if verdict.kind != "right":
