@@ -198,13 +198,14 @@ class Engine:
 
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
         offer(traced, lambda: self._request(traced, updater))
-        if self.peers is not None:
-            return self.peers.together(lambda: self._lowered(traced, updater))
         try:
-            return self._lowered(traced, updater)
+            if self.peers is None:
+                return self._lowered(traced, updater)
+            return self.peers.together(lambda: self._lowered(traced, updater))
         except (OptionError, PipelineError, ProgramError) as error:  # as its batch alone may have it
-            found = f"rank {self.communicator.waits.rank} has none: {error.subject} {error.found}"
-            self.communicator.waits.refuse(AgreementError("the program", found, error.fix))
+            if self.communicator.size > 1:
+                found = f"rank {self.communicator.waits.rank} has none: {error.subject} {error.found}"
+                self.communicator.waits.refuse(AgreementError("the program", found, error.fix))
             raise
 
     def _lowered(self, traced: Program, updater: Updater | None) -> Runner:

@@ -204,7 +204,7 @@ class WaitFetch:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The end of a program: see `zcompile.ir.program.ResultsView`."""
+    """The end of a program: see `zcompile.ir.program_graph.ResultsView`."""
 
 
 Op = (

@@ -338,7 +338,7 @@ class ModelState:
 
         What torch.distributed.checkpoint raises is on all ranks already. The group stays as it is: a later save fails.
         """
-        if self._group is not None and not isinstance(failure, CheckpointException):
+        if self._group is not None and self.communicator.size > 1 and not isinstance(failure, CheckpointException):
             close_connections(self._group, self.communicator.rank, self.communicator.size)
 
     # -- errors of all ranks --------------------------------------------------------------------------------------
