@@ -81,7 +81,7 @@ class Engine:
         self.profiled: list[Timeline] = []
         """The steps within the last `profile()`."""
         self.schedule = replace(options.schedule, bucket=bucket_for(self.hardware))
-        self._chosen = not options.chooses
+        self._chosen = False
         self.communicator, self.agreement = communicator, agreement
         self.journals: list[Journal] = []
         self.steps: list[Step] = []
