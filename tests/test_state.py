@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,12 +24,14 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.models import batch, make
 from tests.ranks import RankError, Ranks
 from zcompile import StateError
+from zcompile._torch import close_connections, default_store
 from zcompile.state import checkpoint
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -996,3 +999,45 @@ def test_ranks_do_not_wait_for_one_whose_message_has_failed(ranks: Ranks, tmp_pa
     for found, seconds in ranks.run(3, broken_off, str(tmp_path / "c"), what):
         assert found.startswith("a rank failed or is gone: ")
         assert seconds < 20
+
+
+def after_a_death(rank: int) -> None:
+    """Rank 1 is gone; rank 0 hangs up, which has to end the wait of rank 2 for rank 0."""
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=60), backend="gloo")
+    dist.barrier(group)
+    if rank == 1:
+        dist.destroy_process_group(group)  # its connections end as with the process
+    elif rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.empty(1), 1, group)
+        close_connections(group, 0, 3)
+        default_store().wait(["released"], timedelta(seconds=20))  # its process goes on
+    else:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.empty(1), 0, group)
+        default_store().set("released", "")
+
+
+def test_hanging_up_reaches_ranks_beyond_one_that_has_died(ranks: Ranks) -> None:
+    ranks.run(3, after_a_death)
+
+
+def write_slowly(rank: int, folder: str) -> float:
+    """A rank that writes for longer than the ranks of the training's group wait for each other."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3), backend="gloo")
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("slow",))
+    model = zcompile.compile(make("mlp"), mesh=mesh, backend="eager")
+    finish = checkpoint.Writer.write_data
+
+    def slow(self: checkpoint.Writer, *args: Any) -> Any:
+        time.sleep(5)
+        return finish(self, *args)
+
+    started = time.perf_counter()
+    with mock.patch.object(checkpoint.Writer, "write_data", slow) if rank else contextlib.nullcontext():
+        model.save_checkpoint(folder).result()
+    return time.perf_counter() - started
+
+
+def test_a_rank_may_write_for_longer_than_a_message_may_take(ranks: Ranks, tmp_path: Path) -> None:
+    assert min(ranks.run(2, write_slowly, str(tmp_path / "c"))) >= 5

@@ -124,6 +124,7 @@ __all__ = [
     "retracing",
     "root_mesh",
     "saved_random",
+    "set_group_timeout",
     "submodules_of",
     "supports_foreach",
     "taking_a_list",
@@ -590,11 +591,19 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return name.lower()
 
 
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let the ranks of a gloo group wait for each other as long as `timeout` from now on."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def close_connections(group: dist.ProcessGroup, rank: int, size: int) -> None:
     """End whatever waits for a message on a gloo group: one that times out closes the connections of this process."""
     backend: Any = group._get_backend(torch.device("cpu"))
-    with contextlib.suppress(RuntimeError):
-        backend.recv([torch.empty(1)], (rank + 1) % size, _NEVER).wait(timedelta(milliseconds=1))
+    for other in range(size):
+        # Waiting for a rank that has died fails at once and closes nothing, so one that lives has to be found.
+        if other != rank:
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.empty(1)], other, _NEVER).wait(timedelta(milliseconds=1))
 
 
 _NEVER = (1 << 31) - 1

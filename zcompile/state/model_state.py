@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import close_connections, group_timeout, local_tensor, with_local
+from zcompile._torch import close_connections, group_timeout, local_tensor, set_group_timeout, with_local
 from zcompile.errors import StateError, nearest
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
@@ -191,8 +191,9 @@ class ModelState:
         place = self._place(what, real(folder))
         writer = Writer(place, {"world": self.communicator.size, "stage": self.stage, "torch": torch.__version__})
         done: Future[None] = Future()
-        save, group = Save(Path(os.path.abspath(folder)), done), self._own_group()
+        save = Save(Path(os.path.abspath(folder)), done)
         try:
+            group = self._own_group()
             if asynchronous:
                 written: Any = dcp.async_save(content, storage_writer=writer, process_group=group)
                 written.add_done_callback(lambda ended: self._end(done, place, ended.exception()))
@@ -324,13 +325,15 @@ class ModelState:
         """A gloo group for checkpoints alone: they are written while the training's group is in use."""
         if self._group is None:
             group = self.communicator.group
+            timeout = group_timeout(group, self.communicator.device)
             self._group = dist.new_group(
                 dist.get_process_group_ranks(group),
-                # A rank that writes slowly is no rank that is gone; a rank that is gone closes its connections.
-                timeout=max(group_timeout(group, self.communicator.device), timedelta(minutes=30)),
+                timeout=timeout,
                 backend="gloo",
                 use_local_synchronization=True,  # a mesh need not hold all ranks
             )
+            # A rank that writes slowly is no rank that is gone; a rank that is gone closes its connections.
+            set_group_timeout(self._group, max(timeout, timedelta(minutes=30)))
         return self._group
 
     def _hang_up(self, failure: BaseException) -> None:
