@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
+from zcompile import OptionError
+from zcompile.cost.memory import peak_bytes
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -194,6 +196,54 @@ def gradients_alive(rank: int) -> tuple[int, int]:
 def test_gradients_of_one_unit_are_alive_at_once(ranks: Ranks) -> None:
     for most, largest in ranks.run(2, gradients_alive):
         assert most <= largest
+
+
+def within(rank: int, prefetch: int | str, limit: int | None, kind: str = "gpt") -> tuple[list[float], int, int]:
+    """Losses of three steps, the bytes that one takes, and how many units it keeps full over the turn."""
+    torch.manual_seed(0)
+    model = make(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, None, optimizer, stage=3, prefetch=prefetch, memory_limit=limit, backend="eager")
+    losses = [float(step(*batch(kind, rank, number))) for number in range(3)]
+    return losses, peak_bytes(step.model._engine.steps[-1].program), len(step.model._engine.schedule.kept)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_step_keeps_full_what_fits_beside_its_updates(ranks: Ranks, prefetch: int | str) -> None:
+    (wanted, _, none), _ = ranks.run(2, within, prefetch, None)
+    (losses, first, all_), (_, second, _) = ranks.run(2, within, prefetch, 2**30)
+    assert losses == wanted
+    most = max(first, second)  # what the program that runs takes is what was counted for it
+    (losses, _, kept), _ = ranks.run(2, within, prefetch, most)
+    (_, less, fewer), _ = ranks.run(2, within, prefetch, most - 1)
+    assert losses == wanted
+    assert none == 0 < all_ == kept > fewer
+    assert less < most
+
+
+def test_a_limit_is_compared_with_what_a_step_takes_that_frees_its_gradients(ranks: Ranks) -> None:
+    """The loop's backward, which keeps them all, takes more."""
+    (_, first, _), (_, second, _) = ranks.run(2, within, 0, None, "mlp")
+    for _, most, _ in ranks.run(2, within, 0, max(first, second), "mlp"):
+        assert most <= max(first, second)
+
+
+def test_a_step_within_a_limit_may_choose_its_prefetch(ranks: Ranks) -> None:
+    (wanted, _, _), _ = ranks.run(2, within, "auto", None)
+    (losses, most, _), _ = ranks.run(2, within, "auto", 700_000)
+    assert losses == wanted
+    assert most <= 700_000
+
+
+def refused(rank: int, limit: int) -> str:
+    with pytest.raises(OptionError) as caught:
+        within(rank, 2, limit)
+    return str(caught.value)
+
+
+def test_a_step_that_takes_more_than_its_limit_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(2, refused, 100_000):
+        assert message.startswith("memory_limit: 97.66 KiB is less than the ")
 
 
 def gathers(rank: int, changed: bool) -> list[int]:
