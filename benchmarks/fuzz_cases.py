@@ -54,8 +54,13 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True where zcompile promises the bits of eager PyTorch."""
+        """True where zcompile promises the bits of eager PyTorch.
+
+        Batch normalization follows the layout of its input, and its fake does not: a traced view of it becomes a copy,
+        of which a product may be rounded otherwise.
+        """
         plain = self.options.get("backend") == "eager" and "dtype" not in self.options
+        plain = plain and "kind='batch_norm'" not in repr(self.spec)
         return plain and self.world <= 2 and self.micro == self.forwards == 1 and not self.clip and not self.retain
 
 

@@ -62,12 +62,15 @@ def loss_of(case: Case, outputs: Any, targets: Sequence[Tensor], heads: Sequence
 def evaluating(case: Case, model: nn.Module) -> Iterator[None]:
     """In which an evaluation runs."""
     modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "eval": torch.no_grad}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # which is not traced, and rounds otherwise
     if case.evaluate == "eval":
         model.eval()
     with modes.get(case.evaluate, contextlib.nullcontext)():
         yield
     if case.evaluate == "eval":
         model.train()
+    torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def parts(case: Case, micro: int) -> range:
