@@ -17,7 +17,8 @@ from rich.table import Table
 
 from zcompile.cost.forecast import Choice
 from zcompile.cost.memory import model_state
-from zcompile.ir.ops import AllGather, Release, WaitReduce, op_of
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import AllGather, Release, WaitReduce
 from zcompile.ir.program import Program
 from zcompile.tools.named_models import subject_of
 from zcompile.tools.planner import Rewriter

@@ -21,7 +21,7 @@ import torch
 
 from examples.own_pass import WAIT_AT_END, Net
 from zcompile.ir.layout import STAGES
-from zcompile.ir.ops import Phase
+from zcompile.ir.operation import Phase
 from zcompile.ir.printer import lines_with_nodes
 from zcompile.ir.program import Program
 from zcompile.model.units import make_layout

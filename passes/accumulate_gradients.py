@@ -10,7 +10,8 @@ reductions add what was held back.
 
 from __future__ import annotations
 
-from zcompile.ir.ops import Accumulate, Data, Phase, Reduce, WaitReduce, accumulate, data, op_of
+from zcompile.ir.operation import Data, Phase, data, op_of
+from zcompile.ir.ops import Accumulate, Reduce, WaitReduce
 from zcompile.ir.program import Program
 
 
@@ -23,7 +24,7 @@ def accumulate_gradients(program: Program) -> Program:
         held = Data(Accumulate(op.unit, op.params), Phase.BACKWARD, source=op.unit)
         with program.graph.inserting_before(reduction):
             name = wait.name
-            sums = program.add(accumulate, reduction.args, held, f"{name}_held")
+            sums = program.add(reduction.args, held, f"{name}_held")
         wait.replace_all_uses_with(sums)
         program.graph.erase_node(wait)
         program.graph.erase_node(reduction)

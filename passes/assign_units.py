@@ -11,7 +11,8 @@ from dataclasses import replace
 from torch import fx
 
 from zcompile.ir.layout import Layout
-from zcompile.ir.ops import Compute, Item, Parameter, data, op_of, set_data
+from zcompile.ir.operation import data, op_of, set_data
+from zcompile.ir.ops import Compute, Item, Parameter
 from zcompile.ir.parameter_views import derived_values, parameters_read
 from zcompile.ir.program import Program
 

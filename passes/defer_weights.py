@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.ops import Item, Phase, Results, data
+from zcompile.ir.operation import Phase, data
+from zcompile.ir.ops import Item, Results
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from zcompile.ir import ops
-from zcompile.ir.ops import AllGather, Call, Data, GatherAhead, Phase, Reduce, Release, Update, WaitReduce, data, op_of
+from zcompile.ir.operation import Data, Phase, data, op_of
+from zcompile.ir.ops import AllGather, Call, GatherAhead, Reduce, Release, Update, WaitReduce
 from zcompile.ir.program import Program
 
 
@@ -77,5 +77,5 @@ def _started(program: Program, gather: str) -> Program:
     own = [node for node in updates if op_of(node, Update).unit == op.unit]
     with program.graph.inserting_after((own or updates)[-1]):
         held = Data(GatherAhead(op.unit, op.keep, op.dtype), Phase.BACKWARD, source=op.unit)
-        program.add(ops.gather_ahead, (shards,), held, f"{shards.name}_ahead", **first.kwargs)
+        program.add((shards,), held, f"{shards.name}_ahead")
     return program

@@ -17,20 +17,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zcompile.ir.ops import (
-    AllGather,
-    Call,
-    Data,
-    Phase,
-    Release,
-    Shards,
-    WaitGather,
-    all_gather,
-    data,
-    op_of,
-    release,
-    wait,
-)
+from zcompile.ir.operation import Data, Phase, data, op_of
+from zcompile.ir.ops import AllGather, Call, Release, Shards, WaitGather
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 
@@ -56,7 +44,7 @@ def insert_gathers(program: Program) -> Program:
         full = _gather(program, use, keep=False)
         held = Data(Release(use.unit), data(use.calls[-1]).phase, source=use.unit)
         with program.graph.inserting_after(after_items(use.calls[-1])):
-            program.add(release, (full,), held, f"{full.name}_release")
+            program.add((full,), held, f"{full.name}_release")
     return program
 
 
@@ -86,9 +74,8 @@ def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:
     dtype = program.layout.unit(use.unit).compute_dtype
     gather_data = Data(AllGather(use.unit, keep, dtype), phase, source=use.unit)
     with program.graph.inserting_before(use.calls[0]):
-        kwargs = ({"keep": True} if keep else {}) | ({"dtype": dtype} if dtype else {})
-        gather = program.add(all_gather, (shards,), gather_data, f"{shards.name}_gather", **kwargs)
-        full = program.add(wait, (gather,), Data(WaitGather(use.unit), phase, source=use.unit), f"{shards.name}_full")
+        gather = program.add((shards,), gather_data, f"{shards.name}_gather")
+        full = program.add((gather,), Data(WaitGather(use.unit), phase, source=use.unit), f"{shards.name}_full")
     for call in use.calls:
         call.replace_input_with(shards, full)
     return full

@@ -13,23 +13,16 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.layout import Unit
+from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.ops import (
     Copy,
-    Data,
     Item,
-    Phase,
     Reduce,
     Release,
     Results,
     Shards,
     WaitReduce,
-    all_reduce,
-    copy,
-    data,
     items_of,
-    op_of,
-    reduce_scatter,
-    wait,
 )
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items, set_results
@@ -61,11 +54,9 @@ def _reduce(program: Program, unit: Unit, gradients: dict[str, fx.Node], last: f
         grads = [_owned(program, gradients.get(param.name), unit) for param in unit.params]
         dtype = unit.reduction_dtype
         held = Data(Reduce(unit.name, params, scatter, dtype), Phase.BACKWARD, source=unit.name)
-        target = reduce_scatter if scatter else all_reduce
-        kwargs = {"dtype": dtype} if dtype else {}
-        started = program.add(target, (shards, grads), held, f"{shards.name}_reduce", **kwargs)
+        started = program.add((shards, grads), held, f"{shards.name}_reduce")
         held = Data(WaitReduce(unit.name, params), Phase.BACKWARD, source=unit.name)
-        return program.add(wait, (started,), held, f"{shards.name}_grads")
+        return program.add((started,), held, f"{shards.name}_grads")
 
 
 def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None:
@@ -79,7 +70,7 @@ def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None
     if made_here and returned == 1 and not others and not data(grad).view and not _has_view_beside_it(grad):
         return grad
     held = Data(Copy(), Phase.BACKWARD, data(grad).type, source=unit.name)
-    return program.add(copy, (grad,), held, f"{grad.name}_copy")
+    return program.add((grad,), held, f"{grad.name}_copy")
 
 
 def _has_view_beside_it(grad: fx.Node) -> bool:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.ops import Copy, Data, Phase, Reduce, Shards, Update, WaitReduce, data, op_of, update
+from zcompile.ir.operation import Data, Phase, data, op_of
+from zcompile.ir.ops import Copy, Reduce, Shards, Update, WaitReduce
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items, reads_of, set_results
 
@@ -30,7 +31,7 @@ def insert_updates(program: Program) -> Program:
         held = Data(Update(op.unit, op.params), Phase.BACKWARD, source=op.unit)
         shards = next(node for node in program.nodes(Shards) if op_of(node, Shards).unit == op.unit)
         with program.graph.inserting_after(_last(program, [waited, *reads_of(shards)])):
-            program.add(update, (shards, waited), held, f"{shards.name}_update")
+            program.add((shards, waited), held, f"{shards.name}_update")
     set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients)
     return program
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.ops import Call, Phase, Release, WaitGather, data, op_of
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import Call, Release, WaitGather
 from zcompile.ir.program import Program
 
 

@@ -12,7 +12,8 @@ from torch import fx
 
 from zcompile.cost.memory import live_bytes, peak_bytes
 from zcompile.errors import OptionError
-from zcompile.ir.ops import AllGather, Phase, Release, WaitGather, data, op_of
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import AllGather, Release, WaitGather
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.passes.keep_full import keep

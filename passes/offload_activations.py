@@ -24,7 +24,8 @@ from dataclasses import replace
 from torch import fx
 
 from zcompile.cost.memory import live_bytes
-from zcompile.ir.ops import Away, Data, data
+from zcompile.ir.operation import Data, data
+from zcompile.ir.ops import Away
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.passes.common.move_saved import LEAST, fetched_at, movable, move

@@ -20,26 +20,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
 
 from zcompile.ir.layout import Layout
-from zcompile.ir.ops import (
-    NAMES,
-    Call,
-    Data,
-    Input,
-    Item,
-    Kind,
-    Parameter,
-    Phase,
-    Results,
-    Shards,
-    data,
-    op_of,
-    region,
-    set_data,
-)
+from zcompile.ir.operation import Data, Phase, data, op_of, set_data
+from zcompile.ir.ops import NAMES, Call, Input, Item, Kind, Parameter, Results, Shards, region
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
+from zcompile.ir.spelling import identifier
 from zcompile.passes.common.unit_runs import runs
 
 
@@ -142,7 +129,7 @@ class _Outer:
         self.values: dict[fx.Node, fx.Node] = {}
         self.regions: dict[str, Region] = {}
         self.equal: dict[str, Region] = {}
-        self.units = {unit.name: self._shards(unit.name, unit.identifier) for unit in program.layout.units}
+        self.units = {unit.name: self._shards(unit.name, identifier(unit.name)) for unit in program.layout.units}
         for node in program.nodes(Input):
             self.values[node] = self.graph.node_copy(node)
 

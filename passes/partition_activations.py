@@ -22,7 +22,8 @@ from dataclasses import replace
 from torch import fx
 
 from zcompile.errors import OptionError
-from zcompile.ir.ops import Data, Peers, data
+from zcompile.ir.operation import Data, data
+from zcompile.ir.ops import Peers
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.passes.common.move_saved import LEAST, movable, move

@@ -23,7 +23,7 @@ from typing import Literal
 
 from zcompile.cost.roofline import aten_cost
 from zcompile.errors import OptionError
-from zcompile.ir.ops import Phase, data
+from zcompile.ir.operation import Phase, data
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.passes.common.checkpoint_choice import Budget, Choice, by_unit

@@ -25,9 +25,9 @@ from dataclasses import replace
 
 import torch
 
-from zcompile.ir import ops
 from zcompile.ir.arena_places import placeable
-from zcompile.ir.ops import AllGather, Arena, Data, Reduce, Stack, Store, data, set_data
+from zcompile.ir.operation import Data, data
+from zcompile.ir.ops import AllGather, Arena, Reduce, Stack, Store
 from zcompile.ir.packing import most_alive, pack
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
@@ -49,9 +49,7 @@ def plan_memory(program: Program, *, checkpoints: bool = False) -> Program:
     for (node, span), offset in zip(spans.items(), packing.offsets, strict=True):
         op = data(node).op
         assert isinstance(op, (AllGather, Reduce)), "only these have places"
-        place = (offset, offset + span.nbytes)
-        set_data(node, replace(data(node), op=replace(op, at=place)))
-        node.update_kwarg("at", (arena, *place))
+        program.respell(node, replace(op, at=(offset, offset + span.nbytes)), arena)
     alive = f"of which {human_bytes(bound)} are alive at once"
     note = f"arena: {human_bytes(packing.size)} for {len(spans)} places, {alive}"
     return replace(program, notes=(*program.notes, note))
@@ -66,7 +64,7 @@ def _store(program: Program) -> None:
     for node, call in reversed(found):
         with program.graph.inserting_after(after_items(call)):
             held = replace(data(node), op=Store(), storage=0)
-            copied = program.add(ops.store, (node, stack), held, f"{node.name}_stored")
+            copied = program.add((node, stack), held, f"{node.name}_stored")
         copied.meta["val"] = node.meta.get("val")
         for user in list(node.users):
             if user is not copied:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.ops import Call, Phase, WaitGather, data
+from zcompile.ir.operation import Phase, data
+from zcompile.ir.ops import Call, WaitGather
 from zcompile.ir.program import Program
 
 

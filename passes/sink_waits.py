@@ -12,7 +12,8 @@ they are used up (`consumed`) as they arrive.
 
 from __future__ import annotations
 
-from zcompile.ir.ops import Reduce, Results, WaitReduce, data, op_of
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Reduce, Results, WaitReduce
 from zcompile.ir.program import Program
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zcompile.ir.ops import Reduce, data, op_of, set_data
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Reduce
 from zcompile.ir.program import Program
 
 
@@ -23,7 +24,6 @@ def split_large(program: Program, *, bucket: int) -> Program:
     program = program.copy()
     for node in program.nodes(Reduce) if program.layout.world > 1 else ():
         op = op_of(node, Reduce)
-        if op.scatter and max(program.message_bytes(node)) > bucket:
-            set_data(node, replace(data(node), op=replace(op, bucket=bucket)))
-            node.update_kwarg("bucket", bucket)
+        if op.scatter and max(op.message_bytes(program.layout)) > bucket:
+            program.respell(node, replace(op, bucket=bucket))
     return program

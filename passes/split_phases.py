@@ -25,7 +25,8 @@ from zcompile._torch import (
     random_states_as_tensors,
     saved_random,
 )
-from zcompile.ir.ops import Compute, Data, Input, Item, Parameter, Phase, Results, data, has_data, set_data
+from zcompile.ir.operation import Data, Phase, data, has_data, set_data
+from zcompile.ir.ops import Compute, Input, Item, Parameter, Results
 from zcompile.ir.parameter_views import derived_values, is_view
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results

@@ -18,7 +18,8 @@ from tests.test_training import STEPS, train, train_ddp
 from zcompile import OptionError, Program
 from zcompile.cost.memory import peak_bytes
 from zcompile.cost.roofline import aten_cost
-from zcompile.ir.ops import Call, Phase, op_of
+from zcompile.ir.operation import Phase, op_of
+from zcompile.ir.ops import Call
 from zcompile.passes.common.checkpoint_choice import GAP, Choice, Problem, choice
 from zcompile.passes.common.recompute import Turn
 from zcompile.schedule.option_checks import checkpoint_of

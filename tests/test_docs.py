@@ -20,7 +20,8 @@ from examples.own_pass import WAIT_AT_END, Net, wait_at_end
 from tests.ranks import Ranks
 from zcompile import ProgramError
 from zcompile.facts import RELEASED_ONCE
-from zcompile.ir.ops import AllGather, Call, Phase, Release, WaitReduce
+from zcompile.ir.operation import Phase
+from zcompile.ir.ops import AllGather, Call, Release, WaitReduce
 
 ROOT = Path(__file__).parent.parent
 

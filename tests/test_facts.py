@@ -14,22 +14,9 @@ import zcompile
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, OUTLINED, at_stage, joined
 from zcompile import Pass, Pipeline, Program, ProgramError, facts
-from zcompile.ir import ops
 from zcompile.ir.layout import STAGES
-from zcompile.ir.ops import (
-    AllGather,
-    Call,
-    GatherAhead,
-    Item,
-    Phase,
-    Reduce,
-    Release,
-    WaitGather,
-    WaitReduce,
-    data,
-    op_of,
-    set_data,
-)
+from zcompile.ir.operation import Phase, data, op_of, set_data
+from zcompile.ir.ops import AllGather, Call, GatherAhead, Item, Reduce, Release, WaitGather, WaitReduce
 from zcompile.ir.program_graph import set_results
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers
@@ -124,7 +111,7 @@ def given_less(program: Program, line: fx.Node, other: fx.Node, rng: random.Rand
 
 def released(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
     with program.graph.inserting_after(other):
-        program.add(ops.release, (line,), replace(data(other), op=Release("a"), type=None), "another")
+        program.add((line,), replace(data(other), op=Release("a"), type=None), "another")
 
 
 def misnamed(program: Program, line: fx.Node, other: fx.Node, rng: random.Random) -> None:
@@ -221,7 +208,7 @@ def test_a_doubled_release() -> None:
     program = right().copy()
     release = release_of(program, "b_full")
     with program.graph.inserting_after(release):
-        program.add(release.target, release.args, data(release), "again")
+        program.add(release.args, data(release), "again")
     assert refusal(program) == (
         "after it: gathers released exactly once: 2 releases of b_full; want one, after its last use",
         "b_gather = all_gather(b)",
@@ -242,7 +229,7 @@ def test_a_release_of_a_kept_copy() -> None:
     program = right(at_stage(CHAIN, 2)).copy()
     call = program.node("yc")
     with program.graph.inserting_after(call):
-        program.add(ops.release, (program.node("a_full"),), data(call), "early")
+        program.add((program.node("a_full"),), replace(data(call), op=Release("a"), type=None), "early")
     set_data(program.node("early"), replace(data(call), op=Release("a"), type=None))
     assert refusal(program) == (
         "after it: gathers released exactly once: 1 releases of a_full; want none, it is kept",
@@ -254,7 +241,7 @@ def test_a_release_of_what_is_no_full_parameter() -> None:
     program = right().copy()
     release = release_of(program, "a_full")
     with program.graph.inserting_after(release):
-        program.add(release.target, (program.node("ya"),), data(release), "wrong")
+        program.add((program.node("ya"),), data(release), "wrong")
     assert refusal(program) == (
         "after it: gathers released exactly once: ya is released, but is not a full parameter",
         "release(ya)",
@@ -322,10 +309,10 @@ def test_a_unit_gathered_again_for_every_call() -> None:
     program = right().copy()
     call = program.node("yb")
     with program.graph.inserting_before(call):
-        again = program.add(ops.all_gather, (program.node("b"),), data(program.node("b_gather")), "b_gather_again")
-        full = program.add(ops.wait, (again,), data(program.node("b_full")), "b_full_again")
+        again = program.add((program.node("b"),), data(program.node("b_gather")), "b_gather_again")
+        full = program.add((again,), data(program.node("b_full")), "b_full_again")
     with program.graph.inserting_after(call):
-        program.add(ops.release, (full,), data(release_of(program, "b_full")), "b_release_again")
+        program.add((full,), data(release_of(program, "b_full")), "b_release_again")
     with pytest.raises(ProgramError, match="b is gathered 2 times; want 1"):
         zcompile.verify(program, [facts.VOLUME_RIGHT], "after it")
 
@@ -356,9 +343,9 @@ def test_a_doubled_reduction() -> None:
     program = right().copy()
     reduce, wait = program.node("b_reduce"), program.node("b_grads")
     with program.graph.inserting_after(reduce):
-        again = program.add(reduce.target, reduce.args, data(reduce), "b_reduce_again")
+        again = program.add(reduce.args, data(reduce), "b_reduce_again")
     with program.graph.inserting_after(again):
-        program.add(wait.target, (again,), data(wait), "b_grads_again")
+        program.add((again,), data(wait), "b_grads_again")
     assert refusal(program) == (
         "after it: trainable gradients reduced exactly once: the gradient of b.weight is reduced 2 times; want once",
         "b_reduce_again = reduce_scatter(b, [gb])",
@@ -427,7 +414,7 @@ def test_a_reduction_waited_for_twice() -> None:
     program = right().copy()
     wait = program.node("b_grads")
     with program.graph.inserting_after(wait):
-        program.add(wait.target, wait.args, data(wait), "b_grads_again")
+        program.add(wait.args, data(wait), "b_grads_again")
     found, line = refusal(program)
     assert found.endswith("b_reduce is waited for 2 times; want once")
     assert line == "b_reduce = reduce_scatter(b, [gb])"
@@ -525,7 +512,7 @@ def test_an_update_before_a_read() -> None:
     program = train_step().copy()
     gather = program.node("a_gather")
     with program.graph.inserting_after(program.node("a_update")):
-        program.add(gather.target, gather.args, replace(data(gather), phase=Phase.BACKWARD), "a_again")  # type: ignore[arg-type]
+        program.add(gather.args, replace(data(gather), phase=Phase.BACKWARD), "a_again")  # type: ignore[arg-type]
     assert update_refusal(program) == "a_again reads a after its update"
 
 

@@ -16,7 +16,8 @@ from tests.models import GPT, ConvNet, OddMLP
 from tests.passes.programs import CHAIN
 from zcompile import ModelError, OptionError, Program, facts
 from zcompile.ir.layout import STAGES, Layout, Param, Unit
-from zcompile.ir.ops import AllGather, Call, Release, WaitGather, data, op_of
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import AllGather, Call, Release, WaitGather
 from zcompile.ir.spelling import identifier
 from zcompile.model.units import find_blocks, make_layout, match_blocks
 from zcompile.passes.insert_gathers import insert_gathers
@@ -194,7 +195,7 @@ def test_every_parameter_is_in_one_unit(model: type[nn.Module], stage: int) -> N
     made = model()
     layout = layout_of(made, stage)
     assert sorted(param.name for param in layout.params) == sorted(dict(made.named_parameters()))
-    assert len({unit.identifier for unit in layout.units}) == len(layout.units), "names stay apart in a program"
+    assert len({identifier(unit.name) for unit in layout.units}) == len(layout.units), "names stay apart in a program"
     assert all((param.shards > 0) <= STAGES[stage].optimizer_sharded for param in layout.params)
 
 

@@ -19,7 +19,7 @@ from zcompile.cost.forecast import Choice
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import Held, model_state, peak_bytes
 from zcompile.cost.simulator import simulate
-from zcompile.ir.ops import Phase
+from zcompile.ir.operation import Phase
 from zcompile.report.plan_page import plan_page_text
 from zcompile.tools.gpt import GPT, SHAPES, shape_of
 from zcompile.tools.planner import Rewriter

@@ -14,7 +14,8 @@ from zcompile.cost.memory import peak_bytes
 from zcompile.cost.simulator import step_seconds
 from zcompile.engine.calibration import measure
 from zcompile.facts import REGIONS_OUTLINED
-from zcompile.ir.ops import AllGather, Phase
+from zcompile.ir.operation import Phase
+from zcompile.ir.ops import AllGather
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.schedule.option_checks import bytes_of
 from zcompile.schedule.pipeline import Pass, Pipeline

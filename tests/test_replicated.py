@@ -16,7 +16,8 @@ from tests.ranks import Ranks
 from zcompile import AgreementError
 from zcompile.engine.replicated_values import digests, mark_replicated
 from zcompile.engine.tensor_parallel_group import ModelPeers
-from zcompile.ir.ops import Input, Kind, data, set_data
+from zcompile.ir.operation import data, set_data
+from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 from zcompile.passes.partition_activations import partition_activations
 from zcompile.runtime.placement import ModelParallel

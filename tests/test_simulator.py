@@ -19,7 +19,8 @@ from zcompile.cost.roofline import region_seconds
 from zcompile.cost.simulator import UPDATE_BYTES, simulate
 from zcompile.cost.timeline import Sent, Spent
 from zcompile.ir.layout import STAGES
-from zcompile.ir.ops import Compute, Data, Input, Kind, Results, set_data
+from zcompile.ir.operation import Data, set_data
+from zcompile.ir.ops import Compute, Input, Kind, Results
 from zcompile.ir.region import Region
 from zcompile.ir.tensor_type import TensorType
 from zcompile.model.units import make_layout

@@ -23,7 +23,8 @@ import zcompile
 from tests.ranks import Ranks
 from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
 from zcompile.cost.forecast import Choice
-from zcompile.ir.ops import Peers, Phase
+from zcompile.ir.operation import Phase
+from zcompile.ir.ops import Peers
 from zcompile.tools.planner import Rewriter
 from zcompile.tools.tracing import trace
 

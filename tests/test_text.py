@@ -20,7 +20,8 @@ from zcompile import ParseError, Program
 from zcompile._torch import local_tensor
 from zcompile.cost.dag import dag
 from zcompile.cost.hardware import Hardware
-from zcompile.ir.ops import Call, Phase, data
+from zcompile.ir.operation import Phase, data
+from zcompile.ir.ops import Call
 from zcompile.ir.printer import region_text
 from zcompile.ir.tensor_type import Dim, TensorType
 from zcompile.runtime.loader import load

@@ -17,7 +17,8 @@ from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import Pass
 from zcompile.facts import UNITS_ASSIGNED
-from zcompile.ir.ops import Reduce, op_of
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Reduce
 from zcompile.passes.defer_weights import defer_weights
 
 STEPS = 5

@@ -43,6 +43,7 @@ from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterEr
 from zcompile.frontend.capture import Names
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
+from zcompile.ir.spelling import identifier
 from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
@@ -208,7 +209,7 @@ class Backend:
         """Shard parameters that are new; those in `kept` are computed with in their own dtype."""
         layout, communicator = engine.layout, engine.communicator
         blocks, precision = blocks_of_names(fresh), self.options.precision
-        taken = {unit.identifier for unit in layout.units}
+        taken = {identifier(unit.name) for unit in layout.units}
         units = list(make_units(fresh, blocks, layout.stage, layout.world, precision, kept=kept, taken=taken))
         plain = not layout.stage.optimizer_sharded
         shards: dict[str, UnitShards] = {}

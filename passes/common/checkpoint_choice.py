@@ -28,7 +28,8 @@ from zcompile.cost.fusion import fuses, is_stored
 from zcompile.cost.hardware import CPU
 from zcompile.cost.memory import live_bytes
 from zcompile.cost.roofline import aten_cost, operation_seconds
-from zcompile.ir.ops import Call, Phase, data, op_of, values_of
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import Call, values_of
 from zcompile.ir.program import Program
 from zcompile.passes.common.recompute import Turn, recompute
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zcompile.ir import ops
-from zcompile.ir.ops import Call, Data, Fetch, Phase, Stash, WaitFetch, data
+from zcompile.ir.operation import Data, Phase, data
+from zcompile.ir.ops import Call, Fetch, Stash, WaitFetch
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.tensor_type import TensorType
@@ -40,14 +40,14 @@ def move(program: Program, node: fx.Node, maker: fx.Node, place: fx.Node, ahead:
     first = _first_reader(program, node)
     with program.graph.inserting_after(after_items(maker)):
         number = Data(Stash(), type=TensorType.make(torch.int64, ()), source=held.source, storage=kept)
-        stashed = program.add(ops.stash, (node, place), number, f"{node.name}_stashed")
+        stashed = program.add((node, place), number, f"{node.name}_stashed")
     stashed.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64, device="cpu")
     with program.graph.inserting_before(early):
         moving = Data(Fetch(), Phase.BACKWARD, held.type, held.source)
-        fetch = program.add(ops.fetch, (stashed, place), moving, f"{node.name}_fetch")
+        fetch = program.add((stashed, place), moving, f"{node.name}_fetch")
     with program.graph.inserting_before(first):
         back = Data(WaitFetch(), Phase.BACKWARD, held.type, held.source, view=True)
-        again = program.add(ops.wait, (fetch,), back, f"{node.name}_again")
+        again = program.add((fetch,), back, f"{node.name}_again")
     again.meta["val"] = node.meta.get("val")
     for reader in readers:
         reader.replace_input_with(node, again)

@@ -24,7 +24,8 @@ import torch
 from torch import fx
 
 from zcompile._torch import is_symbolic, random_state, replayed_random, saved_random
-from zcompile.ir.ops import Compute, Data, Input, Item, Parameter, Phase, data, op_of, set_data
+from zcompile.ir.operation import Data, Phase, data, op_of, set_data
+from zcompile.ir.ops import Compute, Input, Item, Parameter
 from zcompile.ir.parameter_views import derived_values, is_view, parameters_read
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_pure, is_random

@@ -8,7 +8,8 @@ from torch import fx
 
 from zcompile._torch import saved_random
 from zcompile.ir.liveness import may_show
-from zcompile.ir.ops import Call, Item, Phase, data, op_of
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import Call, Item
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
 

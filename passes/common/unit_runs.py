@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.ops import Item, data
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Item
 
 
 def runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from tests.passes.programs import PAIR, parsed
-from zcompile.ir.ops import Item, data
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Item
 from zcompile.passes.assign_units import assign_units
 
 PHASES = """

@@ -5,7 +5,8 @@ import pytest
 import zcompile
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, expect, joined, parsed
 from zcompile import Program, facts, verify
-from zcompile.ir.ops import AllGather, GatherAhead, op_of
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import AllGather, GatherAhead
 from zcompile.passes.gather_ahead import gather_ahead, parameter_peak
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check, parsed
 from zcompile import facts, verify
-from zcompile.ir.ops import Update, op_of
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Update
 from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.insert_updates import insert_updates
 from zcompile.passes.sink_waits import sink_waits

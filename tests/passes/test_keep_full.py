@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 
 from tests.passes.programs import CHAIN, GATHERED, GATHERED_TWICE, check, parsed
-from zcompile.ir.ops import AllGather, Phase, Release, op_of
+from zcompile.ir.operation import Phase, op_of
+from zcompile.ir.ops import AllGather, Release
 from zcompile.passes.keep_full import keep_full
 
 KEPT = """

@@ -9,7 +9,8 @@ import zcompile
 from tests.passes.programs import CHAIN, OUTLINED, check, joined, parsed
 from zcompile import ProgramError, facts, verify
 from zcompile.cost.memory import live_bytes, peak_bytes
-from zcompile.ir.ops import Stash, WaitFetch, data, set_data
+from zcompile.ir.operation import data, set_data
+from zcompile.ir.ops import Stash, WaitFetch
 from zcompile.ir.program import Program
 from zcompile.passes.offload_activations import LEAST, offload_activations
 

@@ -7,7 +7,8 @@ import pytest
 from tests.passes.programs import CHAIN, OUTLINED, check, parsed
 from zcompile import OptionError, ProgramError, facts, verify
 from zcompile.cost.memory import live_bytes
-from zcompile.ir.ops import Stash, data
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Stash
 from zcompile.passes.offload_activations import offload_activations
 from zcompile.passes.partition_activations import partition_activations
 

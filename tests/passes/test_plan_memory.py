@@ -9,7 +9,8 @@ from tests.passes.programs import CHAIN, GATHERED, GATHERED_TWICE, OUTLINED, at_
 from zcompile import ProgramError, facts, verify
 from zcompile.cost.memory import arena_bytes, live_bytes, peak_bytes
 from zcompile.ir.arena_places import place_bytes
-from zcompile.ir.ops import AllGather, Data, Reduce, Store, op_of, set_data
+from zcompile.ir.operation import Data, op_of, set_data
+from zcompile.ir.ops import AllGather, Reduce, Store
 from zcompile.ir.program import Program
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers

@@ -7,7 +7,8 @@ import pytest
 import zcompile
 from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check, parsed
 from zcompile import ProgramError, facts, verify
-from zcompile.ir.ops import Reduce, op_of
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Reduce
 from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.split_large import split_large

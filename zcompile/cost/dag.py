@@ -8,9 +8,9 @@ import networkx as nx
 
 from zcompile.cost.hardware import CPU, Hardware
 from zcompile.cost.roofline import flops_of, line_seconds
-from zcompile.ir.ops import data
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Communication, Placeholder
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import COMMUNICATIONS, PLACEHOLDERS
 
 
 def dag(program: Program, hardware: Hardware = CPU) -> nx.DiGraph[str]:
@@ -24,7 +24,7 @@ def dag(program: Program, hardware: Hardware = CPU) -> nx.DiGraph[str]:
     order: list[str] = []
     for node in program.graph.nodes:
         held = data(node)
-        if held.phase not in program.phases and not isinstance(held.op, PLACEHOLDERS):
+        if held.phase not in program.phases and not isinstance(held.op, Placeholder):
             continue
         graph.add_node(
             node.name,
@@ -36,7 +36,7 @@ def dag(program: Program, hardware: Hardware = CPU) -> nx.DiGraph[str]:
             seconds=line_seconds(program, node, hardware),
         )
         graph.add_edges_from((source.name, node.name) for source in node.all_input_nodes if source.name in graph)
-        if isinstance(held.op, COMMUNICATIONS):
+        if isinstance(held.op, Communication):
             order.append(node.name)
     graph.add_edges_from(itertools.pairwise(order), order=True)
     return graph

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zcompile.ir.ops import Call, Compute, Item, Results, data
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Call, Compute, Item, Results
 
 aten = torch.ops.aten
 _FUSING = frozenset(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.ops import Call, GatherAhead, Item, Phase, Release, Update, data
+from zcompile.ir.operation import Phase, data
+from zcompile.ir.ops import Call, Item
 from zcompile.ir.printer import function_text
 from zcompile.ir.program import Program
 from zcompile.runtime.recorder import Line
@@ -22,5 +23,5 @@ def line_of(program: Program, node: fx.Node) -> Line:
     if isinstance(held.op, Call):
         around = (u.name for u in program.layout.units if f"{held.source}.".startswith(f"{u.name}."))
         return Line(held.op.region, held.op.region, max(around, key=len, default=held.source), True, node.name)
-    name = node.all_input_nodes[0].name if isinstance(held.op, (Release, Update, GatherAhead)) else node.name
+    name = node.name if held.op.gives else node.all_input_nodes[0].name
     return Line(function_text(node.target), name, held.source, node=node.name)

@@ -18,21 +18,16 @@ from torch import fx
 from zcompile.cost.fusion import is_stored
 from zcompile.ir.layout import Layout
 from zcompile.ir.liveness import last_needs, may_show, owner_of
+from zcompile.ir.operation import Role, data, op_of
 from zcompile.ir.ops import (
     Accumulate,
-    AllGather,
     Arena,
     Call,
-    GatherAhead,
     Item,
     Reduce,
-    Release,
     Results,
     Store,
-    Update,
-    data,
     items_of,
-    op_of,
     values_of,
 )
 from zcompile.ir.program import Program
@@ -94,12 +89,12 @@ def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, Held, int]]
     for node in program.graph.nodes:
         if position[node] > position[line]:
             break
-        match data(node).op:
-            case AllGather() | GatherAhead() | Reduce():
+        match data(node).op.role:
+            case Role.GATHER | Role.REDUCE:
                 found[node] = program.memory(node)
-            case Release():
+            case Role.FREE:
                 found.pop(node.all_input_nodes[0].all_input_nodes[0], None)
-            case Update():
+            case Role.UPDATE:
                 found.pop(node.all_input_nodes[1].all_input_nodes[0], None)
         if node in ends and not items_of(node) and position[ends[node]] >= position[line]:
             found[node] = data(node).nbytes
@@ -109,10 +104,10 @@ def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, Held, int]]
 
 def _kind_of(node: fx.Node) -> Held:
     """What the memory is that a line takes or gives back."""
-    match data(node).op:
-        case AllGather() | GatherAhead() | Release():
+    match data(node).op.role:
+        case Role.GATHER | Role.FREE:
             return Held.FULL
-        case Reduce() | Update():
+        case Role.REDUCE | Role.UPDATE:
             return Held.GRADIENTS
     reduced = any(isinstance(data(user).op, (Reduce, Accumulate)) for user in node.users)
     return Held.GRADIENTS if reduced else Held.ACTIVATIONS

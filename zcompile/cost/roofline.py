@@ -17,9 +17,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zcompile.cost.fusion import fuses, is_stored
 from zcompile.cost.hardware import Hardware
-from zcompile.ir.ops import Call, Compute, Item, Reduce, data, op_of, values_of
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Call, Compute, Item, values_of
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import COMMUNICATIONS
 from zcompile.ir.region import Region
 from zcompile.ir.side_effects import is_collective, is_wait
 
@@ -138,16 +138,12 @@ def _read_by(node: fx.Node) -> set[fx.Node]:
 
 def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
     """Seconds of a line on `hardware`: of a communication, its flight."""
-    parts, op = program.layout.tensor_parallel, data(line).op
-    if isinstance(op, COMMUNICATIONS):
-        payload, world, messages = program.payload(line), program.layout.world, program.message_count(line)
-        copied = payload / world if program.layout.away and not isinstance(op, Reduce) else 0
-        sent = hardware.collective_seconds(payload, world, messages, apart=parts)
-        return copied / hardware.host_bandwidth + sent
-    if peers := program.peers_of(line):
-        return hardware.collective_seconds(data(line).nbytes, peers)
+    op = data(line).op
+    if traffic := program.traffic(line):
+        sent = hardware.collective_seconds(traffic.payload, traffic.ranks, traffic.messages, apart=traffic.apart)
+        return traffic.copied / hardware.host_bandwidth + sent
     if isinstance(op, Call):
-        return region_seconds(program.regions[op.region], hardware, parts)
+        return region_seconds(program.regions[op.region], hardware, program.layout.tensor_parallel)
     return operation_seconds(line, hardware) if isinstance(op, Compute) else 0.0
 
 

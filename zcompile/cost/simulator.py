@@ -19,7 +19,8 @@ from zcompile.cost.line_calls import line_of
 from zcompile.cost.roofline import line_seconds
 from zcompile.cost.timeline import Event, Sent, Spent, Timeline
 from zcompile.ir.layout import Param
-from zcompile.ir.ops import AllGather, Call, Fetch, GatherAhead, Reduce, Update, WaitFetch, WaitGather, WaitReduce, data
+from zcompile.ir.operation import Role, Traffic, data
+from zcompile.ir.ops import Call, Update
 from zcompile.ir.printer import function_text
 from zcompile.ir.program import Program
 
@@ -74,19 +75,19 @@ class _Lanes:
     _regions: dict[str, float] = field(default_factory=dict)
 
     def run(self, node: fx.Node) -> None:
-        match data(node).op:
-            case AllGather(unit=unit) | Reduce(unit=unit) | GatherAhead(unit=unit):
-                self._launch(node, unit, "", self.program.wire_bytes(node))
-            case Fetch() if peers := self.program.peers_of(node):
-                self._launch(node, "", "tensor parallel", data(node).nbytes * (peers - 1) // peers)
-            case WaitGather() | WaitReduce() | WaitFetch() as op:
-                self._wait(node, "" if isinstance(op, WaitFetch) else op.unit)
-            case Call(region=region):
-                if region not in self._regions:
-                    self._regions[region] = line_seconds(self.program, node, self.hardware)
-                self._add(node, Spent.COMPUTE, self._regions[region])
-            case Update(params=names):
-                self._add(node, Spent.OPTIMIZER, self._update_seconds(self.program.layout.param(n) for n in names))
+        op = data(node).op
+        unit: str = getattr(op, "unit", "")
+        if traffic := self.program.traffic(node):
+            self._launch(node, unit, traffic)
+        elif op.role is Role.WAIT:
+            self._wait(node, unit)
+        elif isinstance(op, Call):
+            if op.region not in self._regions:
+                self._regions[op.region] = line_seconds(self.program, node, self.hardware)
+            self._add(node, Spent.COMPUTE, self._regions[op.region])
+        elif isinstance(op, Update):
+            params = map(self.program.layout.param, op.params)
+            self._add(node, Spent.OPTIMIZER, self._update_seconds(params))
 
     def step(self) -> None:
         """An optimizer's step for all parameters."""
@@ -98,7 +99,8 @@ class _Lanes:
         nbytes = sum((param.shard_numel if param.shards else param.numel) * param.dtype.itemsize for param in params)
         return UPDATE_BYTES * nbytes / self.hardware.memory_bandwidth
 
-    def _launch(self, node: fx.Node, unit: str, group: str, nbytes: int) -> None:
+    def _launch(self, node: fx.Node, unit: str, traffic: Traffic) -> None:
+        nbytes, group = traffic.sent, traffic.group
         self._event(node, "send", node.name, unit, Spent.EXPOSED, nbytes * self.hardware.sending)
         start = max(self.now, self.wires.get(group, 0.0))
         end = self.wires[group] = self._arrival[node] = start + line_seconds(self.program, node, self.hardware)

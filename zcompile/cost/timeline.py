@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zcompile.ir.ops import Phase
+from zcompile.ir.operation import Phase
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.runtime.recorder import Line, Moment, Run, StepRecord
 

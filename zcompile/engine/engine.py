@@ -35,7 +35,8 @@ from zcompile.frontend.capture import Capture, Names, Runner
 from zcompile.frontend.dynamo import autocast
 from zcompile.frontend.local_graphs import Locals, on_locals
 from zcompile.ir.layout import Layout, Unit
-from zcompile.ir.ops import Parameter, Phase, Update, op_of
+from zcompile.ir.operation import Phase, op_of
+from zcompile.ir.ops import Parameter, Update
 from zcompile.ir.program import Program
 from zcompile.report.dumps import check_dump, write_dump, writing
 from zcompile.report.explain import Break, explain

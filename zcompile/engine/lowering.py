@@ -17,22 +17,20 @@ from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import AgreementError
 from zcompile.facts import verify
 from zcompile.frontend.gradient_flow import Flows
+from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import (
     AllGather,
-    Arena,
     Away,
     Call,
     Input,
     Kind,
+    Lent,
     Parameter,
     Peers,
-    Phase,
     Shards,
     Stack,
     Store,
     WaitGather,
-    data,
-    op_of,
 )
 from zcompile.ir.packing import aligned
 from zcompile.ir.printer import inputs_of
@@ -125,9 +123,7 @@ class Step:
         digest, recorder = program.digest()[:12], self.session.recorder
         track = Track(recorder, str(phase), digest, lines_of(program, phase)) if recorder.enabled else None
         run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
-        lent = [
-            op for node in inputs_of(program, phase) if isinstance(op := data(node).op, (Arena, Stack, Away, Peers))
-        ]
+        lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, Lent)]
 
         def call(values: list[Any]) -> Any:
             with contextlib.ExitStack() as loans:
@@ -136,7 +132,7 @@ class Step:
 
         return call
 
-    def _loan(self, op: Arena | Stack | Away | Peers, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
+    def _loan(self, op: Lent, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
         if isinstance(op, (Away, Peers)):
             return self.session.stashes[type(op)]

@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from zcompile._torch import OpOverload, real_tensors
-from zcompile.ir.ops import Input, Item, Kind, Parameter, Phase, data, set_data
+from zcompile.ir.operation import Phase, data, set_data
+from zcompile.ir.ops import Input, Item, Kind, Parameter
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective, is_pure, is_random, is_wait
 

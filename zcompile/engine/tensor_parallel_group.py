@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from zcompile.engine.replicated_values import digests, mark_replicated
-from zcompile.ir.ops import Call, Fetch, Peers, Phase, data, op_of
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import Call, Fetch, Peers
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.runtime.agreement import Agreement

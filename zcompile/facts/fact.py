@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zcompile.errors import ProgramError
-from zcompile.ir.ops import (
-    Call,
-    data,
-)
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Call
 from zcompile.ir.printer import lines_with_nodes
 from zcompile.ir.program import Program
 

@@ -9,21 +9,8 @@ from torch import fx
 from zcompile.cost.memory import arena_bytes, live_bytes
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.arena_places import lifetime, place_bytes
-from zcompile.ir.ops import (
-    AllGather,
-    Call,
-    Fetch,
-    Op,
-    Peers,
-    Place,
-    Reduce,
-    Release,
-    Stash,
-    WaitFetch,
-    WaitGather,
-    data,
-    op_of,
-)
+from zcompile.ir.operation import Operation, data, op_of
+from zcompile.ir.ops import AllGather, ByteRange, Call, Fetch, Peers, Reduce, Release, Stash, WaitFetch, WaitGather
 from zcompile.ir.packing import ALIGNMENT, Interval
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
@@ -31,7 +18,7 @@ from zcompile.ir.tensor_type import human_bytes
 
 def _places_disjoint(program: Program) -> Iterator[Violation]:
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    alive: list[tuple[fx.Node, Place, Interval]] = []
+    alive: list[tuple[fx.Node, ByteRange, Interval]] = []
     size = arena_bytes(program)
     for node in program.nodes(AllGather, Reduce):
         op = data(node).op
@@ -50,7 +37,7 @@ def _places_disjoint(program: Program) -> Iterator[Violation]:
 
 
 def _fetched_before_use(program: Program) -> Iterator[Violation]:
-    allowed: dict[type[Op], tuple[type[Op], ...]] = {Stash: (Fetch,), Fetch: (WaitFetch,)}
+    allowed: dict[type[Operation], tuple[type[Operation], ...]] = {Stash: (Fetch,), Fetch: (WaitFetch,)}
     for node in program.nodes(Stash, Fetch):
         wanted = allowed[type(data(node).op)]
         for user in node.users:
@@ -105,7 +92,7 @@ def buffers_bounded(bucket: int) -> Fact:
 def _buffers_bounded(bucket: int) -> Callable[[Program], Iterator[Violation]]:
     def violations(program: Program) -> Iterator[Violation]:
         for node in program.nodes(Reduce) if program.layout.world > 1 else ():
-            op, sizes = op_of(node, Reduce), program.message_bytes(node)
+            op, sizes = op_of(node, Reduce), op_of(node, Reduce).message_bytes(program.layout)
             if op.scatter and max(sizes) > bucket and (op.bucket is None or op.bucket > bucket):
                 found = f"{node.name} may copy {human_bytes(max(sizes))} to send it"
                 yield Violation(node, f"{found}; {human_bytes(bucket)} are allowed")

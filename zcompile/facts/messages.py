@@ -9,12 +9,12 @@ from torch import fx
 
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.layout import Unit
+from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import (
     Accumulate,
     AllGather,
     Call,
     GatherAhead,
-    Phase,
     Reduce,
     Release,
     Results,
@@ -22,8 +22,6 @@ from zcompile.ir.ops import (
     Update,
     WaitGather,
     WaitReduce,
-    data,
-    op_of,
 )
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import reads_of

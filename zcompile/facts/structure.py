@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
 from zcompile.facts.fact import Fact, Violation, label
+from zcompile.ir.operation import Operation, Phase, data, given_to, keywords_of, op_of, takes
 from zcompile.ir.ops import (
+    FUNCTIONS,
     Accumulate,
     AllGather,
     Arena,
-    Away,
     Call,
     Compute,
-    Copy,
-    Fetch,
-    GatherAhead,
     Item,
-    Op,
     Parameter,
-    Peers,
-    Phase,
+    Placeholder,
     Reduce,
-    Release,
     Results,
     Shards,
-    Stack,
-    Stash,
-    Store,
     Update,
-    WaitFetch,
     WaitGather,
     WaitReduce,
-    all_gather,
-    all_reduce,
-    data,
-    gather_ahead,
-    op_of,
-    reduce_scatter,
 )
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import PLACEHOLDERS
 
 
 def _well_formed(program: Program) -> Iterator[Violation]:
@@ -62,35 +47,11 @@ def _well_formed(program: Program) -> Iterator[Violation]:
             yield Violation(value, f"{value.name} is returned as reduced gradients, which it is not")
 
 
-_TAKES: dict[type[Op], tuple[tuple[type[Op], ...], ...]] = {
-    AllGather: ((Shards,),),
-    WaitGather: ((AllGather,),),
-    Release: ((WaitGather,),),
-    WaitReduce: ((Reduce,),),
-    Update: ((Shards,), (WaitReduce,)),
-    GatherAhead: ((Shards,),),
-    Copy: ((),),
-    Store: ((), (Stack,)),
-    Stash: ((), (Away, Peers)),
-    Fetch: ((), (Away, Peers)),
-    WaitFetch: ((Fetch,),),
-}
-"""What each line of the outer program takes, by kind; () for what other facts look at."""
-
-
 def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:
     """A line has the arguments of its kind, and names units, parameters and regions that are there."""
-    op = data(node).op
-    takes, given = _TAKES.get(type(op)), node.args
-    if takes is not None:
-        sources = [data(arg).op for arg in given if isinstance(arg, fx.Node)]
-        fits = len(sources) == len(given) == len(takes)
-        if not fits or any(kinds and not isinstance(op, kinds) for op, kinds in zip(sources, takes, strict=True)):
-            yield Violation(node, f"{node.name} is given {list(given)}, which a {type(op).__name__} does not take")
-    elif isinstance(op, (Reduce, Accumulate)):
-        fits = len(given) == 2 and isinstance(given[0], fx.Node) and isinstance(given[1], (list, tuple))
-        if not fits or not all(grad is None or isinstance(grad, fx.Node) for grad in given[1]):  # type: ignore[union-attr]
-            yield Violation(node, f"{node.name} is given {list(given)}; want a unit and a list of gradients")
+    op, given = data(node).op, given_to(node)
+    if op.takes is not None and not (takes(type(op), given) and all(map(_lists_gradients, given))):
+        yield Violation(node, f"{node.name} is given {list(node.args)}, which a {type(op).__name__} does not take")
     unit = getattr(op, "unit", None)
     if unit is not None and unit not in {known.name for known in program.layout.units}:
         yield Violation(node, f"{node.name} names the unit {unit!r}, which is not there")
@@ -100,6 +61,11 @@ def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:
         yield from _mistaken_call(program, node, op)
     elif isinstance(op, Item) and program.regions:
         yield from _mistaken_item(program, node, op)
+
+
+def _lists_gradients(given: Any) -> bool:
+    """True of what is no list, and of one of values and None."""
+    return isinstance(given, Operation) or all(one is None or isinstance(one, fx.Node) for one in given)
 
 
 def _mistaken_gradients(
@@ -148,32 +114,17 @@ def _mistaken_item(program: Program, node: fx.Node, op: Item) -> Iterator[Violat
 def _spelled_as_meant(node: fx.Node) -> Iterator[Violation]:
     """The text that runs comes from a node's target and arguments; facts and digest read its data."""
     op = data(node).op
-    match op:
-        case Reduce():
-            given = node.kwargs.get("dtype"), node.kwargs.get("bucket"), _written_place(node)
-            meant = op.dtype, op.bucket, op.at
-            right = node.target is (reduce_scatter if op.scatter else all_reduce) and given == meant
-        case AllGather() | GatherAhead():
-            asked = bool(node.kwargs.get("keep", False)), node.kwargs.get("dtype"), _written_place(node)
-            target, at = (all_gather, op.at) if isinstance(op, AllGather) else (gather_ahead, None)
-            right = node.target is target and asked == (op.keep, op.dtype, at)
-        case Call():
-            right = node.args[0] == op.region
-        case _:
-            right = True
-    if not right:
+    right = not op.functions or (node.target is FUNCTIONS[op.function] and _written(node) == keywords_of(op))
+    if not right or (isinstance(op, Call) and node.args[0] != op.region):
         yield Violation(node, f"{label(node)} is written otherwise than its data says: {op}")
 
 
-def _written_place(node: fx.Node) -> tuple[object, ...] | None:
-    """The bytes of the arena that a line's text names."""
+def _written(node: fx.Node) -> dict[str, Any]:
+    """What a line's text gives by name, of the arena only the bytes."""
     match node.kwargs.get("at"):
         case (fx.Node() as arena, start, stop) if isinstance(data(arena).op, Arena):
-            return start, stop
-        case None:
-            return None
-        case other:
-            return (other,)
+            return {**node.kwargs, "at": (start, stop)}
+    return dict(node.kwargs)
 
 
 def _phases_split(program: Program) -> Iterator[Violation]:
@@ -181,7 +132,7 @@ def _phases_split(program: Program) -> Iterator[Violation]:
     seen_backward = False
     for node in program.graph.nodes:
         held = data(node)
-        if isinstance(held.op, PLACEHOLDERS):
+        if isinstance(held.op, Placeholder):
             continue
         seen_backward |= held.phase is Phase.BACKWARD
         if seen_backward and held.phase is Phase.FORWARD:

@@ -31,7 +31,8 @@ from zcompile._torch import (
 )
 from zcompile.errors import CaptureError
 from zcompile.ir.layout import Layout
-from zcompile.ir.ops import Compute, Data, Input, Item, Kind, Parameter, Phase, data, op_of, set_data
+from zcompile.ir.operation import Data, Phase, data, op_of, set_data
+from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter
 from zcompile.ir.parameter_views import is_view
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
-from zcompile.ir.ops import Input, Kind, data
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 
 Flow = frozenset[int | None]

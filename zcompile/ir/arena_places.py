@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import fx
 
 from zcompile.ir.layout import Param
-from zcompile.ir.ops import AllGather, GatherAhead, Phase, Reduce, Release, data, op_of
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import AllGather, GatherAhead, Reduce, Release
 from zcompile.ir.packing import Interval, aligned
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import sent_dtype
 
 
 def placeable(program: Program) -> dict[fx.Node, Interval]:
@@ -49,8 +49,8 @@ def place_bytes(program: Program, node: fx.Node) -> int:
     op = data(node).op
     assert isinstance(op, (AllGather, Reduce)), f"{node.name} takes no place"
     total = 0
-    for params in program.messages(op):
-        message = sum(param.padded_numel for param in params) * sent_dtype(op, params[0]).itemsize
+    for params in op.messages(program.layout):
+        message = sum(param.padded_numel for param in params) * op.sent_dtype(params[0]).itemsize
         if isinstance(op, Reduce):
             total += aligned(message) if _is_copied(op, params) else 0
             continue
@@ -67,6 +67,6 @@ def _is_copied(op: Reduce, params: list[Param]) -> bool:
     if len(params) > 1:
         return True
     (param,) = params
-    kind = sent_dtype(op, param)
+    kind = op.sent_dtype(param)
     pieces = op.bucket is not None and param.padded_numel * kind.itemsize > op.bucket
     return not pieces and (param.padded_numel != param.numel or kind is not param.full_dtype)

@@ -14,7 +14,6 @@ from functools import cached_property
 import torch
 
 from zcompile.errors import ModelError
-from zcompile.ir.spelling import identifier
 
 SMALL_BYTES = 64 * 1024
 """A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
@@ -122,11 +121,6 @@ class Unit:
     def __post_init__(self) -> None:
         if not self.messages:
             object.__setattr__(self, "messages", tuple((index,) for index in range(len(self.params))))
-
-    @property
-    def identifier(self) -> str:
-        """The name as Python spells it in a printed program."""
-        return identifier(self.name)
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.ops import Call, Item, Reduce, Store, WaitReduce, data, op_of
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Call, Item, Reduce, Store, WaitReduce
 from zcompile.ir.program_graph import ProgramGraph
 
 

@@ -1,30 +1,52 @@
-"""The operations of the outer program: names in the graph here, code in the runtime.
+"""The table of operations of the outer program: a class for each, with all that is known of it.
 
-An outer program is a list of calls of these functions and of regions. They are never run from here: the printed
-program is executed with the functions of `zcompile.runtime.executor` under the same names.
+An outer program is a list of calls of the runtime's functions and of regions. They are never run from here: the printed
+program is executed with the functions of `zcompile.runtime.executor` under the same names. A class says how its lines
+are spelled, what they take, send, gain and free, and what they do to time; whatever prints, parses, checks, counts,
+simulates or draws programs reads it from here (`docs/design.md` shows how one is added).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import fx
 
-from zcompile.ir.tensor_type import TensorType
+from zcompile.ir.layout import Layout, Param
+from zcompile.ir.operation import (
+    ANY,
+    GRADIENTS,
+    Operation,
+    Role,
+    Traffic,
+    data,
+    options_of,
+    takes,
+)
 
-Place = tuple[int, int]
+ByteRange = tuple[int, int]
 """The bytes [start, stop) of the arena that a line has for what it gathers, or copies to be sent."""
 
 
-class Phase(StrEnum):
-    """The two halves of a step."""
+# -- placeholders -----------------------------------------------------------------------------------------------------
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
+
+class Placeholder(Operation):
+    """What a program is given. Lines unbox it by name, with what it is at the margin: `label`, and of which."""
+
+    __slots__ = ()
+    role = Role.PLACEHOLDER
+    label: ClassVar[str]
+
+
+class Lent(Placeholder):
+    """What a program is lent for a run."""
+
+    __slots__ = ()
 
 
 class Kind(StrEnum):
@@ -36,8 +58,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
-    """A placeholder that the caller fills; `index` is its place among the caller's arguments of this kind."""
+class Input(Placeholder):
+    """What the caller fills; `index` is its place among the caller's arguments of this kind."""
+
+    label = ""  # the module that it comes from, or what is special about it
 
     kind: Kind
     index: int
@@ -50,48 +74,72 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """A placeholder for a full parameter, before regions are outlined."""
+class Parameter(Placeholder):
+    """A full parameter, before regions are outlined."""
+
+    label = "parameter"
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
-    """A placeholder for what this rank keeps of a unit."""
+class Shards(Placeholder):
+    """What this rank keeps of a unit."""
+
+    label = "unit"
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
-    """A placeholder for memory that is kept from step to step, of which a program's lines are given their places."""
+class Arena(Lent):
+    """Memory that is kept from step to step, of which a program's lines are given their ranges."""
+
+    label = "arena"
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
-    """A placeholder for memory that is kept from step to step, in which checkpoints lie one behind the other."""
+class Stack(Lent):
+    """Memory that is kept from step to step, in which checkpoints lie one behind the other."""
+
+    label = "stack"
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
-    """A placeholder for where activations are kept that the device has no memory for."""
+class Away(Lent):
+    """Where activations are kept that the device has no memory for."""
+
+    label = "away"
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
-    """A placeholder for `size` ranks that have the same activations, of which each keeps a part."""
+class Peers(Lent):
+    """`size` ranks that have the same activations, of which each keeps a part."""
+
+    label = "peers"
 
     size: int
 
 
+# -- compute ----------------------------------------------------------------------------------------------------------
+
+
+class _Computes(Operation):
+    __slots__ = ()
+    role = Role.COMPUTE
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """Its results'."""
+        return data(node).nbytes + sum(data(item).nbytes for item in items_of(node))
+
+
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(_Computes):
     """An ATen operation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(_Computes):
     """A call of a region; its first arguments are the full parameters of `units`, in that order."""
 
     region: str
@@ -99,40 +147,124 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Item(Operation):
     """One of several results."""
+
+    role = Role.VALUE
 
     index: int
 
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """Its call's."""
+        return 0
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
+
+
+class Communication(Operation):
+    """Starts a collective of the data-parallel ranks for the parameters of `unit`."""
+
+    __slots__ = ()
+    unit: str
+
+    @property
+    def agreed(self) -> tuple[str, str]:
+        """What ranks compare beside the unit and its messages, in front of them and behind."""
+        return self.function, ""
+
+    def sends(self, param: Param) -> bool:
+        """True for a parameter of the unit that it has to do with."""
+        return bool(param.shards)
+
+    def sent_dtype(self, param: Param) -> torch.dtype:
+        """In which it sends what it sends of `param`."""
+        return param.full_dtype
+
+    def messages(self, layout: Layout) -> list[list[Param]]:
+        """The parameters of each of its messages."""
+        unit = layout.unit(self.unit)
+        sent = ([unit.params[i] for i in message if self.sends(unit.params[i])] for message in unit.messages)
+        return [params for params in sent if params]
+
+    def message_bytes(self, layout: Layout) -> list[int]:
+        """Bytes of each of its messages, padding included."""
+        messages = self.messages(layout)
+        return [sum(p.padded_numel * self.sent_dtype(p).itemsize for p in params) for params in messages]
+
+    def payload(self, layout: Layout) -> int:
+        """Bytes of the tensors that are moved, padding included; an all_reduce moves them twice."""
+        return sum(param.padded_bytes for param in layout.unit(self.unit).params if param.shards)
+
+    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
+        """Over the data-parallel ranks."""
+        return Traffic(
+            "",
+            layout.world,
+            self.payload(layout),
+            len(self.messages(layout)),
+            apart=layout.tensor_parallel,
+            copied=self.copied(layout),
+        )
+
+    def copied(self, layout: Layout) -> int:
+        """Bytes of shards that are copied from the host first."""
+        return self.payload(layout) // layout.world if layout.away else 0
+
 
 @dataclass(frozen=True, slots=True)
-class AllGather:
+class AllGather(Communication):
     """Start gathering a unit. `keep`: the full copy outlives the program and is gathered again only after a change."""
+
+    role = Role.GATHER
+    functions = ("all_gather",)
+    takes = ((Shards,),)
 
     unit: str
     keep: bool = False
     dtype: torch.dtype | None = None
     """What shards are cast to before they are sent; None: sent as they are."""
-    at: Place | None = None
+    at: ByteRange | None = None
+
+    @property
+    def agreed(self) -> tuple[str, str]:
+        """With what is kept."""
+        return ("all_gather keep" if self.keep else "all_gather"), ""
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """None in the arena, which is there anyway."""
+        return 0 if self.at is not None else layout.gathered_bytes(self.unit)
 
 
 @dataclass(frozen=True, slots=True)
-class WaitGather:
-    """The full parameters of a unit, once they have arrived."""
+class GatherAhead(Communication):
+    """Start gathering a unit for the next step's forward, whose `AllGather` of it then starts nothing."""
+
+    role = Role.GATHER
+    functions = ("gather_ahead",)
+    takes = ((Shards,),)
+    gives = False
 
     unit: str
+    keep: bool = False
+    dtype: torch.dtype | None = None
+
+    def payload(self, layout: Layout) -> int:
+        """It counts where the next step would gather it."""
+        return 0
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """None where it arrives in the memory of the copy that the forward has gathered."""
+        return 0 if self.keep else layout.gathered_bytes(self.unit)
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Free the full parameters of a unit."""
-
-    unit: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Communication):
     """Start averaging the gradients of `params` over the ranks; `scatter`: each rank gets its shard, else all."""
+
+    role = Role.REDUCE
+    functions = ("reduce_scatter", "all_reduce")
+    takes = ((Shards,), GRADIENTS)
 
     unit: str
     params: tuple[str, ...]
@@ -141,256 +273,252 @@ class Reduce:
     """What gradients are cast to before they are sent; None: sent as they are."""
     bucket: int | None = None
     """Bytes of a piece of what is copied to be sent; None: it is copied as a whole."""
-    at: Place | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReduce:
-    """The averaged gradients of `params`, once they have arrived."""
-
-    unit: str
-    params: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Let the optimizer use the averaged gradients of `params`, and free them."""
-
-    unit: str
-    params: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GatherAhead:
-    """Start gathering a unit for the next step's forward, whose `AllGather` of it then starts nothing."""
-
-    unit: str
-    keep: bool = False
-    dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulate:
-    """Hold this rank's own gradients of `params` back: they are reduced with those of a later backward."""
-
-    unit: str
-    params: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A gradient copied, because its memory belongs to another value too and the reduction must own it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """A checkpoint copied onto the stack, so that its own memory is free again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stash:
-    """What stands for an activation from where it is on its way out, until it is fetched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Start bringing an activation back."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitFetch:
-    """The activation, once it is back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """The end of a program: see `zcompile.ir.program_graph.ResultsView`."""
-
-
-Op = (
-    Input
-    | Parameter
-    | Shards
-    | Arena
-    | Stack
-    | Away
-    | Peers
-    | Compute
-    | Call
-    | Item
-    | AllGather
-    | WaitGather
-    | Release
-    | Reduce
-    | WaitReduce
-    | Update
-    | GatherAhead
-    | Accumulate
-    | Copy
-    | Store
-    | Stash
-    | Fetch
-    | WaitFetch
-    | Results
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """All that passes know of a node."""
-
-    op: Op
-    phase: Phase = Phase.FORWARD
-    type: TensorType | None = None
-    source: str = ""
-    """Path of the module it comes from; for communication, of the unit."""
-    unit: str = ""
-    """The unit whose region it belongs to, once assigned; empty for glue between units."""
-    view: bool = False
-    """True if the value shares the memory of another one."""
-    replicated: str = ""
-    """Where every rank of the model-parallel mesh is known to have the same value: a digest of how it comes about."""
-    storage: int = 0
-    """Bytes of the memory that the value keeps alive, where that is not what it shows; printed behind the type."""
+    at: ByteRange | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of new memory that the value takes."""
-        return (self.storage or self.type.nbytes) if self.type and not self.view else 0
+    def function(self) -> str:
+        """The first where it scatters."""
+        return self.functions[0 if self.scatter else 1]
+
+    @classmethod
+    def meant_by(cls, function: str) -> dict[str, Any]:
+        """Whether it scatters."""
+        return {"scatter": function == cls.functions[0]}
+
+    @property
+    def agreed(self) -> tuple[str, str]:
+        """With the size of pieces."""
+        return self.function, f" by {self.bucket}" if self.bucket else ""
+
+    def sends(self, param: Param) -> bool:
+        """Those with a gradient."""
+        return param.name in self.params
+
+    def sent_dtype(self, param: Param) -> torch.dtype:
+        """That of gradients."""
+        return param.reduce_dtype
+
+    def payload(self, layout: Layout) -> int:
+        """Twice that of what every rank gets whole."""
+        params = [layout.param(name) for name in self.params]
+        factors = [1 if self.scatter and p.shards else 2 for p in params]
+        return sum(p.padded_numel * p.reduce_dtype.itemsize * f for p, f in zip(params, factors, strict=True))
+
+    def copied(self, layout: Layout) -> int:
+        """Gradients are on the device."""
+        return 0
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """This rank's shards of the averages; alone, a gradient is its own average."""
+        if not self.scatter or layout.world == 1:
+            return 0
+        params = [layout.param(name) for name in self.params]
+        return sum(param.padded_numel * param.reduce_dtype.itemsize // layout.world for param in params)
 
 
-_KEY = "zcompile"
+@dataclass(frozen=True, slots=True)
+class WaitGather(Operation):
+    """The full parameters of a unit, once they have arrived."""
+
+    role = Role.WAIT
+    functions = ("wait",)
+    takes = ((AllGather,),)
+
+    unit: str
 
 
-def data(node: fx.Node) -> Data:
-    """The one reader of a node's data."""
-    found: Data = node.meta[_KEY]
-    return found
+@dataclass(frozen=True, slots=True)
+class WaitReduce(Operation):
+    """The averaged gradients of `params`, once they have arrived."""
+
+    role = Role.WAIT
+    functions = ("wait",)
+    takes = ((Reduce,),)
+
+    unit: str
+    params: tuple[str, ...]
 
 
-def has_data(node: fx.Node) -> bool:
-    """False for a node that one of torch's own passes has put in."""
-    return _KEY in node.meta
+@dataclass(frozen=True, slots=True)
+class Release(Operation):
+    """Free the full parameters of a unit."""
+
+    role = Role.FREE
+    functions = ("release",)
+    takes = ((WaitGather,),)
+    gives = False
+
+    unit: str
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """What was gathered outside of the arena is freed."""
+        gathers = (source for full in node.all_input_nodes for source in full.all_input_nodes)
+        placed = any(isinstance(op := data(gather).op, AllGather) and op.at is not None for gather in gathers)
+        return 0 if placed else -layout.gathered_bytes(self.unit)
 
 
-T = TypeVar("T", bound=Op)
+# -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def op_of(node: fx.Node, kind: type[T]) -> T:
-    """The operation of a node known to be of `kind`."""
-    found = data(node).op
-    assert isinstance(found, kind), f"{node.name} is {found}, not {kind.__name__}"
-    return found
+@dataclass(frozen=True, slots=True)
+class Update(Operation):
+    """Let the optimizer use the averaged gradients of `params`, and free them."""
+
+    role = Role.UPDATE
+    functions = ("update",)
+    takes = ((Shards,), (WaitReduce,))
+    gives = False
+
+    unit: str
+    params: tuple[str, ...]
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """What their reduction has taken."""
+        reduction = node.all_input_nodes[1].all_input_nodes[0]
+        return -data(reduction).op.memory(reduction, layout)
 
 
-def set_data(node: fx.Node, value: Data) -> fx.Node:
-    """The one writer of a node's data; returns the node."""
-    node.meta[_KEY] = value
-    return node
+@dataclass(frozen=True, slots=True)
+class Accumulate(Operation):
+    """Hold this rank's own gradients of `params` back: they are reduced with those of a later backward."""
+
+    role = Role.VALUE
+    functions = ("accumulate",)
+    takes = ((Shards,), GRADIENTS)
+
+    unit: str
+    params: tuple[str, ...]
 
 
-def _only_a_name(name: str) -> NoReturn:
-    message = f"{name} stands for an operation of the runtime; lower the program to run it"
-    raise TypeError(message)
+@dataclass(frozen=True, slots=True)
+class Copy(Operation):
+    """A gradient copied, because its memory belongs to another value too and the reduction must own it."""
+
+    role = Role.VALUE
+    functions = ("copy",)
+    takes = (ANY,)
 
 
-def region(name: str, *args: Any) -> NoReturn:
-    """Call the region `name`; printed as `name(*args)`."""
-    _only_a_name(name)
+# -- activations ------------------------------------------------------------------------------------------------------
 
 
-def all_gather(unit: Any, *, keep: bool = False, dtype: torch.dtype | None = None, at: Any = None) -> NoReturn:
-    """Start gathering the full parameters of a unit, cast to `dtype`, into the memory `at` if given."""
-    _only_a_name("all_gather")
+@dataclass(frozen=True, slots=True)
+class Store(Operation):
+    """A checkpoint copied onto the stack, so that its own memory is free again."""
+
+    role = Role.VALUE
+    functions = ("store",)
+    takes = (ANY, (Stack,))
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """None: a stack is there anyway."""
+        return 0
 
 
-def reduce_scatter(
-    unit: Any,
-    grads: Sequence[Any],
-    *,
-    dtype: torch.dtype | None = None,
-    bucket: int | None = None,
-    at: Any = None,
-) -> NoReturn:
-    """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets its shard.
+@dataclass(frozen=True, slots=True)
+class Stash(Operation):
+    """What stands for an activation from where it is on its way out, until it is fetched."""
 
-    What has to be copied to be sent is copied into the memory `at` if given.
-    """
-    _only_a_name("reduce_scatter")
+    role = Role.MOVE
+    functions = ("stash",)
+    takes = (ANY, (Away, Peers))
 
 
-def all_reduce(unit: Any, grads: Sequence[Any], *, dtype: torch.dtype | None = None) -> NoReturn:
-    """Start averaging the gradients of a unit, one or None for each of its parameters; each rank gets all."""
-    _only_a_name("all_reduce")
-
-
-def update(unit: Any, grads: Any) -> NoReturn:
-    """Step the optimizer for the parameters of a unit with their averaged gradients, which are freed."""
-    _only_a_name("update")
-
-
-def gather_ahead(unit: Any, *, keep: bool = False, dtype: torch.dtype | None = None) -> NoReturn:
-    """Start gathering a unit for the next step."""
-    _only_a_name("gather_ahead")
-
-
-def accumulate(unit: Any, grads: Sequence[Any]) -> NoReturn:
-    """Hold gradients back; a later reduction of the same parameters adds them to its own."""
-    _only_a_name("accumulate")
-
-
-def copy(value: Any) -> NoReturn:
-    """A copy of a tensor, in memory of its own."""
-    _only_a_name("copy")
-
-
-def store(value: Any, stack: Any) -> NoReturn:
-    """A copy of a tensor, on top of a stack."""
-    _only_a_name("store")
-
-
-def stash(value: Any, away: Any) -> NoReturn:
-    """Start moving an activation out of the device's memory; gives what stands for it."""
-    _only_a_name("stash")
-
-
-def fetch(stashed: Any, away: Any) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class Fetch(Operation):
     """Start bringing an activation back."""
-    _only_a_name("fetch")
+
+    role = Role.MOVE
+    functions = ("fetch",)
+    takes = (ANY, (Away, Peers))
+
+    def traffic(self, node: fx.Node, layout: Layout) -> Traffic | None:
+        """What peers keep in parts, they send each other."""
+        place = data(node.all_input_nodes[1]).op
+        return Traffic("tensor parallel", place.size, data(node).nbytes) if isinstance(place, Peers) else None
 
 
-def wait(started: Any) -> NoReturn:
-    """Wait for a gather (the full parameters), a reduction (the averaged gradients) or a fetch (the activation)."""
-    _only_a_name("wait")
+@dataclass(frozen=True, slots=True)
+class WaitFetch(Operation):
+    """The activation, once it is back."""
+
+    role = Role.WAIT
+    functions = ("wait",)
+    takes = ((Fetch,),)
 
 
-def release(full: Any) -> NoReturn:
-    """Free full parameters."""
-    _only_a_name("release")
+@dataclass(frozen=True, slots=True)
+class Results(Operation):
+    """The end of a program: see `zcompile.ir.program_graph.ResultsView`."""
+
+    role = Role.RESULTS
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """None."""
+        return 0
 
 
-NAMES = frozenset(
-    {
-        "torch",
-        "all_gather",
-        "reduce_scatter",
-        "all_reduce",
-        "update",
-        "gather_ahead",
-        "accumulate",
-        "wait",
-        "release",
-        "copy",
-        "store",
-        "stash",
-        "fetch",
-        "unbox",
-        "aten",
-        "ops",
-        "box",
-    }
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_LINES: tuple[type[Operation], ...] = (
+    AllGather,
+    GatherAhead,
+    Reduce,
+    WaitGather,
+    WaitReduce,
+    Release,
+    Update,
+    Accumulate,
+    Copy,
+    Store,
+    Stash,
+    Fetch,
+    WaitFetch,
 )
+LENT: tuple[type[Lent], ...] = (Arena, Stack, Away, Peers)
+
+
+def _stand_in(name: str) -> Callable[..., NoReturn]:
+    """What stands in a graph for the runtime's function `name`."""
+
+    def only_a_name(*_: Any, **__: Any) -> NoReturn:
+        message = f"{name} stands for an operation of the runtime; lower the program to run it"
+        raise TypeError(message)
+
+    only_a_name.__name__ = only_a_name.__qualname__ = name
+    return only_a_name
+
+
+region = _stand_in("region")
+"""Called with the name of a region and its arguments; printed as a call of the region."""
+FUNCTIONS: Mapping[str, Callable[..., NoReturn]] = {
+    name: _stand_in(name) for name in dict.fromkeys(name for kind in _LINES for name in kind.functions)
+}
+"""What stands in a graph for the runtime's functions, by name."""
+NAMES = frozenset({*FUNCTIONS, "torch", "unbox", "aten", "ops", "box"})
 """Names with a meaning in a printed program; no value is called so."""
+
+
+def operation(name: str, given: Sequence[Any], keywords: Mapping[str, Any], layout: Layout) -> Operation:
+    """What a call of the runtime's function `name` is.
+
+    Args:
+        name: As it is printed.
+        given: Its arguments, in place of each value the operation that gives it.
+        keywords: What it is given by name.
+        layout: The units of the program.
+    """
+    kinds = [kind for kind in _LINES if name in kind.functions]
+    kind = next((kind for kind in kinds if takes(kind, tuple(given))), kinds[0])
+    unit: str = getattr(given[0], "unit", "") if given else ""
+    values: dict[str, Any] = {"unit": unit, "params": (), **kind.meant_by(name)}
+    if kind.takes and kind.takes[-1] is GRADIENTS:
+        named = zip(layout.unit(unit).params, given[-1], strict=True)
+        values["params"] = tuple(param.name for param, gradient in named if gradient is not None)
+    else:
+        values["params"] = getattr(given[-1], "params", ()) if given else ()
+    values |= {option: value for option, value in keywords.items() if option in options_of(kind)}
+    return kind(**{one.name: values[one.name] for one in fields(kind) if one.name in values})  # type: ignore[arg-type]
 
 
 def items_of(node: fx.Node) -> list[fx.Node]:

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from zcompile._torch import OpOverload
-from zcompile.ir.ops import Compute, Item, Parameter, data
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Compute, Item, Parameter
 from zcompile.ir.program import Program
 
 aten = torch.ops.aten

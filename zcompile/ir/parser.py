@@ -21,22 +21,20 @@ from zcompile._torch import FakeTensorMode
 from zcompile.errors import ParseError
 from zcompile.ir import ops
 from zcompile.ir.layout import STAGES, Layout, Param, Unit
+from zcompile.ir.operation import Data, Operation, Phase, data, given_to, op_of, set_data
 from zcompile.ir.operators import known
-from zcompile.ir.ops import Call, Compute, Data, Input, Item, Kind, Op, Parameter, Phase, Shards, data, op_of, set_data
+from zcompile.ir.ops import Call, Compute, Input, Item, Kind, Parameter, Shards
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
-from zcompile.ir.spelling import unescaped
+from zcompile.ir.spelling import identifier, unescaped
 from zcompile.ir.tensor_type import TensorType, dtype_of
 
 _MARGIN = re.compile(
     r"#\s*(?P<types>(?:=?&?\w+\[[^\]]*\](?:@\d+)?(?:,\s*)?)*)\s*"
     r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
 )
-_KEPT: dict[str, Op] = {"arena": ops.Arena(), "stack": ops.Stack(), "away": ops.Away()}
-_UNARY: dict[Any, Op] = {
-    ops.copy: ops.Copy(), ops.store: ops.Store(), ops.stash: ops.Stash(), ops.fetch: ops.Fetch()
-}  # fmt: skip
+_LENT = {kind.label: kind for kind in ops.LENT}
 
 
 def parse(text: str) -> Program:
@@ -71,7 +69,7 @@ class _Type:
         storage = int(text.partition("@")[2] or 0)
         return cls(TensorType.parse(text), "&" in text, "=" if text.startswith("=") else "", storage)
 
-    def data(self, op: Op, phase: Phase, source: str) -> Data:
+    def data(self, op: Operation, phase: Phase, source: str) -> Data:
         """The data of a value of this type."""
         return Data(
             op, phase, self.type, unescaped(source), view=self.view, replicated=self.replicated, storage=self.storage
@@ -139,7 +137,7 @@ class _Parser:
             raise ParseError("the text", "has no function `forward`", "parse what Program.text(regions=True) printed")
         for unit in self.layout.units if self.regions else ():
             if unit.name not in {op_of(n, Shards).unit for n in graph.find_nodes(op="placeholder") if _is_shards(n)}:
-                name = unit.identifier
+                name = identifier(unit.name)
                 set_data(graph.create_node("placeholder", name, name=name), Data(Shards(unit.name)))
         _placeholders_first(graph)
         set_results(graph, **results)
@@ -201,15 +199,13 @@ class _Parser:
     def _input(self, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
         kind, _, rest = margin.source.partition(" ")
         index = len(scope.graph.find_nodes(op="placeholder"))
-        op: Op
+        op: Operation
         if kind == "unit":
             op = Shards(unescaped(rest))
         elif kind == "parameter":
             op = Parameter(unescaped(rest))
-        elif kind in _KEPT:
-            op = _KEPT[kind]
-        elif kind == "peers":
-            op = ops.Peers(int(rest))
+        elif kind in _LENT:
+            op = _LENT[kind](*map(int, rest.split()))
         else:
             held = "mesh" if kind == "mesh" and margin.first.type is None else ""
             op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated", held)
@@ -261,15 +257,15 @@ class _Parser:
         target: Callable[..., Any]
         if text in self.regions:
             target, args = ops.region, [text, *args]
-        elif text in ops.NAMES:
-            target = getattr(ops, text)
+        elif text in ops.FUNCTIONS:
+            target = ops.FUNCTIONS[text]
         else:
             target = known(text)
             if not callable(target):
                 raise _undefined(call.func)
         node = scope.graph.create_node("call_function", target, tuple(args), kwargs, name=name or _default_name(text))
         node.meta["partitioner_tag"] = f"is_{scope.phase}"
-        op = _op(node, self.layout, self.regions, margin.source)
+        op = _operation(node, self.layout, self.regions, margin.source)
         return self._typed(node, margin.first.data(op, scope.phase, margin.source))
 
     def _value(self, expression: ast.expr | None, scope: _Scope) -> Any:
@@ -336,49 +332,20 @@ def _is_shards(node: fx.Node) -> bool:
     return isinstance(data(node).op, Shards)
 
 
-def _op(node: fx.Node, layout: Layout, regions: dict[str, Region], source_text: str) -> Op:
+def _operation(node: fx.Node, layout: Layout, regions: dict[str, Region], source: str) -> Operation:
     """What a call is, from the function it names and the values it takes."""
-    first = node.args[0] if node.args else None
-    source = data(first).op if isinstance(first, fx.Node) else None
-    unit: str = getattr(source, "unit", "")
+    function = node.target.__name__  # type: ignore[union-attr]
     if node.target is ops.region:
         # The margin says what the call is meant to read; its arguments, what it does read.
-        units = [name for name in map(unescaped, source_text.split(" + ")) if layout.has_unit(name)]
-        reads = {argument for argument, item in regions[str(first)].takes if item is not None}
-        return Call(str(first), tuple(units[: len(reads)]))
-    if node.target is ops.all_gather:
-        return ops.AllGather(unit, bool(node.kwargs.get("keep", False)), _dtype(node), _place(node))
-    if node.target in (ops.reduce_scatter, ops.all_reduce):
-        grads: Any = node.args[1]
-        named = zip(layout.unit(unit).params, grads, strict=True)
-        params = tuple(param.name for param, grad in named if grad is not None)
-        bucket: Any = node.kwargs.get("bucket")
-        return ops.Reduce(unit, params, node.target is ops.reduce_scatter, _dtype(node), bucket, _place(node))
-    if node.target is ops.accumulate:
-        given = zip(layout.unit(unit).params, node.args[1], strict=True)  # type: ignore[arg-type]
-        return ops.Accumulate(unit, tuple(param.name for param, grad in given if grad is not None))
-    if node.target is ops.wait and isinstance(source, ops.Fetch):
-        return ops.WaitFetch()
-    if node.target is ops.wait:
-        return ops.WaitReduce(unit, source.params) if isinstance(source, ops.Reduce) else ops.WaitGather(unit)
-    if node.target is ops.update:
-        arrived = data(node.all_input_nodes[1]).op
-        return ops.Update(unit, arrived.params if isinstance(arrived, ops.WaitReduce) else ())
-    if node.target is ops.gather_ahead:
-        return ops.GatherAhead(unit, bool(node.kwargs.get("keep", False)), _dtype(node))
-    if node.target in _UNARY:
-        return _UNARY[node.target]
-    return ops.Release(unit) if node.target is ops.release else Compute()
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    found = node.kwargs.get("dtype")
-    return found if isinstance(found, torch.dtype) else None
-
-
-def _place(node: fx.Node) -> ops.Place | None:
-    found: Any = node.kwargs.get("at")
-    return (found[1], found[2]) if found else None
+        units = [name for name in map(unescaped, source.split(" + ")) if layout.has_unit(name)]
+        reads = {argument for argument, item in regions[str(node.args[0])].takes if item is not None}
+        return Call(str(node.args[0]), tuple(units[: len(reads)]))
+    if node.target is not ops.FUNCTIONS.get(function):
+        return Compute()
+    keywords: dict[str, Any] = dict(node.kwargs)
+    if "at" in keywords:
+        keywords["at"] = keywords["at"][1:]
+    return ops.operation(function, given_to(node), keywords, layout)
 
 
 def _default_name(function: str) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
 import jinja2
@@ -30,27 +30,18 @@ from torch import fx
 from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.ir.layout import Layout, Param
 from zcompile.ir.liveness import last_needs
+from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.ops import (
-    Arena,
-    Away,
     Call,
-    Data,
-    GatherAhead,
     Input,
     Item,
     Kind,
+    Lent,
     Parameter,
-    Peers,
-    Phase,
-    Release,
     Results,
     Shards,
-    Stack,
-    Update,
     WaitGather,
-    data,
     items_of,
-    op_of,
 )
 from zcompile.ir.program_graph import ProgramGraph, after_items
 from zcompile.ir.region import Region
@@ -211,7 +202,7 @@ def inputs_of(program: ProgramGraph, phase: Phase) -> list[fx.Node]:
     ends = set(_result_nodes(program, phase))
     shards = [n for n in program.nodes(Parameter, Shards) if n in used or n in ends]
     constants = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.CONSTANT and n in used]
-    bound = [*shards, *constants, *(n for n in program.nodes(Arena, Stack, Away, Peers) if n in used)]
+    bound = [*shards, *constants, *(n for n in program.nodes(Lent) if n in used)]
     if phase is Phase.FORWARD:
         return [*bound, *(n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA)]
     tangents = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.TANGENT]
@@ -274,12 +265,9 @@ def _argument(program: ProgramGraph, node: fx.Node) -> Line:
             return Line(f"{node.name},", _type_text(held), source=f"parameter {escaped(name)}")
         case WaitGather(unit):
             return Line(f"{node.name},", source=f"full unit {escaped(unit)}")
-        case Arena():
-            return Line(f"{node.name},", _type_text(held), source="arena")
-        case Peers(size):
-            return Line(f"{node.name},", source=f"peers {size}")
-        case Stack() | Away():
-            return Line(f"{node.name},", source=type(held.op).__name__.lower())
+        case Lent() as lent:
+            type_ = _type_text(held) if held.type else ""
+            return Line(f"{node.name},", type_, source=" ".join([lent.label, *map(str, astuple(lent))]))  # type: ignore[call-overload]
         case Input(held="mesh"):
             return Line(f"{node.name},", source="mesh")
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
@@ -309,7 +297,7 @@ def _statement(node: fx.Node, delta: int) -> list[Line]:
     held = data(node)
     items = items_of(node)
     margin = (_delta_text(delta), _source_text(held))
-    if isinstance(held.op, (Release, Update, GatherAhead)):
+    if not held.op.gives:
         return _wrapped(Line(_call_text(node), "", *margin))
     if not items:
         type_ = _type_text(held) if held.type else ""
@@ -394,7 +382,7 @@ def _deaths(program: ProgramGraph, phase: Phase, body: list[fx.Node]) -> dict[fx
         end = last.get(node)
         if end is None or node in alive_at_end or data(node).type is None:
             continue
-        if isinstance(data(node).op, (Parameter, Arena)) or (isinstance(data(node).op, Item) and end is node):
+        if isinstance(data(node).op, (Parameter, Lent)) or (isinstance(data(node).op, Item) and end is node):
             continue
         deaths.setdefault(_if_sound(after_items, end, end), []).append(node)
     return deaths

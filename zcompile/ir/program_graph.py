@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
 from torch import fx
 
-from zcompile.ir.layout import Layout, Param
+from zcompile.ir.layout import Layout
+from zcompile.ir.operation import Data, Operation, Phase, Traffic, data, keywords_of, op_of, set_data
 from zcompile.ir.ops import (
+    FUNCTIONS,
     AllGather,
-    Arena,
-    Away,
     Call,
-    Compute,
-    Data,
-    Fetch,
-    GatherAhead,
+    Communication,
     Input,
     Item,
     Kind,
+    Lent,
     Parameter,
-    Peers,
-    Phase,
-    Reduce,
-    Release,
+    Placeholder,
     Results,
     Shards,
-    Stack,
-    Store,
     Update,
     WaitGather,
-    data,
-    items_of,
-    op_of,
-    set_data,
 )
 from zcompile.ir.region import Region
 from zcompile.ir.tensor_type import TensorType
-
-PLACEHOLDERS = (Input, Parameter, Shards, Arena, Stack, Away, Peers)
-Communication = AllGather | GatherAhead | Reduce
-COMMUNICATIONS = (AllGather, GatherAhead, Reduce)
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +59,7 @@ class ProgramGraph:
 
     def body(self, phase: Phase) -> list[fx.Node]:
         """What `phase` executes, in order: no placeholders, no results."""
-        return [n for n in self.nodes(phase=phase) if not isinstance(data(n).op, (*PLACEHOLDERS, Results))]
+        return [n for n in self.nodes(phase=phase) if not isinstance(data(n).op, (Placeholder, Results))]
 
     def node(self, name: str) -> fx.Node:
         """The node called `name`."""
@@ -100,11 +84,7 @@ class ProgramGraph:
 
     def saved(self) -> list[fx.Node]:
         """Values of the forward (inputs too) that the backward uses, in program order: full parameters left out."""
-        return [
-            n
-            for n in self._crossing()
-            if not isinstance(data(n).op, (Parameter, Shards, Arena, Away, Peers, WaitGather))
-        ]
+        return [n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, Lent, WaitGather))]
 
     def kept(self) -> list[fx.Node]:
         """Full parameters gathered in the forward that the backward uses as they are."""
@@ -141,103 +121,36 @@ class ProgramGraph:
         """One line for each collective in issue order: what every rank must agree on, activation shapes left out."""
         lines = []
         for phase in self.phases:
-            for node in self.nodes(*COMMUNICATIONS, phase=phase):
-                op = data(node).op
-                assert isinstance(op, COMMUNICATIONS), "asked for by kind"
-                lines.append(f"{phase}: {self._text_of(op)}")
+            for node in self.nodes(Communication, phase=phase):
+                lines.append(f"{phase}: {self._text_of(op_of(node, Communication))}")
         return lines
 
     def _text_of(self, op: Communication) -> str:
         """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
-        match op:
-            case Reduce(scatter=scatter):
-                name = "reduce_scatter" if scatter else "all_reduce"
-            case AllGather(keep=keep):
-                name = "all_gather keep" if keep else "all_gather"
-            case GatherAhead():
-                name = "gather_ahead"
+        before, behind = op.agreed
         texts = []
-        for params in self.messages(op):
-            types = (TensorType.make(sent_dtype(op, p), p.shape) for p in params)
+        for params in op.messages(self.layout):
+            types = (TensorType.make(op.sent_dtype(p), p.shape) for p in params)
             texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
-        pieces = f" by {op.bucket}" if isinstance(op, Reduce) and op.bucket else ""
-        return f"{name} {op.unit} ({', '.join(texts)}){pieces}"
-
-    def messages(self, op: Communication) -> list[list[Param]]:
-        """The parameters of each message of a communication."""
-        unit = self.layout.unit(op.unit)
-        wanted = set(op.params) if isinstance(op, Reduce) else {p.name for p in unit.params if p.shards}
-        sent = ([unit.params[i] for i in message if unit.params[i].name in wanted] for message in unit.messages)
-        return [params for params in sent if params]
-
-    def message_count(self, node: fx.Node) -> int:
-        """In how many messages a communication travels."""
-        op = data(node).op
-        assert isinstance(op, COMMUNICATIONS), f"{node.name} is no communication"
-        return len(self.messages(op))
-
-    def message_bytes(self, node: fx.Node) -> list[int]:
-        """Bytes of each message of a communication, padding included."""
-        op = data(node).op
-        assert isinstance(op, COMMUNICATIONS), f"{node.name} is no communication"
-        return [sum(p.padded_numel * sent_dtype(op, p).itemsize for p in params) for params in self.messages(op)]
+        return f"{before} {op.unit} ({', '.join(texts)}){behind}"
 
     def digest(self) -> str:
         """SHA-256 of the communications: equal on all ranks, or the program must not run."""
         return hashlib.sha256("\n".join(self.communications()).encode(errors="backslashreplace")).hexdigest()
 
-    def payload(self, node: fx.Node) -> int:
-        """Bytes of the tensors that one communication moves, padding included; an all_reduce moves them twice.
-
-        What is gathered ahead counts where the next step would gather it.
-        """
-        op = data(node).op
-        if isinstance(op, GatherAhead):
-            return 0
-        if isinstance(op, AllGather):
-            return sum(param.padded_bytes for param in self.layout.unit(op.unit).params if param.shards)
-        assert isinstance(op, Reduce), f"{node.name} is no communication"
-        params = [self.layout.param(name) for name in op.params]
-        factors = [1 if op.scatter and p.shards else 2 for p in params]
-        return sum(p.padded_numel * p.reduce_dtype.itemsize * f for p, f in zip(params, factors, strict=True))
-
-    def wire_bytes(self, *nodes: fx.Node) -> int:
-        """Bytes that this rank sends for communications: (N-1)/N of their payload."""
-        world = self.layout.world
-        return sum(map(self.payload, nodes)) * (world - 1) // world
+    def traffic(self, node: fx.Node) -> Traffic | None:
+        """What `node` sends; None for what sends nothing."""
+        return data(node).op.traffic(node, self.layout)
 
     def volume(self) -> int:
-        """Bytes that this rank sends in one run of the program."""
-        return self.wire_bytes(*(n for n in self.nodes(*COMMUNICATIONS) if data(n).phase in self.phases))
-
-    def peers_of(self, node: fx.Node) -> int:
-        """From how many ranks a line fetches an activation together; 0 for any other line."""
-        place = data(node.all_input_nodes[1]).op if isinstance(data(node).op, Fetch) else None
-        return place.size if isinstance(place, Peers) else 0
+        """Bytes that this rank sends to others of its data-parallel group in one run of the program."""
+        world = self.layout.world
+        sent = (n for n in self.nodes(Communication) if data(n).phase in self.phases)
+        return sum(op_of(node, Communication).payload(self.layout) for node in sent) * (world - 1) // world
 
     def memory(self, node: fx.Node) -> int:
         """Bytes gained when `node` runs (negative for a release)."""
-        op = data(node).op
-        match op:
-            case GatherAhead(keep=True):
-                return 0  # into the memory of the copy that the forward has gathered
-            case AllGather(at=place) if place is not None:
-                return 0  # in the arena, which is there anyway
-            case AllGather() | GatherAhead():
-                return self.layout.gathered_bytes(op.unit)
-            case Call() | Compute():
-                return data(node).nbytes + sum(data(item).nbytes for item in items_of(node))
-            case Reduce(scatter=True) if (world := self.layout.world) > 1:  # alone, a gradient is its own average
-                params = [self.layout.param(name) for name in op.params]
-                return sum(param.padded_numel * param.reduce_dtype.itemsize // world for param in params)
-            case Item() | Results() | Store():
-                return 0  # a stack is there anyway, too
-            case Update():
-                return -self.memory(node.all_input_nodes[1].all_input_nodes[0])
-            case Release():
-                return 0 if _placed(node) else -self.layout.gathered_bytes(op.unit)
-            case _:
-                return data(node).nbytes
+        return data(node).op.memory(node, self.layout)
 
     # -- editing --------------------------------------------------------------------------------------------------
 
@@ -255,20 +168,18 @@ class ProgramGraph:
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             return set_data(self.graph.create_node("placeholder", name, name=name), held)
 
-    def add(self, target: Callable[..., Any], args: tuple[Any, ...], held: Data, name: str, **kwargs: Any) -> fx.Node:
-        """Insert a call of an outer operation at the graph's insertion point."""
-        return set_data(self.graph.create_node("call_function", target, args, kwargs, name=name), held)
+    def add(self, args: tuple[Any, ...], held: Data, name: str) -> fx.Node:
+        """Insert a line of `held`'s operation at the graph's insertion point."""
+        node = self.graph.create_node("call_function", FUNCTIONS[held.op.function], args, name=name)
+        return self.respell(set_data(node, held), held.op)
 
-
-def sent_dtype(op: Communication, param: Param) -> torch.dtype:
-    """In which a communication sends what it sends of `param`."""
-    return param.reduce_dtype if isinstance(op, Reduce) else param.full_dtype
-
-
-def _placed(release: fx.Node) -> bool:
-    """True if what is released has a place in the arena."""
-    gathers = (source for full in release.all_input_nodes for source in full.all_input_nodes)
-    return any(isinstance(op := data(gather).op, AllGather) and op.at is not None for gather in gathers)
+    def respell(self, node: fx.Node, op: Operation, arena: fx.Node | None = None) -> fx.Node:
+        """Let `node` be of `op`, in its data and in its text; `arena`: where its bytes are, if it has any there."""
+        keywords = keywords_of(op)
+        if "at" in keywords:
+            keywords["at"] = (arena, *keywords["at"])
+        node.target, node.kwargs = FUNCTIONS[op.function], keywords
+        return set_data(node, replace(data(node), op=op))
 
 
 def after_items(call: fx.Node) -> fx.Node:

@@ -11,9 +11,9 @@ from torch import fx
 
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.roofline import line_seconds
-from zcompile.ir.ops import AllGather, Call, GatherAhead, Item, Phase, Reduce, Release, Results, Update, data
+from zcompile.ir.operation import Phase, Role, data
+from zcompile.ir.ops import Call, Communication, Item, Results
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import COMMUNICATIONS
 from zcompile.ir.tensor_type import human_bytes
 
 _TEMPLATE = """\
@@ -34,13 +34,12 @@ digraph program {
 {%- endfor %}
 }
 """
-_COLORS: dict[type, str] = {
-    Call: "#9ecae1",
-    AllGather: "#a1d99b",
-    GatherAhead: "#a1d99b",
-    Reduce: "#fdae6b",
-    Release: "#e0e0e0",
-    Update: "#bcbddc",
+_COLORS = {
+    Role.COMPUTE: "#9ecae1",
+    Role.GATHER: "#a1d99b",
+    Role.REDUCE: "#fdae6b",
+    Role.FREE: "#e0e0e0",
+    Role.UPDATE: "#bcbddc",
 }
 
 
@@ -59,7 +58,7 @@ def dot_text(program: Program, hardware: Hardware) -> str:
     shown = [node for node in program.graph.nodes if _is_shown(node)]
     clusters = {str(phase): [_box(program, n, hardware) for n in shown if data(n).phase is phase] for phase in Phase}
     edges = dict.fromkeys((_source(one).name, node.name, "") for node in shown for one in node.all_input_nodes)
-    order = itertools.pairwise(node.name for node in shown if isinstance(data(node).op, COMMUNICATIONS))
+    order = itertools.pairwise(node.name for node in shown if isinstance(data(node).op, Communication))
     edges |= dict.fromkeys((one, other, " [style=dashed, constraint=false]") for one, other in order)
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE)
     return template.render(clusters=clusters, edges=edges, quote=json.dumps)
@@ -88,4 +87,4 @@ def _box(program: Program, node: fx.Node, hardware: Hardware) -> _Box:
             lines.append(f"{'+' if nbytes > 0 else '-'}{human_bytes(abs(nbytes))}")
     elif held.type:
         lines.append(str(held.type))
-    return _Box(node.name, "\n".join(lines), _COLORS.get(type(held.op), "#ffffff"))
+    return _Box(node.name, "\n".join(lines), _COLORS.get(held.op.role, "#ffffff"))

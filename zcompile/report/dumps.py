@@ -38,7 +38,7 @@ from zcompile.cost.hardware import Hardware
 from zcompile.cost.simulator import simulate
 from zcompile.cost.timeline import Timeline
 from zcompile.errors import OptionError
-from zcompile.ir.ops import Phase
+from zcompile.ir.operation import Phase
 from zcompile.ir.printer import region_text
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region

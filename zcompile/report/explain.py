@@ -13,7 +13,8 @@ from torch import fx
 
 from zcompile.cost.memory import model_state, peak_bytes
 from zcompile.ir.layout import Layout
-from zcompile.ir.ops import AllGather, Call, GatherAhead, Phase, Reduce, Release, WaitGather, WaitReduce, data, op_of
+from zcompile.ir.operation import Phase, Role, data, op_of
+from zcompile.ir.ops import Call, Communication, Release
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.ir.tensor_type import human_bytes
@@ -131,11 +132,11 @@ def model_line(program: Program) -> str:
 def peak_full_bytes(program: Program) -> int:
     """The most bytes of gathered parameters alive at once, in flight or full."""
     alive = peak = 0
-    for node in program.nodes(AllGather, GatherAhead, Release):
+    for node in program.graph.nodes:
         op = data(node).op
-        assert isinstance(op, (AllGather, GatherAhead, Release)), "asked for by kind"
-        nbytes = program.layout.gathered_bytes(op.unit)
-        alive += -nbytes if isinstance(op, Release) else nbytes
+        if isinstance(op, (Communication, Release)) and op.role in (Role.GATHER, Role.FREE):
+            nbytes = program.layout.gathered_bytes(op.unit)
+            alive += nbytes if op.role is Role.GATHER else -nbytes
         peak = max(peak, alive)
     return peak
 
@@ -145,10 +146,9 @@ def _overlap_table(program: Program) -> Table:
     for phase in Phase:
         body = program.body(phase)
         for start, node in enumerate(body):
-            if isinstance(data(node).op, (AllGather, Reduce)):
-                table.add_row(
-                    f"{phase}: {node.name}", human_bytes(program.wire_bytes(node)), escape(_hidden_by(body[start:]))
-                )
+            op, traffic = data(node).op, program.traffic(node)
+            if isinstance(op, Communication) and op.gives and traffic:  # what is gathered ahead hides in the next step
+                table.add_row(f"{phase}: {node.name}", human_bytes(traffic.sent), escape(_hidden_by(body[start:])))
     return table
 
 
@@ -156,7 +156,7 @@ def _hidden_by(rest: list[fx.Node]) -> str:
     started, *following = rest
     calls = []
     for node in following:
-        if isinstance(data(node).op, (WaitGather, WaitReduce)) and started in node.all_input_nodes:
+        if data(node).op.role is Role.WAIT and started in node.all_input_nodes:
             break
         if isinstance(data(node).op, Call):
             calls.append(f"{op_of(node, Call).region} of {data(node).source or 'the root'}")

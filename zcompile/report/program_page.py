@@ -17,10 +17,10 @@ from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import Held, alive_at, live_by_kind, model_state
 from zcompile.cost.simulator import simulate
 from zcompile.cost.timeline import Spent, Timeline
-from zcompile.ir.ops import Phase, data
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import Communication
 from zcompile.ir.printer import function_text, lines_with_nodes
 from zcompile.ir.program import Program
-from zcompile.ir.program_graph import COMMUNICATIONS
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.dumps import difference
 from zcompile.report.explain import model_line, state_line, volume_line
@@ -225,9 +225,10 @@ def _collectives(program: Program, told: Timeline) -> Iterator[tuple[fx.Node, Se
             launched = program.node(event.node).all_input_nodes[0].name
             waited[launched] = waited.get(launched, 0.0) + event.seconds
     for phase in Phase:
-        for node in program.nodes(*COMMUNICATIONS, phase=phase):
+        for node in program.nodes(Communication, phase=phase):
             unit = getattr(data(node).op, "unit", "")
-            sent, messages = human_bytes(program.wire_bytes(node)), str(program.message_count(node))
+            traffic = op_of(node, Communication).traffic(node, program.layout)
+            sent, messages = human_bytes(traffic.sent), str(traffic.messages)
             times = (f"{flown.get(node.name, 0.0) * 1e3:.4g}", f"{waited.get(node.name, 0.0) * 1e3:.4g}")
             yield node, (str(phase), function_text(node.target), unit, messages, sent, *times)
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from zcompile.errors import PipelineError, ZcompileError, nearest
 from zcompile.facts import UNUSED_AFTER_RELEASE, VOLUME_RIGHT, WELL_FORMED, Fact, verify
 from zcompile.ir.layout import Stage
-from zcompile.ir.ops import data, has_data
+from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
 
 ALWAYS = (WELL_FORMED, UNUSED_AFTER_RELEASE)

@@ -1,0 +1,78 @@
+"""The table of operations: what it says is what the runtime takes, what is printed, and what is read back."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import is_dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.passes.programs import CHAIN, GATHERED, REDUCED, parsed
+from zcompile.ir import ops
+from zcompile.ir.operation import Data, Operation, Role, keywords_of, options_of
+from zcompile.ir.ops import AllGather, Compute, Fetch, Reduce, Release, Shards, Update, WaitFetch, WaitReduce
+from zcompile.runtime.executor import OPERATIONS
+
+ROWS = [row for row in vars(ops).values() if isinstance(row, type) and issubclass(row, Operation) and is_dataclass(row)]
+LINES = [row for row in ROWS if row.functions]
+
+
+def test_every_function_is_the_runtimes() -> None:
+    assert set(OPERATIONS) == {*ops.FUNCTIONS, "unbox"}
+
+
+@pytest.mark.parametrize("row", LINES, ids=lambda row: row.__name__)
+def test_what_a_line_is_given_is_what_the_runtime_takes(row: type[Operation]) -> None:
+    by_name = set()
+    for function in row.functions:
+        parameters = inspect.signature(OPERATIONS[function]).parameters.values()
+        positional = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        assert len(positional) == len(row.takes or ())
+        by_name |= {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}.items()
+    assert by_name == options_of(row).items()
+
+
+def test_every_row_says_what_it_does() -> None:
+    assert {row.role for row in ROWS} == set(Role)
+    assert all(row.takes is not None for row in LINES)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "keywords", "meant"),
+    [
+        ("all_gather", (Shards("b"),), {}, AllGather("b")),
+        ("all_gather", (Shards("b"),), {"keep": True, "at": (0, 64)}, AllGather("b", keep=True, at=(0, 64))),
+        ("reduce_scatter", (Shards("b"), [Compute()]), {}, Reduce("b", ("b.weight",), scatter=True)),
+        ("all_reduce", (Shards("b"), [None]), {"dtype": torch.bfloat16}, Reduce("b", (), False, torch.bfloat16)),
+        ("wait", (Fetch(),), {}, WaitFetch()),
+        ("wait", (Reduce("b", ("b.weight",), True),), {}, WaitReduce("b", ("b.weight",))),
+        ("update", (Shards("b"), WaitReduce("b", ("b.weight",))), {}, Update("b", ("b.weight",))),
+    ],
+)
+def test_a_call_is_read_as_what_was_written(
+    function: str, given: tuple[Any, ...], keywords: dict[str, Any], meant: Operation
+) -> None:
+    layout = parsed(CHAIN, REDUCED).layout
+    assert ops.operation(function, given, keywords, layout) == meant
+    assert meant.function == function
+    assert keywords_of(meant) == keywords
+
+
+def test_a_line_is_added_and_changed_in_data_and_text_alike() -> None:
+    program = parsed(CHAIN, GATHERED).copy()
+    full = program.node("a_full")
+    with program.graph.inserting_after(full):
+        line = program.add((full,), Data(Release("a"), source="a"), "early")
+    gather = program.node("a_gather")
+    program.respell(gather, AllGather("a", keep=True))
+    text = program.text()
+    assert line.target is ops.FUNCTIONS["release"]
+    assert "    release(a_full)" in text
+    assert "a_gather = all_gather(a, keep=True)" in text
+
+
+def test_what_stands_in_a_graph_does_not_run() -> None:
+    with pytest.raises(TypeError, match="all_gather stands for an operation of the runtime"):
+        ops.FUNCTIONS["all_gather"]()
