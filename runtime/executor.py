@@ -325,7 +325,7 @@ def _scattered(
     kind = dtype or grad.dtype
     if bucket is not None and len(parts) == 1 and param.padded_numel * kind.itemsize > bucket:
         packed = param.padded_numel != param.numel or kind is not grad.dtype or not grad.is_contiguous()
-        if staged := communicator.rows_staged(packed=packed):
+        if staged := communicator.collectives.rows_staged(packed=packed):
             row = param.shard_numel // param.rows
             width = max(bucket // (staged * row * kind.itemsize), 1) * row
             arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)

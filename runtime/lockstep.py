@@ -17,7 +17,8 @@ from enum import IntEnum
 import torch
 
 from zcompile.errors import AgreementError
-from zcompile.runtime.groups import Communicator, Shared
+from zcompile.runtime.collectives import Shared
+from zcompile.runtime.groups import Communicator
 from zcompile.runtime.waits import named
 
 NUMBERS = 8
@@ -152,11 +153,11 @@ class Lockstep:
             return RollCall(position, None, frozenset(marks), frozenset({variant}))
         self._look()
         self.communicator.waits.run = str(position)
-        shared = self.communicator.share(
+        shared = self.communicator.collectives.share(
             torch.tensor([*position.numbers(), variant, *_packed(marks)], dtype=torch.int64)
         )
         self._open.append(call := RollCall(position, shared))
-        self.communicator.stamp(hash(tuple(position.numbers()[:-1])))
+        self.communicator.collectives.stamp(hash(tuple(position.numbers()[:-1])))
         return call
 
     def check(self) -> None:
@@ -182,7 +183,7 @@ class Lockstep:
         """
         if self.peers is not None:
             self.peers.enter(kind, "0")
-            if self.peers.communicator.separates:
+            if self.peers.communicator.collectives.separates:
                 self._check(self.peers)
 
     def _check(self, peers: Lockstep) -> None:

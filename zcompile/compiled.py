@@ -34,10 +34,10 @@ from zcompile.model.units import make_layout
 from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.async_work import Traffic
+from zcompile.runtime.gradients.outside import Outside
 from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.offload.shard_file import ShardFile
-from zcompile.runtime.outside_gradients import Outside
 from zcompile.runtime.placement import ModelParallel
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes

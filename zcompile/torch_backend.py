@@ -48,7 +48,7 @@ from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.gradients import Refusal
+from zcompile.runtime.gradients.delivery import Refusal
 from zcompile.runtime.groups import Communicator, check_mesh, resolve_mesh
 from zcompile.runtime.shards import UnitShards
 from zcompile.schedule.options import Options

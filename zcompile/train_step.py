@@ -21,10 +21,10 @@ from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionErro
 from zcompile.frontend.capture import Names
 from zcompile.report.explain import Break
 from zcompile.runtime.device import BACKENDS
+from zcompile.runtime.gradients.updates import States, Updater
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.offload.optimizer_file import StateFile
 from zcompile.runtime.offload.optimizer_host import HostState
-from zcompile.runtime.updates import States, Updater
 from zcompile.schedule.option_checks import check_place, offload_of
 
 LossFunction = Callable[..., torch.Tensor]

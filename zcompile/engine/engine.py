@@ -44,14 +44,14 @@ from zcompile.report.program_page import write_page
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.arena import Arenas
 from zcompile.runtime.device import free_bytes, is_gpu
-from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.gradients.delivery import Delivery
+from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
 from zcompile.runtime.placement import ModelParallel
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
-from zcompile.runtime.updates import Updater
 from zcompile.schedule.decision import Request, checkpoint_budget, decide
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pipeline

@@ -31,9 +31,9 @@ from zcompile.frontend.local_graphs import Locals
 from zcompile.model.sharding import Retired, Site
 from zcompile.report.explain import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather
-from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.gradients.delivery import Delivery
+from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.lockstep import RunKind
-from zcompile.runtime.updates import Updater
 
 
 @dataclass(repr=False)

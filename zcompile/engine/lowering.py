@@ -37,7 +37,7 @@ from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.runtime.arena import Arenas, Lender
 from zcompile.runtime.executor import BoundUnit, Gradients
-from zcompile.runtime.gradients import HOLDS, Delivery, Unreached
+from zcompile.runtime.gradients.delivery import HOLDS, Delivery, Unreached
 from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import MOST, Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder, Track
@@ -228,7 +228,7 @@ class Step:
         is_new = self.session.is_new(self._digest)
         call = delivery.enter(RunKind.BACKWARD, self._digest, marks, flows.digest, is_new=is_new)
         self._agree()
-        if self.session.updater is not None and not self.session.lockstep.communicator.separates:
+        if self.session.updater is not None and not self.session.lockstep.communicator.collectives.separates:
             self.session.lockstep.check()  # this backward updates: behind it, it would be too late
         return lambda: _unreached(flows, call)
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from zcompile._torch import backward_number, keeps_graph, tree_leaves, wants_gradient
 from zcompile.errors import BackwardError
 from zcompile.runtime.executor import Gradients
-from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.gradients.delivery import Delivery
 
 
 @dataclass

@@ -21,7 +21,7 @@ from zcompile.engine.engine import Engine
 from zcompile.errors import OptimizerError
 from zcompile.model.sharding import Retired
 from zcompile.runtime.device import is_host
-from zcompile.runtime.local_steps import LocalStep, LocalSteps
+from zcompile.runtime.gradients.local_steps import LocalStep, LocalSteps
 from zcompile.runtime.shards import UnitShards
 
 

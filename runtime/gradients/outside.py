@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zcompile._torch import backward_number, post_accumulate_hooks, wants_gradient
 from zcompile.errors import ParameterError
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate
-from zcompile.runtime.gradients import Delivery
+from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.shards import UnitShards
 

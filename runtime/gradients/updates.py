@@ -14,8 +14,8 @@ from torch.optim.optimizer import Optimizer
 from zcompile._torch import unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
-from zcompile.runtime.gradients import run_hooks
-from zcompile.runtime.local_steps import LocalSteps, sharing
+from zcompile.runtime.gradients.delivery import run_hooks
+from zcompile.runtime.gradients.local_steps import LocalSteps, sharing
 
 
 class States(Protocol):

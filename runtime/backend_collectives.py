@@ -1,0 +1,161 @@
+"""Collectives of the group's own backend: NCCL's on GPUs, on streams of their own, and those of any other."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zcompile._torch import close_connections, group_timeout
+from zcompile.runtime.async_work import AsyncWork, EventWork, HostWork, Progress, StreamWork
+from zcompile.runtime.collectives import Collectives, Member, Piece, Shared
+from zcompile.runtime.device import current_stream, is_gpu, is_host, new_stream, on_stream
+
+# torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class BackendCollectives(Collectives):
+    """What the backend itself has. On NCCL messages have no tags: those of different runs may meet.
+
+    Args:
+        member: The group.
+        averages: True if the backend averages on the wire, as NCCL does; else it sums.
+    """
+
+    separates = False
+
+    def __init__(self, member: Member, *, averages: bool) -> None:
+        super().__init__(member)
+        self._averages = averages
+        self._progress = None
+        if is_host(member.device) and member.size > 1:
+            self._progress = Progress(functools.partial(close_connections, member.group, member.rank, member.size))
+        self._staging: torch.Stream | None = None
+        self._sharing: torch.Stream | None = None
+
+    def stamp(self, run: int) -> None:
+        """Messages cannot tell."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
+        """One collective."""
+        work = self._launched(_all_gather, full, shard)
+        return self._fly(work, (full, shard))
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        """One collective; where the backend has no average, it sums, and the sum is divided."""
+        work = self._launched(_reduce_scatter, shard, full, op=self._op)
+        return self._fly(work, (shard, full), lambda: self._divide(shard))
+
+    def rows_staged(self, *, packed: bool) -> int:
+        """What is packed."""
+        return packed * self.size
+
+    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
+        """On GPUs piece by piece, else as a whole."""
+        if is_gpu(self.member.device):
+            return self._stream_pieces(shard, piece, width)
+        sent = piece(0, shard.numel()).reshape(-1)
+        work = self._launched(_reduce_scatter, shard, sent, op=self._op)
+        return self._fly(work, (shard, sent), lambda: self._divide(shard))
+
+    def _stream_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
+        """Pieces are made on a stream of their own, which waits for the one before the last to be reduced.
+
+        Hazards: the gradients are ready when the current stream gets here, which the staging stream waits for; `piece`
+        holds them until the current stream has waited for the end. A piece's rows are allocated on the staging stream,
+        and dropped once that has waited for their reduction, so only its own later work can get their memory.
+        """
+        staging = self._staging = self._staging or new_stream(self.member.device)
+        staging.wait_stream(current_stream(self.member.device))
+        on_their_way = deque[tuple[dist.Work, torch.Tensor]]()
+        with on_stream(staging):
+            for begin in range(0, shard.numel(), width):
+                if len(on_their_way) == 2:
+                    on_their_way.popleft()[0].wait()
+                part = shard[begin : begin + width]
+                rows = piece(begin, begin + part.numel()).contiguous()
+                work = self._launched(_reduce_scatter, part, rows.view(-1), op=self._op)
+                on_their_way.append((work, rows))
+            while on_their_way:
+                on_their_way.popleft()[0].wait()
+            self._divide(shard)
+            done = staging.record_event()
+        land = lambda: current_stream(self.member.device).wait_event(done)  # noqa: E731
+        return StreamWork(land, (shard, piece), waits=self.member.waits)
+
+    def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
+        """One collective."""
+        work = self._launched(dist.all_reduce, tensor, op=self._op)
+        return self._fly(work, (tensor,), lambda: self._divide(tensor))
+
+    def share(self, numbers: torch.Tensor) -> Shared:
+        """One collective, on a GPU by a stream of its own.
+
+        Hazards: all tensors are allocated, filled and read there, behind each other; the host reads the result, in
+        pinned memory, behind the event that its copy has left.
+        """
+        if is_host(self.member.device):
+            gathered = torch.empty(self.size * numbers.numel(), dtype=torch.int64)
+            sending = self._launched(_all_gather, gathered, numbers)
+            work = self._follow(lambda: _ended(sending), "what the others run")
+            return Shared(work, lambda: gathered.view(self.size, -1))
+        stream = self._sharing = self._sharing or new_stream(self.member.device)
+        with on_stream(stream):
+            mine = numbers.pin_memory().to(self.member.device, non_blocking=True)
+            all_ = mine.new_empty(self.size * mine.numel())
+            self._launched(_all_gather, all_, mine).wait()
+            host = torch.empty(all_.shape, dtype=torch.int64, pin_memory=True)
+            host.copy_(all_, non_blocking=True)
+            arrived = stream.record_event()
+        limit = group_timeout(self.member.group, self.member.device)
+        return Shared(
+            EventWork(arrived, self.member.waits, "what the others run", limit), lambda: host.view(self.size, -1)
+        )
+
+    def largest(self, flags: torch.Tensor) -> None:
+        """One collective."""
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.member.group)
+
+    def _launched(self, collective: Callable[..., dist.Work], *args: Any, **options: Any) -> dist.Work:
+        with self.member.waits.explained("a collective"):
+            return collective(*args, group=self.member.group, async_op=True, **options)
+
+    def _fly(
+        self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None
+    ) -> AsyncWork:
+        """The end of one collective that reads or writes `tensors`; `finish` runs once it is done."""
+        if self._progress is None:
+            return StreamWork(work.wait, tensors, finish, self.member.waits)
+        alive = list(tensors)
+
+        def arrive() -> None:
+            _ended(work)
+            alive.clear()
+            if finish is not None:
+                finish()
+
+        return self._follow(arrive, "a collective")
+
+    def _follow(self, arrive: Callable[[], None], what: str) -> HostWork:
+        assert self._progress is not None, "what blocks is waited for on a thread"
+        return self._progress.follow(HostWork(arrive, self.member.traffic, self.member.waits, what))
+
+    def _divide(self, total: torch.Tensor) -> None:
+        """Turn a sum into the average, in place."""
+        if not self._averages:
+            total.div_(self.size)
+
+    @property
+    def _op(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+
+
+def _ended(work: dist.Work) -> None:
+    """Block this thread until it is done."""
+    work.wait()

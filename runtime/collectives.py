@@ -1,0 +1,100 @@
+"""The interface of collectives: what the ranks of one group do together, asynchronous, averaged where they reduce.
+
+On gloo and hosts they are exchanges (`gloo_collectives`), else the backend's own (`backend_collectives`): NCCL's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from zcompile.runtime.async_work import AsyncWork, EventWork, HostWork, Traffic
+from zcompile.runtime.recorder import Recorder
+from zcompile.runtime.waits import Waits
+
+Piece = Callable[[int, int], torch.Tensor]
+"""Gives elements [start, stop) of every rank's padded shard, [size, stop - start]; its rows are contiguous."""
+
+
+@dataclass
+class Member:
+    """This rank's place in a group, and what is noted of what it does there."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    rank: int
+    size: int
+    traffic: Traffic
+    waits: Waits
+    recorder: Recorder = field(default_factory=Recorder)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all ranks have sent, [ranks, n], on its way."""
+
+    work: HostWork | EventWork
+    rows: Callable[[], torch.Tensor]
+
+    @property
+    def arrived(self) -> bool:
+        return self.work.done
+
+    def read(self) -> torch.Tensor:
+        """Wait for it, and give it.
+
+        Raises:
+            GroupError: another rank failed or stayed away.
+        """
+        self.work.wait()
+        return self.rows()
+
+
+class Collectives(ABC):
+    """Collectives of one group. Nothing of it is metered."""
+
+    separates: bool
+    """True if messages of different runs cannot meet."""
+
+    def __init__(self, member: Member) -> None:
+        self.member, self.rank, self.size = member, member.rank, member.size
+
+    @abstractmethod
+    def stamp(self, run: int) -> None:
+        """What is sent from now on belongs to the run with this number, where messages can tell."""
+
+    @abstractmethod
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
+        """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
+
+    @abstractmethod
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`."""
+
+    @abstractmethod
+    def rows_staged(self, *, packed: bool) -> int:
+        """How often a reduce_scatter takes the memory of a shard beside gradients: to pack them, for others' parts."""
+
+    @abstractmethod
+    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
+        """`reduce_scatter` of what `piece` gives, at most `width` elements of each rank's shard at a time.
+
+        Two pieces are on their way at once, and no more memory is taken than theirs: beyond that, it does not depend on
+        the size of the shard.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
+        """Average a contiguous `tensor` over the ranks in place."""
+
+    @abstractmethod
+    def share(self, numbers: torch.Tensor) -> Shared:
+        """Send this rank's int64 [n] on the host to all others, and get theirs, without waiting."""
+
+    @abstractmethod
+    def largest(self, flags: torch.Tensor) -> None:
+        """The largest of all ranks' integer `flags`, element by element, in place."""

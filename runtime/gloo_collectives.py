@@ -1,0 +1,271 @@
+"""Collectives on gloo, of tensors on the host: exchanges with every other rank (`isend`, `irecv`), sums in their order.
+
+gloo's own reduce_scatter sends as many bytes as an all_reduce, and its all_gather reaches 58% of a line that the
+exchange fills. What arrives is waited for and summed on a thread of its own, beside compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from zcompile._torch import close_connections
+from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, Traffic
+from zcompile.runtime.collectives import Collectives, Member, Piece, Shared
+from zcompile.runtime.waits import RankLost
+
+_TAG = 1 << 30
+"""In the tags of all messages between ranks, to tell them from the user's own on the same group."""
+_RUNS = 1 << 20
+"""How many runs have tags of their own. The lower bits of a tag are those of its message, which every rank counts
+alike: messages of the progress thread must not meet those that the program's thread sends meanwhile."""
+_MESSAGES = 1 << 10
+_CALLS = 1 << 29
+"""The tag of what ranks tell each other of their runs, which must meet whatever they run."""
+_PIECE_BYTES = 2**22
+"""Bytes of a rank's part of an all_reduce that are sent at a time: so much memory it takes from each rank, twice."""
+_CACHED = 2**17
+"""Elements that stay in a core's cache between the sum and the division."""
+Rows = Sequence[torch.Tensor]
+Works = list[tuple[int, dist.Work]]
+"""Messages on their way, each with the rank of the group that it comes from or goes to."""
+
+
+class GlooCollectives(Collectives):
+    """Exchanges between the ranks of a gloo group."""
+
+    separates = True
+
+    def __init__(self, member: Member) -> None:
+        super().__init__(member)
+        self._progress = None
+        if member.size > 1:
+            self._progress = Progress(functools.partial(close_connections, member.group, member.rank, member.size))
+        self._tag = _TAG
+        self._tags = itertools.cycle(range(1, _MESSAGES))
+
+    def stamp(self, run: int) -> None:
+        """The number is in the tags of messages, so that those of different runs do not meet."""
+        self._tag = _TAG + (run % _RUNS) * _MESSAGES
+        self._tags = itertools.cycle(range(1, _MESSAGES))
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
+        """To every rank, from every rank."""
+        rows = list(full.view(self.size, -1))
+        works = self._exchange([shard] * self.size, rows)
+
+        def arrive() -> None:
+            if rows[self.rank].data_ptr() != shard.data_ptr():
+                rows[self.rank].copy_(shard)
+            self._wait_all(works)
+
+        return self._follow(arrive, "a gather")
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        """Each rank gets the others' parts of its shard, and sums them in the order of ranks.
+
+        The result does not depend on how gradients are packed into messages, and what is sent is half of what gloo's
+        own would send.
+        """
+        rows = full.view(self.size, -1)
+        arriving = self._arriving(shard, rows)
+        works = self._exchange(list(rows), arriving)
+
+        def arrive() -> None:
+            self._wait_all(works)
+            _average(shard, arriving)
+
+        return self._follow(arrive, "a reduction")
+
+    def rows_staged(self, *, packed: bool) -> int:
+        """The parts of all others but one arrive beside."""
+        return packed * self.size + self.size - 2
+
+    def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
+        """All on the progress thread, each when the one before the last has arrived, message after message.
+
+        That thread's messages have a tag of their own, so that they do not meet those that this thread sends meanwhile.
+        """
+        tag, on_their_way = self._own_tag(), deque[tuple[Works, torch.Tensor, list[torch.Tensor]]]()
+        starts = iter(range(0, shard.numel(), width))
+
+        def start() -> None:
+            if (begin := next(starts, None)) is not None:
+                part = shard[begin : begin + width]
+                rows = piece(begin, begin + part.numel())
+                arriving = self._arriving(part, rows)
+                works = self._exchange(list(rows), arriving, tag, recorded=False)
+                on_their_way.append((works, part, arriving))
+
+        def arrive() -> None:
+            start()
+            start()
+            while on_their_way:
+                works, part, arriving = on_their_way.popleft()
+                self._wait_all(works)
+                _average(part, arriving)
+                del works, part, arriving  # this piece is gone before the next one is made
+                start()
+
+        return self._follow(arrive, "a reduction")
+
+    def _arriving(self, shard: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Where each rank's part of `shard` is or arrives, in the order of ranks; one of them where the sum will be."""
+        others = [shard, *torch.empty(self.size - 2, shard.numel(), dtype=shard.dtype)]
+        return [*others[: self.rank], rows[self.rank], *others[self.rank :]]
+
+    def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
+        """By exchanges: gloo's own has no tags, so that those of different runs could meet.
+
+        It also ends the process if their sizes differ. Summed in the order of ranks, as a reduce_scatter is.
+        """
+        flat = tensor.view(-1)
+        return self._exchange_small(flat, _average) if flat.numel() < self.size else self._exchange_whole(flat)
+
+    def _exchange_small(self, flat: torch.Tensor, combine: Callable[[torch.Tensor, Rows], None]) -> AsyncWork:
+        """Every rank gets the 1-D tensors of all, and combines them in their order, in place."""
+        sent, rows = flat.clone(), list(torch.empty(self.size, flat.numel(), dtype=flat.dtype))
+        rows[self.rank] = sent
+        works = self._exchange([sent] * self.size, rows)
+
+        def arrive() -> None:
+            self._wait_all(works)
+            combine(flat, rows)
+
+        return self._follow(arrive, "an all_reduce")
+
+    def _exchange_whole(self, flat: torch.Tensor) -> AsyncWork:
+        """Each rank averages its part of a 1-D tensor, piece by piece, and sends it to all others.
+
+        On the progress thread, as `reduce_scatter_by_pieces`. What has been sent of a part is written to with its
+        average only when it has left.
+        """
+        scatter, gather = self._own_tag(), self._own_tag()
+        bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
+        parts = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
+        width = max(_PIECE_BYTES // flat.itemsize, 1)
+        starts = iter(range(0, max(part.numel() for part in parts), width))
+        on_their_way = deque[tuple[Works, list[torch.Tensor], list[torch.Tensor]]]()
+
+        def start() -> None:
+            if (begin := next(starts, None)) is not None:
+                rows = [part[begin : begin + width] for part in parts]
+                arriving = [torch.empty_like(rows[self.rank]) for _ in rows]
+                works = self._exchange(rows, arriving, scatter, recorded=False)
+                on_their_way.append((works, rows, arriving))
+
+        def arrive() -> None:
+            start()
+            start()
+            returning: Works = []
+            while on_their_way:
+                works, rows, arriving = on_their_way.popleft()
+                self._wait_all(works)
+                mean = arriving[self.rank]
+                arriving[self.rank] = rows[self.rank]
+                _average(mean, arriving)
+                rows[self.rank].copy_(mean)
+                returning += self._exchange([rows[self.rank]] * self.size, rows, gather, recorded=False)
+                del works, rows, arriving, mean
+                start()
+            self._wait_all(returning)
+
+        return self._follow(arrive, "an all_reduce")
+
+    def _own_tag(self) -> int:
+        """A tag for what the progress thread sends of one message."""
+        return self._tag + next(self._tags)
+
+    def _exchange(
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        tag: int | None = None,
+        *,
+        recorded: bool = True,
+    ) -> Works:
+        """Send `sent[i]` to rank i and receive from it into `received[i]`, for every rank but this one, if not empty.
+
+        All that is to be received is announced first: a sender waits for the announcement, which would else stand
+        behind what this rank itself sends (measured on a slow line: half the rate).
+
+        gloo writes what the socket takes within `isend`, on this thread: time of the line, not of the executor. What
+        the progress thread sends is not `recorded`: the program's thread does not wait for it.
+        """
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        tag, group = self._tag if tag is None else tag, self.member.group
+        works: list[tuple[int, dist.Work | None]] = []
+        with self._sending() if recorded else contextlib.nullcontext():
+            for i in (i for i in reversed(others) if received[i].numel()):
+                with _of_rank(i):
+                    works.append((i, dist.irecv(received[i], group=group, group_src=i, tag=tag)))
+            for i in (i for i in others if sent[i].numel()):
+                with _of_rank(i):
+                    works.append((i, dist.isend(sent[i], group=group, group_dst=i, tag=tag)))
+        return [(i, work) for i, work in works if work is not None]
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Messages that the program's thread sends."""
+        with self.member.recorder.span("send"), self.member.waits.explained("a message"):
+            yield
+
+    def _wait_all(self, works: Works) -> None:
+        """Block this thread until all of them are done.
+
+        Raises:
+            RankLost: another rank failed or stayed away.
+        """
+        for rank, work in works:
+            self.member.waits.awaited = rank
+            with _of_rank(rank):
+                work.wait()
+        self.member.waits.awaited = None
+
+    def share(self, numbers: torch.Tensor) -> Shared:
+        """To every rank, from every rank, under a tag that meets whatever they run."""
+        rows = list(torch.empty(self.size, numbers.numel(), dtype=torch.int64))
+        rows[self.rank] = numbers
+        with self.member.waits.explained("what the others run"):
+            works = self._exchange([numbers] * self.size, rows, _CALLS, recorded=False)
+        return Shared(
+            self._follow(lambda: self._wait_all(works), "what the others run", metered=False), lambda: torch.stack(rows)
+        )
+
+    def largest(self, flags: torch.Tensor) -> None:
+        """To every rank, from every rank."""
+        self._exchange_small(flags.view(-1), _largest).wait()
+
+    def _follow(self, arrive: Callable[[], None], what: str, *, metered: bool = True) -> HostWork:
+        traffic = self.member.traffic if metered else Traffic()
+        assert self._progress is not None, "a rank alone sends nothing"
+        return self._progress.follow(HostWork(arrive, traffic, self.member.waits, what))
+
+
+def _average(average: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+    """Average equal 1-D `rows`, summed in their order; `average` may be the first or, behind one row, the second."""
+    for piece, *parts in zip(*(row.split(_CACHED) for row in (average, *rows)), strict=True):
+        torch.add(parts[0], parts[1], out=piece)
+        for part in parts[2:]:
+            piece.add_(part)
+        piece.div_(len(rows))
+
+
+def _largest(most: torch.Tensor, rows: Rows) -> None:
+    """The largest of equal 1-D `rows`, element by element."""
+    torch.amax(torch.stack(list(rows)), dim=0, out=most)
+
+
+@contextlib.contextmanager
+def _of_rank(rank: int) -> Iterator[None]:
+    """Note of what torch raises that it is about a message from or to this rank of the group."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(rank, str(error)) from error

@@ -1,0 +1,70 @@
+"""The two implementations of collectives: exchanges on gloo, and the backend's own, give the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.ranks import Ranks
+from zcompile.runtime.async_work import Traffic
+from zcompile.runtime.backend_collectives import BackendCollectives
+from zcompile.runtime.collectives import Collectives, Member
+from zcompile.runtime.gloo_collectives import GlooCollectives
+from zcompile.runtime.waits import Waits
+
+HOST = torch.device("cpu")
+
+
+def both(name: str) -> tuple[Collectives, Collectives, Member]:
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
+    group = mesh.get_group()
+    member = Member(group, HOST, mesh.get_local_rank(), world, Traffic(world), Waits(group))
+    return GlooCollectives(member), BackendCollectives(member, averages=False), member
+
+
+def results(collectives: Collectives, member: Member) -> dict[str, torch.Tensor]:
+    """Of each collective, of tensors that no other rank has; whole numbers, so that no order of sums matters."""
+    numbers = torch.arange(24 * member.size, dtype=torch.float32) * (member.rank + 1)
+    gathered, shard, pieces = torch.empty(6 * member.size), torch.empty(24), torch.empty(24)
+    collectives.all_gather(gathered, numbers[:6].contiguous()).wait()
+    collectives.reduce_scatter(shard, numbers.clone()).wait()
+    rows = numbers.view(member.size, -1)
+    collectives.reduce_scatter_by_pieces(pieces, lambda start, stop: rows[:, start:stop].contiguous(), 7).wait()
+    whole, small, flags = numbers.clone(), numbers[:1].clone() + member.rank, torch.tensor([member.rank, -member.rank])
+    collectives.all_reduce(whole).wait()
+    collectives.all_reduce(small).wait()
+    collectives.stamp(3)
+    collectives.largest(flags)
+    shared = collectives.share(torch.tensor([member.rank, 7])).read()
+    found = {"gathered": gathered, "shard": shard, "pieces": pieces, "whole": whole, "small": small}
+    return {**found, "flags": flags, "shared": shared}
+
+
+def compare(rank: int, world: int) -> list[str]:
+    exchanged, native, member = both(f"both{world}")
+    one, other = results(exchanged, member), results(native, member)
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_exchanges_give_what_the_backend_gives(ranks: Ranks, world: int) -> None:
+    assert ranks.run(world, compare, world) == [[]] * world
+
+
+def against_arithmetic(rank: int) -> bool:
+    exchanged, _, member = both("arithmetic")
+    found, numbers = results(exchanged, member), torch.arange(72, dtype=torch.float32)
+    return (
+        torch.equal(found["gathered"], torch.cat([numbers[:6] * (other + 1) for other in range(3)]))
+        and torch.equal(found["shard"], numbers[24 * rank : 24 * (rank + 1)] * 2)
+        and torch.equal(found["pieces"], found["shard"])
+        and torch.equal(found["whole"], numbers * 2)
+        and found["flags"].tolist() == [2, 0]
+        and found["shared"].tolist() == [[0, 7], [1, 7], [2, 7]]
+    )
+
+
+def test_collectives_give_what_arithmetic_gives(ranks: Ranks) -> None:
+    assert ranks.run(3, against_arithmetic) == [True] * 3
