@@ -43,7 +43,7 @@ from zcompile.engine.replicated_values import digests, mark_replicated
 from zcompile.ir.layout import STAGES
 from zcompile.ir.program import Program
 from zcompile.model.tensor_parallel import divided_parameters
-from zcompile.model.units import make_layout
+from zcompile.model.units import axes_over, make_layout
 from zcompile.schedule.options import Options
 from zcompile.tools.gpt import SHAPES, VOCABULARY, Shape
 from zcompile.tools.planner import RESERVED
@@ -139,8 +139,8 @@ def program_of(shape: Shape, batch: int, tensor_parallel: DeviceMesh) -> Program
         traced = trace(model, (tokens, tokens), dtype=OPTIONS.dtype, reduce_dtype=OPTIONS.reduce_dtype)
     # All ranks trace the same model with the same shapes: they know the same digests.
     known = digests(traced, tensor_parallel.get_group().group_name, divided_parameters(model))
-    layout = make_layout(model, STAGES[OPTIONS.stage], 2, None, OPTIONS.precision)
-    return OPTIONS.pipeline(peers=PARTS).run(replace(mark_replicated(traced, known), layout=layout))
+    layout = make_layout(model, STAGES[OPTIONS.stage], axes_over(model, 2), None, OPTIONS.precision)
+    return OPTIONS.pipeline().run(replace(mark_replicated(traced, known), layout=layout))
 
 
 def networks() -> dict[str, Hardware]:

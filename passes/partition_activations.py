@@ -1,18 +1,18 @@
-"""partition_activations: of what every rank of a model-parallel mesh saves for the backward, keep one part on each.
+"""partition_activations: of what every tensor-parallel rank saves for the backward, keep a shard on each.
 
     ya = region_0(a, x)     # =f32[8, 4]        ya = region_0(a, x)                 # =f32[8, 4]
-    yb = region_0(b, ya)    # =f32[8, 4]        ya_stashed = stash(ya, peers)       # i64[]@64
+    yb = region_0(b, ya)    # =f32[8, 4]        ya_stashed = stash(ya, tp)          # i64[]@64
     ...                                         yb = region_0(b, ya)
     return [yb], [x, ya]                        ...
                                        ->       return [yb], [x, ya_stashed]
 
-    db, gc = region_1(c, dy, yb)                ya_fetch = fetch(ya_stashed, peers)
+    db, gc = region_1(c, dy, yb)                ya_fetch = fetch(ya_stashed, tp)
     da, gb = region_1(b, db, ya)                db, gc = region_1(c, dy, yb)
                                                 ya_again = wait(ya_fetch)
                                                 da, gb = region_1(b, db, ya_again)
 
-The parts are gathered `ahead` regions before the one that reads the whole (Rajbhandari et al. 2020, "ZeRO", section
-6.1: P_a, and P_a+cpu where the parts are moved away as well). What is not known to be the same on all ranks stays.
+The shards are gathered `ahead` regions before the one that reads the whole (Rajbhandari et al. 2020, "ZeRO", section
+6.1: P_a, and P_a+cpu where the shards are moved away as well). What is not known to be the same on all ranks stays.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from torch import fx
 
 from zcompile.errors import OptionError
 from zcompile.ir.operation import Data, data
-from zcompile.ir.ops import Peers
+from zcompile.ir.ops import Group
 from zcompile.ir.program import Program
+from zcompile.ir.spelling import identifier
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.passes.common.move_saved import LEAST, movable, move
 
 
 def partition_activations(
-    program: Program, *, peers: int, ahead: int = 1, least: int = LEAST, moved: bool = False, whole: bool = True
+    program: Program, *, ahead: int = 1, least: int = LEAST, moved: bool = False, whole: bool = True
 ) -> Program:
-    """A program that keeps a part of what it saves, of at least `least` bytes, on each of `peers` ranks.
+    """A program that keeps a shard of what it saves, of at least `least` bytes, on each of the tensor-parallel ranks.
 
-    `moved`: parts leave the device's memory, too. `whole`: False for a part of a model, which may save nothing.
+    `moved`: shards leave the device's memory, too. `whole`: False for a part of a model, which may save nothing.
 
     Raises:
         OptionError: nothing that a whole model saves is known to be the same on all ranks.
@@ -47,18 +48,22 @@ def partition_activations(
             why = f"has no effect: nothing of {human_bytes(least)} that is saved is known to be the same on all ranks"
             raise OptionError("partition_activations", why, "leave it out")
         return program
-    place = program.add_placeholder("peers", Data(Peers(peers)))
-    parts = {node: _part_bytes(node, peers) for node in found}
+    axis = program.layout.tensor
+    assert axis is not None, "values are marked as replicated over an axis"
+    place = program.add_placeholder(identifier(axis.name), Data(Group(axis.name)))
+    shards = {node: _shard_bytes(node, axis.size) for node in found}
     for node, maker in reversed(found.items()):
-        move(program, node, maker, place, ahead, kept=0 if moved else parts[node])
+        move(program, node, maker, place, ahead, kept=0 if moved else shards[node])
     every, kept = (sum(data(node).nbytes for node in nodes) for nodes in (saved, found))
-    note = f"partitioned activations: {len(found)}, {human_bytes(kept)} as parts of {human_bytes(sum(parts.values()))}"
+    note = (
+        f"partitioned activations: {len(found)}, {human_bytes(kept)} as shards of {human_bytes(sum(shards.values()))}"
+    )
     return replace(program, notes=(*program.notes, f"{note}; {human_bytes(every - kept)} stay whole"))
 
 
-def _part_bytes(node: fx.Node, peers: int) -> int:
-    """Bytes of the largest part, in whole elements."""
+def _shard_bytes(node: fx.Node, ranks: int) -> int:
+    """Bytes of the largest shard, in whole elements."""
     held = data(node)
     assert held.type is not None, "what takes memory is a tensor"
     size = held.type.dtype.itemsize
-    return -(-held.nbytes // (size * peers)) * size
+    return -(-held.nbytes // (size * ranks)) * size

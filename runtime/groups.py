@@ -103,17 +103,17 @@ def _reaches_gpus() -> bool:
         return False
 
 
-def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, beside: DeviceMesh | None = None) -> DeviceMesh:
+def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, tensor: DeviceMesh | None = None) -> DeviceMesh:
     """The data-parallel mesh: the one given, or all ranks; without torchrun, a world of one is made.
 
-    `beside`: the mesh over which tensor parallelism divides the model.
+    `tensor`: the mesh over which tensor parallelism divides the model.
 
     Raises:
         GroupError: several ranks without a process group; a mesh of several dimensions, of another device, or one
-            beside which ranks would train apart.
+            along which ranks would train apart.
     """
     if mesh is not None:
-        check_mesh(mesh, beside)
+        check_mesh(mesh, tensor)
         if mesh.device_type != device.type:
             fix = f"move the model to {mesh.device_type!r}, or make the mesh for {device.type!r}"
             raise GroupError("mesh", f"is for {mesh.device_type!r}, the model is on {device.type!r}", fix)
@@ -127,23 +127,23 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, beside: DeviceMe
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
-def check_mesh(mesh: DeviceMesh, beside: DeviceMesh | None = None) -> None:
-    """Refuse a mesh whose ranks would not be all that train the same model; `beside` as for `resolve_mesh`.
+def check_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
+    """Refuse a mesh whose ranks would not be all that train the same model; `tensor` as for `resolve_mesh`.
 
     Raises:
-        GroupError: it has several dimensions, or is one of a mesh whose others are neither of size 1 nor `beside`.
+        GroupError: it has several dimensions, or is one of a mesh whose others are neither of size 1 nor `tensor`.
     """
     ranks = f"a mesh of one dimension over all data-parallel ranks, init_device_mesh({mesh.device_type!r}, (world,))"
     if mesh.ndim != 1:
         raise GroupError("mesh", f"is {mesh}, and data parallelism wants one dimension", f"give {ranks}, or none")
-    root, covered = root_mesh(mesh), mesh.size() * (beside.size() if beside is not None else 1)
+    root, covered = root_mesh(mesh), mesh.size() * (tensor.size() if tensor is not None else 1)
     if root.size() <= covered:
         return
     name = (mesh.mesh_dim_names or ("dp",))[0]
     group, own = f"mesh[{name!r}].get_group()", f"{mesh.device_type!r}"
     alone = f"DeviceMesh.from_group({group}, {own})"
-    if beside is not None:
-        groups = f"[{group}, mesh[{(beside.mesh_dim_names or ('tp',))[0]!r}].get_group()]"
+    if tensor is not None:
+        groups = f"[{group}, mesh[{(tensor.mesh_dim_names or ('tp',))[0]!r}].get_group()]"
         alone = f"of DeviceMesh.from_group({groups}, {own}, mesh=..., mesh_dim_names=...), before parallelize_module"
     found = f"is {mesh}, a dimension of {root}: ranks that differ in another one would train apart, each on its own"
     fix = f"give {ranks}, or none; where they have other models, such as pipeline stages, a mesh without them: {alone}"

@@ -117,8 +117,8 @@ class Lockstep:
     model: int
     steps: Callable[[], tuple[int, int]]
     """How many steps optimizers have taken, and how many of them found no gradient."""
-    peers: Lockstep | None = None
-    """Of the ranks of a model-parallel mesh: these communicate within every run, also where nothing else is sent."""
+    tensor: Lockstep | None = None
+    """Of the tensor-parallel group: its ranks communicate within every run, also where nothing else is sent."""
     number: int = 0
     _open: deque[RollCall] = field(default_factory=deque)
     """Roll calls that have not been read."""
@@ -169,11 +169,11 @@ class Lockstep:
         self._look()
         while self._open:
             self._read(self._open.popleft())
-        if self.peers is not None:
-            self._check(self.peers)
+        if self.tensor is not None:
+            self._check(self.tensor)
 
-    def enter_with_peers(self, kind: RunKind) -> None:
-        """Begin a run in which model-parallel ranks communicate. Their programs differ where their parts do.
+    def enter_tensor_parallel(self, kind: RunKind) -> None:
+        """Begin a run in which tensor-parallel ranks communicate. Their programs differ where their parts do.
 
         On gloo it waits for them, as the run's first collective would: torch's own have no tags, and end the process
         where sizes differ. On CUDA the host does not wait; it is read with the runs of this mesh.
@@ -181,15 +181,15 @@ class Lockstep:
         Raises:
             AgreementError: they are out of step.
         """
-        if self.peers is not None:
-            self.peers.enter(kind, "0")
-            if self.peers.communicator.collectives.separates:
-                self._check(self.peers)
+        if self.tensor is not None:
+            self.tensor.enter(kind, "0")
+            if self.tensor.communicator.collectives.separates:
+                self._check(self.tensor)
 
-    def _check(self, peers: Lockstep) -> None:
+    def _check(self, other: Lockstep) -> None:
         """Check the runs of the other mesh; the ranks of this one, which would wait, are told of its error."""
         try:
-            peers.check()
+            other.check()
         except AgreementError as error:
             self.communicator.waits.refuse(error)
             raise

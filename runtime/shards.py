@@ -87,21 +87,22 @@ class UnitShards:
         """Under `torch.compile`: what the user's module holds in place of a shard. It has the same `.grad`."""
         self._held: dict[str, Held] = {}
 
-    def adopt(self, param: Param, source: nn.Parameter, beside: ModelParallel | None = None) -> nn.Parameter:
+    def adopt(self, param: Param, source: nn.Parameter, parallel: ModelParallel | None = None) -> nn.Parameter:
         """Make the parameter that stands for `source` from now on, with the values of the mesh's first rank.
 
-        `source` keeps its memory until the caller frees it. Collective. `beside`: what the model is divided over else.
+        `source` keeps its memory until the caller frees it. Collective.
+        `parallel`: what the model is divided over already.
         """
         value, mesh = local_tensor(source), self.communicator.mesh
         self.communicator.broadcast(value)
-        self._placings[param.name] = along(param, mesh) if beside is None else beside.sharded(param, source)
+        self._placings[param.name] = along(param, mesh) if parallel is None else parallel.sharded(param, source)
         return self._adopt(param, self._distributed(param, value))
 
-    def adopt_plain(self, param: Param, source: nn.Parameter, beside: ModelParallel | None = None) -> nn.Parameter:
+    def adopt_plain(self, param: Param, source: nn.Parameter, parallel: ModelParallel | None = None) -> nn.Parameter:
         """Take the user's own parameter, as stage 0 does, with the values of the mesh's first rank. Collective."""
         self.communicator.broadcast(local_tensor(source))
-        if beside is not None and isinstance(source, DTensor):
-            self._placings[param.name] = beside.whole(source)
+        if parallel is not None and isinstance(source, DTensor):
+            self._placings[param.name] = parallel.whole(source)
         return self._adopt(param, source)
 
     def _adopt(self, param: Param, parameter: nn.Parameter) -> nn.Parameter:

@@ -173,7 +173,7 @@ def test_inspect_writes_the_program_after_every_pass(run: Run, tmp_path: Path) -
     assert code == 0
     assert "stage 3, world 3: 144 parameters" in out
     text = (tmp_path / "dump" / "program_0" / "06_insert_gathers.py").read_text()
-    assert "world = 3" in text
+    assert 'axes = {"dp": "shard 3"}' in text
     assert zcompile.parse(text).text(regions=True) == text
 
 

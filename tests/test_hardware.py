@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from zcompile import ProfileError
 from zcompile.cost.hardware import Hardware, Link, load_profile, parse_profile, profile_text, profiles
+from zcompile.ir.axis import Axis, AxisKind
 
 NODES = replace(
     Hardware.of(flops=1e12, memory_bandwidth=1e12),
@@ -21,40 +22,44 @@ NODES = replace(
 """Nodes of eight ranks; what a node sends to others is half as fast as what a rank sends within it."""
 
 
+def ranks(size: int, stride: int = 1) -> Axis:
+    return Axis("dp", AxisKind.SHARD, size, stride)
+
+
 def test_within_a_node_only_the_inner_link_counts() -> None:
-    assert NODES.collective_seconds(800, 8) == pytest.approx(3e-6 + 7 / 8 * 800 / 100)
+    assert NODES.collective_seconds(800, ranks(8)) == pytest.approx(3e-6 + 7 / 8 * 800 / 100)
 
 
 def test_between_nodes_a_node_receives_what_its_ranks_do_not_have() -> None:
     inner, outer = (1 - 1 / 32) * 800 / 100, (1 - 8 / 32) * 800 / 50
-    assert NODES.collective_seconds(800, 32) == pytest.approx(3e-6 + 2e-3 + max(inner, outer))
+    assert NODES.collective_seconds(800, ranks(32)) == pytest.approx(3e-6 + 2e-3 + max(inner, outer))
 
 
 def test_groups_across_nodes_share_the_link_of_each() -> None:
     # Four groups of eight, one beside the other: two ranks of each are in a node, and share its link with the others.
     inner, outer = (1 - 1 / 8) * 800 / 100, (1 - 2 / 8) * 800 / (50 / 4)
-    assert NODES.collective_seconds(800, 8, apart=4) == pytest.approx(1e-6 + 2e-3 + max(inner, outer))
+    assert NODES.collective_seconds(800, ranks(8, 4)) == pytest.approx(1e-6 + 2e-3 + max(inner, outer))
     # One rank of each in a node: nothing is sent within.
-    assert NODES.collective_seconds(800, 4, apart=8) == pytest.approx(2e-3 + (1 - 1 / 4) * 800 / (50 / 8))
+    assert NODES.collective_seconds(800, ranks(4, 8)) == pytest.approx(2e-3 + (1 - 1 / 4) * 800 / (50 / 8))
 
 
 def test_groups_within_a_node_share_no_link() -> None:
-    assert NODES.collective_seconds(800, 4, apart=2) == pytest.approx(2e-6 + (1 - 1 / 4) * 800 / 100)
+    assert NODES.collective_seconds(800, ranks(4, 2)) == pytest.approx(2e-6 + (1 - 1 / 4) * 800 / 100)
 
 
 def test_every_message_has_its_latency() -> None:
-    one, three = (NODES.collective_seconds(800, 2, messages) for messages in (1, 3))
+    one, three = (NODES.collective_seconds(800, ranks(2), messages) for messages in (1, 3))
     assert three - one == pytest.approx(2e-6)
 
 
 def test_alone_nothing_is_sent() -> None:
-    assert NODES.collective_seconds(800, 1) == 0.0
-    assert all(NODES.collective_seconds(800, 1, apart=apart) == 0.0 for apart in (2, 8, 12, 16, 20))
+    assert NODES.collective_seconds(800, ranks(1)) == 0.0
+    assert all(NODES.collective_seconds(800, ranks(1, stride)) == 0.0 for stride in (2, 8, 12, 16, 20))
 
 
 @given(st.integers(1, 4096), st.floats(0, 1e12), st.sampled_from([1, 2, 4, 8, 16, 64]))
-def test_more_ranks_never_take_less(world: int, payload: float, apart: int) -> None:
-    fewer, more = (NODES.collective_seconds(payload, ranks, apart=apart) for ranks in (world, world + 1))
+def test_more_ranks_never_take_less(world: int, payload: float, stride: int) -> None:
+    fewer, more = (NODES.collective_seconds(payload, ranks(size, stride)) for size in (world, world + 1))
     assert fewer <= more + 1e-9
 
 

@@ -14,7 +14,8 @@ from torch import nn
 import zcompile
 from tests.models import GPT, ConvNet, OddMLP
 from tests.passes.programs import CHAIN
-from zcompile import ModelError, OptionError, Program, facts
+from zcompile import ModelError, OptionError, ParseError, Program, facts
+from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.layout import STAGES, Layout, Param, Unit
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import AllGather, Call, Release, WaitGather
@@ -76,7 +77,7 @@ def test_a_gather_brings_the_padded_sharded_parameters(found: list[tuple[tuple[i
     params = [Param(f"p{i}", shape, torch.float32, shards=world * sharded) for i, (shape, sharded) in enumerate(found)]
     unit = Unit("u", tuple(params))
     moved = sum(4 * p.shard_numel * world for p in params if p.shards)
-    layout = Layout((unit,), STAGES[3], world)
+    layout = Layout((unit,), STAGES[3], axes_of(world))
     assert layout.gathered_bytes("u") == (moved if world > 1 else 0), "alone, the shard is the parameter already"
     assert replace(layout, away=True).gathered_bytes("u") == moved + sum(p.nbytes for p in params if not p.shards)
     assert unit.messages == tuple((index,) for index in range(len(params))), "unpacked, each travels alone"
@@ -121,7 +122,7 @@ class Rooted(nn.Module):
 
 
 def layout_of(model: nn.Module, stage: int = 3, world: int = 2, units: list[str] | None = None) -> Layout:
-    return make_layout(model, STAGES[stage], world, units)
+    return make_layout(model, STAGES[stage], axes_of(world), units)
 
 
 def params_of(layout: Layout) -> dict[str, list[str]]:
@@ -249,7 +250,7 @@ def test_messages_hold_every_parameter_once_in_runs_of_one_kind(
     made = [Param(f"p{i}", shape, dtype, shards=world * sharded) for i, (shape, dtype, sharded) in enumerate(found)]
     program = chain([])
     unit = Unit("a", tuple(made))
-    packed = pack_small(replace(program, layout=replace(program.layout, units=(unit,), world=world)))
+    packed = pack_small(replace(program, layout=replace(program.layout, units=(unit,), axes=axes_of(world))))
     messages = packed.layout.units[0].messages
     assert [index for message in messages for index in message] == list(range(len(made)))
     for message in messages:
@@ -279,7 +280,7 @@ def chain(forward: list[int], backward: list[int] | None = None, units: int = 0)
     names = [f"u{index}" for index in range(units)]
     listed = "".join(f'    "{name}": [\n        "{name}.weight f32[4, 4]",\n    ],\n' for name in names)
     region = CHAIN.partition("\n\n\n")[2].partition("\n\n\n")[0]
-    head = f"world = 2\nstage = 3\nunits = {{\n{listed}}}\npacked = {{\n}}\n\n\n{region}\n"
+    head = f'axes = {{"dp": "shard 2"}}\nstage = 3\nunits = {{\n{listed}}}\npacked = {{\n}}\n\n\n{region}\n'
     text = f"{head}\n\n{_phase('forward', 'x', forward, names)}"
     if backward is not None:
         text += f"\n\n{_phase('backward', 'dy', backward, names)}"
@@ -366,3 +367,37 @@ def test_prefetch_moves_gathers_and_nothing_else(forward: list[int], prefetch: i
     order = [op_of(node, AllGather).unit for node in scheduled.nodes(AllGather)]
     assert order == [op_of(node, AllGather).unit for node in gathered.nodes(AllGather)], "in the order of their uses"
     assert not list(facts.units_bounded(prefetch).violations(scheduled))
+
+
+# -- axes -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_axes_part_the_ranks_of_a_mesh(world: int, tensor_parallel: int) -> None:
+    mesh = torch.arange(world * tensor_parallel).view(world, tensor_parallel)
+    axes = axes_of(world, tensor_parallel)
+    for rank in range(world * tensor_parallel):
+        place = divmod(rank, tensor_parallel)
+        assert list(axes[0].ranks(rank)) == mesh[:, place[1]].tolist()
+        assert tensor_parallel == 1 or list(axes[1].ranks(rank)) == mesh[place[0]].tolist()
+
+
+@given(st.text(), st.sampled_from(AxisKind), st.integers(1, 99), st.integers(1, 99))
+def test_an_axis_is_read_as_it_is_printed(name: str, kind: AxisKind, size: int, stride: int) -> None:
+    axis = Axis(name, kind, size, stride)
+    assert Axis.parse(name, str(axis)) == axis
+
+
+@pytest.mark.parametrize(
+    ("axes", "found"),
+    [
+        ('{"dp": "shards 2"}', "'shards 2' is no axis, such as 'shard 4, stride 2'"),
+        ('{"dp": "shard 0"}', "'shard 0' is no axis, such as"),
+        ('{"tp": "tensor 2"}', "want one that shards"),
+        ('{"a": "shard 2", "b": "shard 2"}', "want one that shards"),
+    ],
+)
+def test_what_are_no_axes_is_refused(axes: str, found: str) -> None:
+    with pytest.raises(ParseError) as caught:
+        zcompile.parse(f"axes = {axes}\nstage = 3\n")
+    assert str(caught.value).startswith(f"axes: {found}")

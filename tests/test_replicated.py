@@ -15,7 +15,7 @@ from tests.passes.test_partition_activations import SAME
 from tests.ranks import Ranks
 from zcompile import AgreementError
 from zcompile.engine.replicated_values import digests, mark_replicated
-from zcompile.engine.tensor_parallel_group import ModelPeers
+from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.ir.operation import data, set_data
 from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
@@ -150,19 +150,22 @@ def test_marks_are_printed_and_read_again() -> None:
 def compared(rank: int, other: str) -> list[str]:
     """What comes of comparing partitioned programs: one again, and one that is another on the second rank."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    peers = ModelPeers(ModelParallel(mesh["tp"], mesh, mesh["tp"], frozenset()), torch.device("cpu"))
-    parts = partial(partition_activations, peers=2, least=1)
+    group = TensorParallelGroup(ModelParallel(mesh["tp"], mesh, mesh["tp"], frozenset()), torch.device("cpu"))
+    parts, head = (
+        partial(partition_activations, least=1),
+        CHAIN.replace('"shard 2"', '"shard 1, stride 2", "tp": "tensor 2"'),
+    )
     found = []
     for text in (SAME, SAME, other if rank else SAME.replace("8, 4", "6, 4")):
         try:
-            peers.agree(parts(zcompile.parse(joined(CHAIN, text))))
+            group.agree(parts(zcompile.parse(joined(head, text))))
             found.append("agreed")
         except AgreementError as error:
             found.append(str(error))
     return found
 
 
-def test_peers_that_would_gather_different_parts_are_told(ranks: Ranks) -> None:
+def test_ranks_that_would_gather_different_parts_are_told(ranks: Ranks) -> None:
     for found in ranks.run(2, compared, SAME.replace("8, 4", "5, 4")):
         assert found[:2] == ["agreed", "agreed"]
         assert "rank 0: 'gather f32[6, 4] ='; rank 1: 'gather f32[5, 4] ='" in found[2]

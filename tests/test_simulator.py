@@ -12,12 +12,13 @@ from torch import fx, nn
 
 import zcompile
 from tests.models import batch, make
-from tests.passes.programs import CHAIN, GATHERED, parsed
+from tests.passes.programs import CHAIN, GATHERED, TENSOR_PARALLEL, parsed
 from tests.passes.test_partition_activations import SAME
 from zcompile.cost.hardware import Hardware, Link
 from zcompile.cost.roofline import region_seconds
 from zcompile.cost.simulator import UPDATE_BYTES, simulate
 from zcompile.cost.timeline import Sent, Spent
+from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import Data, set_data
 from zcompile.ir.ops import Compute, Input, Kind, Results
@@ -93,7 +94,7 @@ def test_stage_0_steps_for_whole_parameters() -> None:
     compiled = zcompile.compile(model, backend="eager", stage=0)
     compiled(torch.ones(3, 4)).sum().backward()
     nbytes = sum(param.nbytes for param in model.parameters())
-    program = replace(compiled.programs[0], layout=make_layout(model, STAGES[0], 2))
+    program = replace(compiled.programs[0], layout=make_layout(model, STAGES[0], axes_of(2)))
     assert simulate(program, hardware, steps=True).optimizer == pytest.approx(UPDATE_BYTES * nbytes / 1e6)
 
 
@@ -101,12 +102,12 @@ def test_stage_0_steps_for_whole_parameters() -> None:
 
 
 def test_parts_of_activations_arrive_on_a_wire_of_their_own() -> None:
-    # Gathers of parameters fly at the same time as a fetch, which takes as long as a collective over its peers.
-    program = partition_activations(parsed(CHAIN, SAME), peers=3, least=1)
+    # Gathers of parameters fly at the same time as a fetch, which takes as long as a collective over its group.
+    program = partition_activations(parsed(TENSOR_PARALLEL, SAME), least=1)
     found = simulate(program, RATES).messages or ()
     assert [(message.operation, message.nbytes) for message in found] == [("fetch", 128 * 2 // 3)]
     assert found[0].end - found[0].start == pytest.approx(128 * 2 / 3 / 1e8)
-    assert list(simulate(program, RATES).flights()) == ["communication, tensor parallel"]
+    assert list(simulate(program, RATES).flights()) == ["communication, tp"]
 
 
 def test_what_flies_at_the_same_time_has_a_lane_of_its_own() -> None:
@@ -120,7 +121,7 @@ def test_what_flies_at_the_same_time_has_a_lane_of_its_own() -> None:
 def test_data_parallel_groups_share_links_with_those_of_other_parts() -> None:
     program = parsed(CHAIN, GATHERED)
     nodes = replace(RATES, links=(Link("inside", 0.0, 1e12, members=2), Link("between", 0.0, 1e8)))
-    apart = replace(program, layout=replace(program.layout, tensor_parallel=2))
+    apart = replace(program, layout=replace(program.layout, axes=axes_of(2, 2)))
     assert simulate(program, nodes).exposed < 1e-8  # both ranks in one node
     assert simulate(apart, nodes).exposed == pytest.approx(2 * 4 * HALF / 1e8)  # one in each, half of its link
 
@@ -213,8 +214,8 @@ def test_the_models_own_collectives_take_their_time_within_regions() -> None:
 
     slow = replace(SLOW_MEMORY, links=(Link("inside", 1e-3, 1e6),), launch=0.0)
     made = region(build, fuses=True)
-    assert region_seconds(made, slow, 1) == 0.0
-    assert region_seconds(made, slow, 4) == pytest.approx(2e-3 + 2 * NBYTES * 3 / 4 / 1e6)
+    assert region_seconds(made, slow) == 0.0
+    assert region_seconds(made, slow, Axis("tp", AxisKind.TENSOR, 4)) == pytest.approx(2e-3 + 2 * NBYTES * 3 / 4 / 1e6)
 
 
 def test_collectives_of_several_tensors_send_them_all() -> None:
@@ -223,4 +224,5 @@ def test_collectives_of_several_tensors_send_them_all() -> None:
         return graph.call_function(torch.ops._c10d_functional.all_reduce_coalesced.default, ([x, y], "sum", "0"))
 
     slow = replace(SLOW_MEMORY, links=(Link("inside", 0.0, 1e6),), launch=0.0, memory_bandwidth=1e18)
-    assert region_seconds(region(build, fuses=True), slow, 2) == pytest.approx(2 * 2 * NBYTES / 2 / 1e6)
+    axis = Axis("tp", AxisKind.TENSOR, 2)
+    assert region_seconds(region(build, fuses=True), slow, axis) == pytest.approx(2 * 2 * NBYTES / 2 / 1e6)

@@ -189,7 +189,7 @@ def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.T
         optimizer.step()
         optimizer.zero_grad()
     values = compiled.full_state_dict(rank0_only=False)
-    stash = compiled._engine._session.stashes.get(Away)
+    stash = compiled._engine._session.stashes.get(Away())
     return [values[name] for name in sorted(values)], 0 if stash is None else disk_of(stash).nbytes  # type: ignore[attr-defined]
 
 

@@ -24,7 +24,7 @@ from tests.ranks import Ranks
 from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
 from zcompile.cost.forecast import Choice
 from zcompile.ir.operation import Phase
-from zcompile.ir.ops import Peers
+from zcompile.ir.ops import Group
 from zcompile.tools.planner import Rewriter
 from zcompile.tools.tracing import trace
 
@@ -270,7 +270,7 @@ def test_a_plan_has_the_program_that_runs(ranks: Ranks, choice: Choice) -> None:
     for found in ranks.run(4, planned, [choice]):
         assert len(found) == 2
         assert all(plan == running for plan, running in found)
-        assert all("tensor_parallel = 2" in plan for plan, _ in found)
+        assert all('"tp": "tensor 2"' in plan for plan, _ in found)
 
 
 def options_apart(rank: int) -> list[str]:
@@ -355,7 +355,7 @@ def parts_apart(rank: int, data: int, model: int, folder: Path, options: dict[st
         for step in range(2):
             loss = compiled(*tokens(step, dp.get_local_rank(), length=64))
             if more:
-                stash = compiled._engine._session.stashes[Peers]
+                stash = compiled._engine._session.stashes[Group("tp")]
                 values = [slot.held.held for slot in stash._slots.values()]
                 kept = sum(value.nbytes for value in values)
             loss.backward(retain_graph=step == 1)
@@ -383,7 +383,7 @@ def choosing(rank: int) -> list[bool]:
         compiled = zcompile.compile(divided, mesh=dp, backend="eager", partition_activations=True, **options)
         for length in (64, 68):
             compiled(*tokens(0, dp.get_local_rank(), length=length)).backward()
-        found += [bool(step.program.nodes(Peers)) for step in compiled._engine.steps]
+        found += [bool(step.program.nodes(Group)) for step in compiled._engine.steps]
     return found
 
 

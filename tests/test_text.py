@@ -318,7 +318,7 @@ def test_a_margin_without_a_dtype_is_refused_with_its_line(kind: str) -> None:
 
 def test_a_text_without_a_forward_is_refused() -> None:
     with pytest.raises(ParseError, match="has no function `forward`"):
-        zcompile.parse("world = 2")
+        zcompile.parse("stage = 2")
 
 
 def test_what_programs_are_printed_with_parses_back() -> None:

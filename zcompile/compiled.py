@@ -24,6 +24,7 @@ from zcompile.engine.engine import Engine
 from zcompile.engine.fragments import Tree
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
+from zcompile.ir.axis import Axis, axes_of
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.model.materialise import check_weights
@@ -116,15 +117,15 @@ def _compiled(
     weights: Source | None,
 ) -> CompiledModule:
     check_kinds(model)
-    beside = model_parallel(model, mesh)
-    communicator = _communicator(model, mesh, beside)
-    layout = make_layout(model, STAGES[asked.stage], communicator.size, units, asked.precision)
+    parallel = model_parallel(model, mesh)
+    communicator = _communicator(model, mesh, parallel)
+    layout = make_layout(model, STAGES[asked.stage], _axes(communicator, parallel), units, asked.precision)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
     everyone = agreement
-    if beside is not None:
-        everyone = Agreement(Communicator(beside.ranks, communicator.device))
-        beside = _checked_parallel(model, beside, everyone, asked, given, communicator.rank)
+    if parallel is not None:
+        everyone = Agreement(Communicator(parallel.ranks, communicator.device))
+        parallel = _checked_parallel(model, parallel, everyone, asked, given, communicator.rank)
     elif asked.partition_activations:
         found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
@@ -133,8 +134,8 @@ def _compiled(
         _check_weights(given, model, agreement)
     memory = _shard_memory(asked, layout, agreement)
     layout = replace(layout, away=memory.is_away)
-    engine = Engine(layout, {}, communicator, agreement, asked, beside, everyone)
-    shards, sites, retired = shard_model(model, layout, communicator, given, beside, memory)
+    engine = Engine(layout, {}, communicator, agreement, asked, parallel, everyone)
+    shards, sites, retired = shard_model(model, layout, communicator, given, parallel, memory)
     point_at_shards(optimizers, shards.values(), retired)
     engine.extend((), shards)
     if not layout.stage.optimizer_sharded and layout.world > 1:
@@ -152,9 +153,18 @@ def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> 
         warnings.warn(f"zcompile: weights {rounded}", stacklevel=4)
 
 
-def _communicator(model: nn.Module, mesh: DeviceMesh | None, beside: ModelParallel | None) -> Communicator:
+def _communicator(model: nn.Module, mesh: DeviceMesh | None, parallel: ModelParallel | None) -> Communicator:
     device = _device(model, mesh)
-    return Communicator(resolve_mesh(mesh, device, None if beside is None else beside.mesh), device)
+    return Communicator(resolve_mesh(mesh, device, None if parallel is None else parallel.mesh), device)
+
+
+def _axes(communicator: Communicator, parallel: ModelParallel | None) -> tuple[Axis, ...]:
+    """The axes of the mesh, as it names them."""
+    (data,) = communicator.mesh.mesh_dim_names or ("dp",)
+    if parallel is None:
+        return axes_of(communicator.size, names=(data, ""))
+    (tensor,) = parallel.mesh.mesh_dim_names or ("tp",)
+    return axes_of(communicator.size, parallel.mesh.size(), (data, tensor))
 
 
 def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> ShardMemory:
@@ -170,13 +180,13 @@ def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> Shard
 
 
 def _checked_parallel(
-    model: nn.Module, beside: ModelParallel, everyone: Agreement, asked: Options, weights: Weights | None, rank: int
+    model: nn.Module, parallel: ModelParallel, everyone: Agreement, asked: Options, weights: Weights | None, rank: int
 ) -> ModelParallel:
     if weights is not None:
         fix = "load them before parallelize_module, or with load_full_state_dict afterwards"
         raise OptionError("weights", "cannot be read into a tensor-parallel model", fix)
     everyone.reach("the options", [str(asked)])
-    return check_replicated(model, beside, everyone, first=rank == 0)
+    return check_replicated(model, parallel, everyone, first=rank == 0)
 
 
 def _optimizers(given: Optimizer | Sequence[Optimizer] | None, model: nn.Module) -> Sequence[Optimizer]:

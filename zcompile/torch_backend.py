@@ -41,6 +41,7 @@ from zcompile.engine.engine import Engine
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
+from zcompile.ir.axis import axes_of
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.ir.spelling import identifier
@@ -174,7 +175,7 @@ class Backend:
     def _make_engine(self, device: torch.device) -> Engine:
         options = self.options
         communicator = Communicator(resolve_mesh(self.mesh, device), device)
-        layout = Layout((), STAGES[options.stage], communicator.size)
+        layout = Layout((), STAGES[options.stage], axes_of(communicator.size))
         engine = Engine(layout, {}, communicator, Agreement(communicator), options)
         watch_optimizers(self, engine, {})
         return engine

@@ -32,8 +32,8 @@ class _Part:
     """Of the whole."""
 
 
-class PartKeeper(Keeper):
-    """Keeps this rank's part of what every rank of `peers` has, by `inner`; all of it is gathered when it is wanted.
+class ShardKeeper(Keeper):
+    """Keeps this rank's shard of what every rank of `group` has, by `inner`; all of it is gathered when it is wanted.
 
     `get` is collective. With the part in memory the gather starts there; where it has to be fetched first, when it is
     waited for: that is when all ranks have come so far, in the order of their program. Hazards on CUDA: the part is a
@@ -41,12 +41,12 @@ class PartKeeper(Keeper):
     work holds the part and what arrives until the stream has waited for it.
     """
 
-    def __init__(self, peers: Communicator, inner: Keeper) -> None:
-        self.peers, self.inner = peers, inner
+    def __init__(self, group: Communicator, inner: Keeper) -> None:
+        self.group, self.inner = group, inner
 
     def put(self, flat: torch.Tensor) -> _Part:
-        each = -(-flat.numel() // self.peers.size)
-        mine = flat[self.peers.rank * each : (self.peers.rank + 1) * each]
+        each = -(-flat.numel() // self.group.size)
+        mine = flat[self.group.rank * each : (self.group.rank + 1) * each]
         part = flat.new_empty(each)
         part[: mine.numel()].copy_(mine)
         part[mine.numel() :].zero_()
@@ -60,8 +60,8 @@ class PartKeeper(Keeper):
 
     def _gathered(self, part: torch.Tensor, numel: int) -> Callable[[], torch.Tensor]:
         """Start gathering; what is returned waits for it."""
-        whole = part.new_empty(part.numel() * self.peers.size)
-        work = self.peers.all_gather(whole, part)
+        whole = part.new_empty(part.numel() * self.group.size)
+        work = self.group.all_gather(whole, part)
 
         def land() -> torch.Tensor:
             work.wait()

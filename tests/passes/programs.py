@@ -58,7 +58,7 @@ def at_stage(head: str, stage: int) -> str:
 
 
 PAIR = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [
@@ -74,7 +74,7 @@ packed = {
 """Two units of one weight each, before regions are outlined."""
 
 CHAIN = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [
@@ -292,3 +292,6 @@ def backward(box):
     return [None], [c_grads, b_grads, a_grads]
 """
 """`OUTLINED` with reductions, and no gathers."""
+
+TENSOR_PARALLEL = CHAIN.replace('"shard 2"', '"shard 2, stride 3", "tp": "tensor 3"')
+"""The same, of one of three parts of a model."""

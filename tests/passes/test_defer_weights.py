@@ -127,7 +127,7 @@ def test_small_gradients_are_not_worth_a_region() -> None:
 
 
 def test_alone_there_is_nothing_to_hide() -> None:
-    check(assigned, PAIR.replace("world = 2", "world = 1"), IN_ORDER, IN_ORDER)
+    check(assigned, PAIR.replace("shard 2", "shard 1"), IN_ORDER, IN_ORDER)
 
 
 def test_random_numbers_are_drawn_in_the_order_in_which_they_were() -> None:

@@ -128,5 +128,5 @@ def test_a_copy_that_is_kept_is_renewed_in_its_own_memory(stage: int) -> None:
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (3, 1)])
 def test_where_nothing_is_gathered_nothing_is_gathered_ahead(stage: int, world: int) -> None:
-    before = updated(at_stage(CHAIN, stage).replace("world = 2", f"world = {world}"), OUTLINED)
+    before = updated(at_stage(CHAIN, stage).replace("shard 2", f"shard {world}"), OUTLINED)
     assert gather_ahead(before) is before

@@ -159,7 +159,7 @@ def backward(box):
 """
 
 TWO_UNITS_HEAD = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [

@@ -4,7 +4,7 @@ from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check
 from zcompile.passes.insert_reductions import insert_reductions
 
 GRADIENTS_HEAD = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "u": [

@@ -70,7 +70,7 @@ def test_stage_0_does_not_wait_for_the_end_if_gradients_are_consumed() -> None:
 
 
 TIED = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [

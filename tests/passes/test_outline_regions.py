@@ -40,7 +40,7 @@ def backward(box):
 """
 
 REGIONS = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [
@@ -129,7 +129,7 @@ def backward(box):
 """
 
 DERIVED_REGIONS = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [
@@ -231,7 +231,7 @@ def backward(box):
 """
 
 GLUE_REGIONS = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [
@@ -335,7 +335,7 @@ def forward(box):
 """
 
 PART_REGIONS = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [

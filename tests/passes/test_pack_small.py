@@ -4,7 +4,7 @@ from tests.passes.programs import check, parsed
 from zcompile.passes.pack_small import pack_small
 
 UNPACKED = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "large": [
@@ -28,7 +28,7 @@ packed = {
 """
 
 PACKED = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "large": [

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tests.passes.programs import CHAIN, OUTLINED, check, parsed
+from tests.passes.programs import OUTLINED, TENSOR_PARALLEL, check, parsed
 from zcompile import OptionError, ProgramError, facts, verify
 from zcompile.cost.memory import live_bytes
 from zcompile.ir.operation import data
@@ -46,87 +46,87 @@ def backward(box):
 PARTED = """
 def forward(box):
     (
-        a,                         #             1 parameters  unit a
-        b,                         #             1 parameters  unit b
-        c,                         #             1 parameters  unit c
-        peers,                     #                           peers 3
-        x,                         # f32[8, 4]
+        a,                      #             1 parameters  unit a
+        b,                      #             1 parameters  unit b
+        c,                      #             1 parameters  unit c
+        tp,                     #                           group tp
+        x,                      # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)            # =f32[8, 4]  +128 B        a
-    ya_stashed = stash(ya, peers)  # i64[]@44    +44 B         a
-    yb = region_0(b, ya)           # f32[8, 4]   +128 B        b
-    del ya                         #             -128 B
-    yc = region_0(c, yb)           # f32[8, 4]   +128 B        c
+    ya = region_0(a, x)         # =f32[8, 4]  +128 B        a
+    ya_stashed = stash(ya, tp)  # i64[]@44    +44 B         a
+    yb = region_0(b, ya)        # f32[8, 4]   +128 B        b
+    del ya                      #             -128 B
+    yc = region_0(c, yb)        # f32[8, 4]   +128 B        c
     return [yc], [x, ya_stashed, yb]
 
 
 def backward(box):
     (
-        b,                               #                       1 parameters  unit b
-        c,                               #                       1 parameters  unit c
-        peers,                           #                                     peers 3
-        x,                               # f32[8, 4]
-        ya_stashed,                      # i64[]@44                            a
-        yb,                              # f32[8, 4]                           b
-        dy,                              # f32[8, 4]                           tangent
+        b,                              #                       1 parameters  unit b
+        c,                              #                       1 parameters  unit c
+        tp,                             #                                     group tp
+        x,                              # f32[8, 4]
+        ya_stashed,                     # i64[]@44                            a
+        yb,                             # f32[8, 4]                           b
+        dy,                             # f32[8, 4]                           tangent
     ) = unbox(box)
-    ya_fetch = fetch(ya_stashed, peers)  # f32[8, 4]             +128 B        a
-    del ya_stashed                       #                       -44 B
-    db, gc = region_1(c, dy, yb)         # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                           #                       -128 B
-    ya_again = wait(ya_fetch)            # &f32[8, 4]                          a
+    ya_fetch = fetch(ya_stashed, tp)    # f32[8, 4]             +128 B        a
+    del ya_stashed                      #                       -44 B
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                          #                       -128 B
+    ya_again = wait(ya_fetch)           # &f32[8, 4]                          a
     del ya_fetch
-    da, gb = region_1(b, db, ya_again)   # f32[8, 4], f32[4, 4]  +192 B        b
-    del db, ya_again                     #                       -256 B
-    ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
-    del x, da                            #                       -128 B
+    da, gb = region_1(b, db, ya_again)  # f32[8, 4], f32[4, 4]  +192 B        b
+    del db, ya_again                    #                       -256 B
+    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    del x, da                           #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
-part = partial(partition_activations, peers=3, least=1)
+part = partial(partition_activations, least=1)
 
 
-def test_of_what_all_peers_have_each_keeps_a_part() -> None:
-    check(part, CHAIN, SAME, PARTED)
+def test_of_what_all_ranks_have_each_keeps_a_shard() -> None:
+    check(part, TENSOR_PARALLEL, SAME, PARTED)
 
 
 def test_what_is_not_known_to_be_the_same_stays_whole() -> None:
     with pytest.raises(OptionError, match=r"partition_activations: has no effect: nothing of 1 B that is saved"):
-        part(parsed(CHAIN, OUTLINED))
-    assert part(parsed(CHAIN, OUTLINED), whole=False).nodes(Stash) == []
+        part(parsed(TENSOR_PARALLEL, OUTLINED))
+    assert part(parsed(TENSOR_PARALLEL, OUTLINED), whole=False).nodes(Stash) == []
 
 
 def test_what_is_small_stays_whole() -> None:
     with pytest.raises(OptionError, match="nothing of 64 KiB"):
-        partition_activations(parsed(CHAIN, SAME), peers=3)
+        partition_activations(parsed(TENSOR_PARALLEL, SAME))
 
 
 def test_the_part_counts_as_memory_unless_it_is_moved_away() -> None:
     def at_the_turn(moved: bool) -> int:
-        lines = live_bytes(part(parsed(CHAIN, SAME), moved=moved))
+        lines = live_bytes(part(parsed(TENSOR_PARALLEL, SAME), moved=moved))
         return next(nbytes for node, nbytes in lines.items() if node.name == "yc")
 
     assert at_the_turn(moved=False) - at_the_turn(moved=True) == 11 * 4 - 8
 
 
 def test_what_is_partitioned_is_not_moved_as_a_whole() -> None:
-    program = offload_activations(part(parsed(CHAIN, SAME)), least=1)
+    program = offload_activations(part(parsed(TENSOR_PARALLEL, SAME)), least=1)
     assert [node.name for node in program.nodes(Stash)] == ["ya_stashed"]
 
 
 def test_parts_of_different_values_are_refused() -> None:
-    program = part(parsed(CHAIN, SAME))
+    program = part(parsed(TENSOR_PARALLEL, SAME))
     made = program.node("ya")
     program.node("ya_stashed").replace_input_with(made, program.node("yb"))
     assert not data(program.node("yb")).replicated
-    with pytest.raises(ProgramError, match="is not known to be the same on all peers"):
-        verify(program, [facts.PARTS_REPLICATED], "here")
+    with pytest.raises(ProgramError, match="is not known to be the same on all ranks of tp"):
+        verify(program, [facts.SHARDS_REPLICATED], "here")
 
 
 def test_it_is_fetched_from_where_it_was_stashed() -> None:
-    program = part(parsed(CHAIN, SAME))
-    fetch, place = program.node("ya_fetch"), program.node("peers")
+    program = part(parsed(TENSOR_PARALLEL, SAME))
+    fetch, place = program.node("ya_fetch"), program.node("tp")
     with program.graph.inserting_after(place):
         other = program.graph.node_copy(place)
     fetch.replace_input_with(place, other)
-    with pytest.raises(ProgramError, match="it is stashed in peers"):
+    with pytest.raises(ProgramError, match="it is stashed in tp"):
         verify(program, [facts.FETCHED_BEFORE_USE], "here")

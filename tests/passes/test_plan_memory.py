@@ -134,7 +134,7 @@ def test_what_is_returned_or_comes_from_the_caller_is_not_stored() -> None:
 
 
 def test_a_world_of_one_gathers_nothing() -> None:
-    program = plan_memory(parsed(CHAIN.replace("world = 2", "world = 1"), OUTLINED))
+    program = plan_memory(parsed(CHAIN.replace("shard 2", "shard 1"), OUTLINED))
     assert arena_bytes(program) == 0
 
 

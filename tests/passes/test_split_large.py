@@ -88,7 +88,7 @@ def test_a_reduction_that_copies_more_than_the_bucket_is_found() -> None:
 
 def test_packed_messages_grow_to_the_bucket() -> None:
     many = ", ".join(f'"a.p{index} f32[8]"' for index in range(7))
-    text = f'world = 2\nstage = 3\nunits = {{\n    "a": [{many}],\n}}\npacked = {{\n}}\n\n\n'
+    text = f'axes = {{"dp": "shard 2"}}\nstage = 3\nunits = {{\n    "a": [{many}],\n}}\npacked = {{\n}}\n\n\n'
     program = zcompile.parse(
         text + "def forward(box):\n    (\n        x,  # f32[8]\n    ) = unbox(box)\n    return [x], []\n"
     )

@@ -7,7 +7,7 @@ from zcompile.facts import PHASES_SPLIT
 from zcompile.passes.split_phases import split_phases
 
 HEAD = """
-world = 2
+axes = {"dp": "shard 2"}
 stage = 3
 units = {
     "a": [

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zcompile.errors import ProfileError, nearest
+from zcompile.ir.axis import Axis
 from zcompile.runtime.device import GPU as GPU_KIND
 from zcompile.runtime.device import HOST, KINDS
 
@@ -74,13 +75,13 @@ class Hardware:
         link = Link("between ranks", latency, bandwidth)
         return cls("unnamed", dict.fromkeys(DTYPES, flops), memory_bandwidth, (link,))
 
-    def slowest(self, apart: int = 1) -> Link:
-        """The link that collectives over all ranks `apart` from each other wait for, and what one group has of it."""
+    def slowest(self, stride: int = 1) -> Link:
+        """The link that collectives over all ranks `stride` from each other wait for, and what one group has of it."""
         ranks, found = 1, []
         for link in self.links:
             span = ranks * (link.members or math.inf)
-            if span > apart:
-                found.append(replace(link, bandwidth=link.bandwidth / min(ranks, apart)))
+            if span > stride:
+                found.append(replace(link, bandwidth=link.bandwidth / min(ranks, stride)))
             ranks = ranks * link.members
         return min(found or [self.links[-1]], key=lambda link: link.bandwidth)
 
@@ -88,25 +89,25 @@ class Hardware:
         """The rate of matrix products in `dtype`; that of float32 for one that the profile does not know."""
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
-    def collective_seconds(self, payload: float, world: int, messages: int = 1, *, apart: int = 1) -> float:
-        """Seconds of a collective of `payload` bytes over `world` ranks, neighbours joined by the lower levels.
+    def collective_seconds(self, payload: float, axis: Axis, messages: int = 1) -> float:
+        """Seconds of a collective of `payload` bytes over the ranks of `axis`, neighbours joined by the lower levels.
 
         Each member of a level receives all that its own ranks do not have; levels work at the same time, so the slowest
         counts. Latencies of a level grow with the logarithm of its members, and those of all levels add up.
 
         Args:
             payload: Of the tensors, twice for an all_reduce.
-            world: Ranks of the group.
+            axis: Ranks between those of it, by its stride, are in groups of their own, which send at the same time and
+                share the links.
             messages: How many the payload is sent in.
-            apart: How far each rank of the group is from the next. The ranks between are in groups of their own, which
-                send at the same time and share the links.
         """
+        world, stride = axis.size, axis.stride
         latency = seconds = 0.0
-        for link, ranks, joined in self._levels(world * apart):
-            members = min(math.ceil(joined * ranks / max(ranks, apart)), world)
+        for link, ranks, joined in self._levels(world * stride):
+            members = min(math.ceil(joined * ranks / max(ranks, stride)), world)
             if members == 1:
                 continue
-            own, sharing = max(ranks // apart, 1), min(ranks, apart)
+            own, sharing = max(ranks // stride, 1), min(ranks, stride)
             latency += link.latency * math.ceil(math.log2(members))
             seconds = max(seconds, payload * (1 - own / world) / (link.bandwidth / sharing))
         return messages * latency + seconds

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from zcompile.cost.fusion import fuses, is_stored
 from zcompile.cost.hardware import Hardware
+from zcompile.ir.axis import Axis
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Call, Compute, Item, values_of
 from zcompile.ir.program import Program
@@ -72,30 +73,30 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
 """Torch's formulas, and those that it has for the same on other devices."""
 
 
-def bucket_for(hardware: Hardware, tensor_parallel: int = 1) -> int:
+def bucket_for(hardware: Hardware, stride: int = 1) -> int:
     """Bytes of a message that spends a twentieth of its time on latency; from 1 to 64 MiB."""
     least, most = _BUCKETS
-    link = hardware.slowest(tensor_parallel)
+    link = hardware.slowest(stride)
     wanted = link.latency * link.bandwidth / _LATENCY_SHARE if link.latency else most
     return int(min(max(wanted, least), most))
 
 
-def region_seconds(region: Region, hardware: Hardware, tensor_parallel: int = 1) -> float:
+def region_seconds(region: Region, hardware: Hardware, axis: Axis | None = None) -> float:
     """Seconds of a region on `hardware`: those of its operations, one after the other.
 
-    Its own collectives are over `tensor_parallel` ranks, neighbours, and are waited for where they are launched.
+    Its own collectives are over `axis`, and are waited for where they are launched.
     """
     nodes = [node for node in region.graph.nodes if node.op == "call_function" and isinstance(data(node).op, Compute)]
-    sent = sum(_collective_seconds(node, hardware, tensor_parallel) for node in nodes if is_collective(node))
+    sent = sum(_collective_seconds(node, hardware, axis) for node in nodes if axis and is_collective(node))
     computing = (node for node in nodes if not is_collective(node) and not is_wait(node))
     return sent + sum(_seconds_within(node, region, hardware) for node in computing)
 
 
-def _collective_seconds(node: fx.Node, hardware: Hardware, ranks: int) -> float:
+def _collective_seconds(node: fx.Node, hardware: Hardware, axis: Axis) -> float:
     """Seconds of a collective of the model's own code; what it moves is the larger of what it takes and gives."""
     payload = max(sum(data(one).nbytes for one in values_of(node)), sum(map(_bytes, node.all_input_nodes)))
     reduces = _packet(node).__name__.startswith("all_reduce")
-    return hardware.collective_seconds(payload * (2 if reduces else 1), ranks)
+    return hardware.collective_seconds(payload * (2 if reduces else 1), axis)
 
 
 def operation_seconds(node: fx.Node, hardware: Hardware, touched: int | None = None) -> float:
@@ -140,10 +141,10 @@ def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
     """Seconds of a line on `hardware`: of a communication, its flight."""
     op = data(line).op
     if traffic := program.traffic(line):
-        sent = hardware.collective_seconds(traffic.payload, traffic.ranks, traffic.messages, apart=traffic.apart)
+        sent = hardware.collective_seconds(traffic.payload, traffic.axis, traffic.messages)
         return traffic.copied / hardware.host_bandwidth + sent
     if isinstance(op, Call):
-        return region_seconds(program.regions[op.region], hardware, program.layout.tensor_parallel)
+        return region_seconds(program.regions[op.region], hardware, program.layout.tensor)
     return operation_seconds(line, hardware) if isinstance(op, Compute) else 0.0
 
 

@@ -100,7 +100,8 @@ class _Lanes:
         return UPDATE_BYTES * nbytes / self.hardware.memory_bandwidth
 
     def _launch(self, node: fx.Node, unit: str, traffic: Traffic) -> None:
-        nbytes, group = traffic.sent, traffic.group
+        nbytes = traffic.sent
+        group = "" if traffic.axis is self.program.layout.sharded else traffic.axis.name
         self._event(node, "send", node.name, unit, Spent.EXPOSED, nbytes * self.hardware.sending)
         start = max(self.now, self.wires.get(group, 0.0))
         end = self.wires[group] = self._arrival[node] = start + line_seconds(self.program, node, self.hardware)

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from zcompile.engine.tensor_parallel_group import ModelPeers
-from zcompile.ir.ops import Away, Peers
+from zcompile.engine.tensor_parallel_group import TensorParallelGroup
+from zcompile.ir.ops import Away, Group
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offload.activation_keepers import DiskKeeper, HostKeeper
-from zcompile.runtime.offload.activation_shards import MemoryKeeper, PartKeeper
+from zcompile.runtime.offload.activation_shards import MemoryKeeper, ShardKeeper
 from zcompile.runtime.stash import Keeper, Stash
 from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.schedule.options import Options
 
-Stashes = Mapping[type[Any], Stash]
-"""By the kind of the program's placeholder for each, `Away` or `Peers`."""
+Stashes = Mapping[Away | Group, Stash]
+"""By the operation of the program's placeholder for each."""
 
 
 def make_stashes(
-    options: Options, communicator: Communicator, agreement: Agreement, peers: ModelPeers | None
+    options: Options, communicator: Communicator, agreement: Agreement, tensor: TensorParallelGroup | None
 ) -> Stashes:
-    """The stashes of a model; what is partitioned over `peers` goes away in parts. Collective.
+    """The stashes of a model; what is partitioned over `tensor` goes away in shards. Collective.
 
     Raises:
         OptionError: "cpu" for a model on the CPU, or a disk for one that is elsewhere.
         StateError: on every rank: the folder cannot be written on one.
     """
     away = _keeper(options.offload_activations, communicator, agreement)
-    found: dict[type[Any], Stash] = {} if away is None else {Away: Stash(away)}
-    if peers is not None:
-        found[Peers] = Stash(PartKeeper(peers.communicator, away or MemoryKeeper()))
+    found: dict[Away | Group, Stash] = {} if away is None else {Away(): Stash(away)}
+    if tensor is not None:
+        found[Group(tensor.axis)] = Stash(ShardKeeper(tensor.communicator, away or MemoryKeeper()))
     return found
 
 

@@ -40,20 +40,20 @@ _ATTENTION = (4, 8, 512, 64)
 
 
 def measure(
-    communicator: Communicator, dtype: torch.dtype = torch.float32, beside: Communicator | None = None
+    communicator: Communicator, dtype: torch.dtype = torch.float32, tensor: Communicator | None = None
 ) -> Hardware:
     """The rates of the device, which computes in `dtype`, and of the group. Collective: every rank must measure.
 
-    `beside`: of the ranks that have other parts of the model, neighbours of this one; their link comes first then.
+    `tensor`: of the ranks that have other parts of the model, neighbours of this one; their link comes first then.
     What a tracer would make of tensors, if one is at work, is kept away.
     """
     with real_tensors(), torch.no_grad():
         meter = _Meter(communicator, LITTLE)
         links = [meter.link()]
-        if beside is not None:
-            near, far = _Meter(beside, LITTLE).link(), links[0]
+        if tensor is not None:
+            near, far = _Meter(tensor, LITTLE).link(), links[0]
             # As many groups as there are parts have measured at once: together they send so much more.
-            links = [replace(near, members=beside.size), replace(far, bandwidth=far.bandwidth * beside.size)]
+            links = [replace(near, members=tensor.size), replace(far, bandwidth=far.bandwidth * tensor.size)]
         return Hardware(
             name="measured",
             flops=dict.fromkeys(DTYPES, meter.product_rate(dtype)),

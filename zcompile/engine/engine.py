@@ -29,7 +29,7 @@ from zcompile.engine.interception import offer
 from zcompile.engine.lowering import Session, Step
 from zcompile.engine.model_calls import ModelCall
 from zcompile.engine.region_cache import RegionCache, generated_code
-from zcompile.engine.tensor_parallel_group import ModelPeers
+from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.errors import AgreementError, OptionError, PipelineError, ProgramError, TimelineError
 from zcompile.frontend.capture import Capture, Names, Runner
 from zcompile.frontend.dynamo import autocast
@@ -71,7 +71,7 @@ class Engine:
         communicator: Communicator,
         agreement: Agreement,
         options: Options,
-        beside: ModelParallel | None = None,
+        parallel: ModelParallel | None = None,
         everyone: Agreement | None = None,
     ) -> None:
         self.layout, self.shards, self.options = layout, dict(shards), options
@@ -98,9 +98,9 @@ class Engine:
         self.arenas = Arenas(communicator.device)
         self.everyone = everyone or agreement
         """Of all ranks that have a part of the model: choices that are made once are theirs."""
-        self.peers = ModelPeers(beside, communicator.device) if beside is not None else None
-        if self.peers is not None:
-            self.lockstep.peers = self.peers.lockstep(self.lockstep.steps)
+        self.tensor = TensorParallelGroup(parallel, communicator.device) if parallel is not None else None
+        if self.tensor is not None:
+            self.lockstep.tensor = self.tensor.lockstep(self.lockstep.steps)
         self._session = Session(
             self.shards,
             self.delivery,
@@ -110,7 +110,7 @@ class Engine:
             self.freshness.refresh,
             self.recorder,
             self.arenas,
-            make_stashes(options, communicator, agreement, self.peers if options.partition_activations else None),
+            make_stashes(options, communicator, agreement, self.tensor if options.partition_activations else None),
         )
         self.accumulates = False
         """True within `no_sync`."""
@@ -200,9 +200,9 @@ class Engine:
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
         offer(traced, lambda: self._request(traced, updater))
         try:
-            if self.peers is None:
+            if self.tensor is None:
                 return self._lowered(traced, updater)
-            return self.peers.together(lambda: self._lowered(traced, updater))
+            return self.tensor.together(lambda: self._lowered(traced, updater))
         except (OptionError, PipelineError, ProgramError) as error:  # as its batch alone may have it
             if self.communicator.size > 1:
                 found = f"rank {self.communicator.waits.rank} has none: {error.subject} {error.found}"
@@ -214,8 +214,8 @@ class Engine:
         # Casts are in the graph already: compiled under autocast, a region would get them twice.
         no_autocast = torch.autocast(self.communicator.device.type, enabled=False)
         with _collector_paused(), no_autocast:
-            if self.peers is not None and self.options.partition_activations and traced.has_backward:
-                traced = self.peers.marked(traced)
+            if self.tensor is not None and self.options.partition_activations and traced.has_backward:
+                traced = self.tensor.marked(traced)
             request = self._request(traced, updater)
             if not self._chosen and request.chooses(traced):
                 self.schedule, self._chosen = decide(traced, request, self._measured, self.everyone.share), True
@@ -259,27 +259,23 @@ class Engine:
         """
         free = checkpoint_budget(self.options, self.layout, lambda: free_bytes(self.communicator.device))
         updates = updater is not None and traced.has_backward
-        return Request(self.options, self.schedule, self._keeps(traced), updates, free, self._peer_count)
+        return Request(self.options, self.schedule, self._keeps(traced), updates, free)
 
     def _measured(self) -> Hardware:
         """What the ranks' machines and links reach. Collective."""
-        beside = self.peers.communicator if self.peers else None
-        self.hardware = measure(self.communicator, self.options.dtype or torch.float32, beside)
+        tensor = self.tensor.communicator if self.tensor else None
+        self.hardware = measure(self.communicator, self.options.dtype or torch.float32, tensor)
         return self.hardware
 
     @property
     def pipeline(self) -> Pipeline:
         """The passes that programs go through."""
-        return Request(self.options, self.schedule, peers=self._peer_count).pipeline()
-
-    @property
-    def _peer_count(self) -> int:
-        return self.peers.communicator.size if self.peers else 1
+        return Request(self.options, self.schedule).pipeline()
 
     def _agree(self, program: Program) -> None:
         """Compare the program's communications with the other ranks', unless an agreed program has the same ones."""
-        if self.peers is not None:
-            self.peers.agree(program)
+        if self.tensor is not None:
+            self.tensor.agree(program)
         digest = program.digest()
         if digest not in self._agreed:
             fix = (

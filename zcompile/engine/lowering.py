@@ -13,6 +13,7 @@ from torch import fx
 from zcompile._torch import is_symbolic
 from zcompile.cost.line_calls import lines_of
 from zcompile.cost.memory import arena_bytes
+from zcompile.engine.activation_offload import Stashes
 from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import AgreementError
 from zcompile.facts import verify
@@ -22,11 +23,11 @@ from zcompile.ir.ops import (
     AllGather,
     Away,
     Call,
+    Group,
     Input,
     Kind,
     Lent,
     Parameter,
-    Peers,
     Shards,
     Stack,
     Store,
@@ -42,7 +43,6 @@ from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import MOST, Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
-from zcompile.runtime.stash import Stash
 from zcompile.schedule.default_pipeline import ACCUMULATE
 from zcompile.schedule.pipeline import ALWAYS
 
@@ -66,8 +66,8 @@ class Session:
     """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
     recorder: Recorder
     arenas: Arenas
-    stashes: Mapping[type[Any], Stash]
-    """Where activations go, by the kind of the program's placeholder for it."""
+    stashes: Stashes
+    """Where activations go, by the operation of the program's placeholder for it."""
     updater: Callable[[Gradients], None] | None = None
     """What steps the optimizer for the gradients of a unit, within a train step."""
 
@@ -134,8 +134,8 @@ class Step:
 
     def _loan(self, op: Lent, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
-        if isinstance(op, (Away, Peers)):
-            return self.session.stashes[type(op)]
+        if isinstance(op, (Away, Group)):
+            return self.session.stashes[op]
         if isinstance(op, Stack):
             return loans.enter_context(self._lender.stack())
         full = (tensor for value in values if isinstance(value, Full) for tensor in value.tensors)
@@ -150,11 +150,11 @@ class Step:
     def _run_forward(self, box: list[Any]) -> list[Any]:
         lockstep = self.session.lockstep
         kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
-        lockstep.enter_with_peers(kind)
+        lockstep.enter_tensor_parallel(kind)
         meets = self._communicates[Phase.FORWARD] or self._has_copies  # the ranks compare their copies, too
         if meets:
             lockstep.enter(kind, self._digest, is_new=self.session.is_new(self._digest))
-        if meets or lockstep.peers is not None:
+        if meets or lockstep.tensor is not None:
             self._agree()
         if self._has_copies:
             self.session.refresh()
@@ -211,7 +211,7 @@ class Step:
 
     def _entered(self) -> Unreached:
         """Begin a backward; gives what tells afterwards which parameters no gradient has flowed to."""
-        self.session.lockstep.enter_with_peers(RunKind.BACKWARD)
+        self.session.lockstep.enter_tensor_parallel(RunKind.BACKWARD)
         delivery, flows = self.session.delivery, self._flows
         flowing, delivery.flowing = delivery.flowing, None
         # Autograd knows fewer results where AOTAutograd has put some of its own among them: which ones is not known.

@@ -1,4 +1,4 @@
-"""Peers: the ranks of a model-parallel mesh, which trace and run the same program on parts of a model.
+"""The tensor-parallel group: the ranks of an axis which trace and run the same program on parts of a model.
 
 Sizes of their parts may differ, and so what a rank predicts of its memory and what it chooses by that. But they
 communicate within regions, so they must come by the same regions and fetches in the same order.
@@ -15,7 +15,7 @@ from torch import fx
 
 from zcompile.engine.replicated_values import digests, mark_replicated
 from zcompile.ir.operation import Phase, data, op_of
-from zcompile.ir.ops import Call, Fetch, Peers
+from zcompile.ir.ops import Call, Fetch, Group
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.runtime.agreement import Agreement
@@ -26,12 +26,13 @@ from zcompile.runtime.placement import ModelParallel
 T = TypeVar("T")
 
 
-class ModelPeers:
-    """What the ranks of a model-parallel mesh find out of their programs together. Every method is collective."""
+class TensorParallelGroup:
+    """What the ranks of a tensor-parallel group find out of their programs together. Every method is collective."""
 
     def __init__(self, parallel: ModelParallel, device: torch.device) -> None:
         self.parallel = parallel
         self.communicator = Communicator(parallel.mesh, device)
+        (self.axis,) = parallel.mesh.mesh_dim_names or ("tp",)
         self._agreement = Agreement(self.communicator)
         self._agreed: set[str] = set()
 
@@ -58,12 +59,12 @@ class ModelPeers:
         """
         lines = [line for phase in Phase for node in program.body(phase) if (line := _line(program, node))]
         if (text := "\n".join(lines)) not in self._agreed:
-            self._agreement.reach("the communication of model-parallel ranks", lines)
+            self._agreement.reach("the communication of tensor-parallel ranks", lines)
             self._agreed.add(text)
 
 
 def _line(program: Program, node: fx.Node) -> str:
-    """What a line of the program does on the model-parallel mesh; empty if nothing."""
+    """What a line of the program does in the tensor-parallel group; empty if nothing."""
     op = data(node).op
     if isinstance(op, Call):
         inside = program.regions[op_of(node, Call).region].graph.nodes
@@ -71,5 +72,5 @@ def _line(program: Program, node: fx.Node) -> str:
     if isinstance(op, Fetch):
         stashed, place = node.all_input_nodes
         value = data(stashed.all_input_nodes[0])
-        return f"gather {value.type} {value.replicated}" if isinstance(data(place).op, Peers) else ""
+        return f"gather {value.type} {value.replicated}" if isinstance(data(place).op, Group) else ""
     return ""

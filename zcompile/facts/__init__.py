@@ -7,8 +7,8 @@ gathered, reduced and released, and where. That a program computes the values th
 from zcompile.facts.fact import Fact, Violation, in_training, verify
 from zcompile.facts.memory import (
     FETCHED_BEFORE_USE,
-    PARTS_REPLICATED,
     PLACES_DISJOINT,
+    SHARDS_REPLICATED,
     buffers_bounded,
     memory_bounded,
     units_bounded,
@@ -33,12 +33,12 @@ __all__ = [
     "GATHERED_AHEAD",
     "GATHERED_BEFORE_USE",
     "MESSAGES_PACKED",
-    "PARTS_REPLICATED",
     "PHASES_SPLIT",
     "PLACES_DISJOINT",
     "REDUCED_ONCE",
     "REGIONS_OUTLINED",
     "RELEASED_ONCE",
+    "SHARDS_REPLICATED",
     "UNITS_ASSIGNED",
     "UNUSED_AFTER_RELEASE",
     "UPDATED_ONCE",

@@ -10,7 +10,7 @@ from zcompile.cost.memory import arena_bytes, live_bytes
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.arena_places import lifetime, place_bytes
 from zcompile.ir.operation import Operation, data, op_of
-from zcompile.ir.ops import AllGather, ByteRange, Call, Fetch, Peers, Reduce, Release, Stash, WaitFetch, WaitGather
+from zcompile.ir.ops import AllGather, ByteRange, Call, Fetch, Group, Reduce, Release, Stash, WaitFetch, WaitGather
 from zcompile.ir.packing import ALIGNMENT, Interval
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
@@ -57,11 +57,14 @@ def _fetched_before_use(program: Program) -> Iterator[Violation]:
             yield Violation(node, f"{node.name} is {data(node).type}, and {fetched.name} was stashed for it")
 
 
-def _parts_replicated(program: Program) -> Iterator[Violation]:
+def _shards_replicated(program: Program) -> Iterator[Violation]:
     for node in program.nodes(Stash):
         value, place = node.all_input_nodes
-        if isinstance(data(place).op, Peers) and not data(value).replicated:
-            yield Violation(node, f"{value.name} is not known to be the same on all peers, and each would keep a part")
+        if isinstance(data(place).op, Group) and not data(value).replicated:
+            yield Violation(
+                node,
+                f"{value.name} is not known to be the same on all ranks of {place.name}",
+            )
 
 
 def _full_arguments(call: fx.Node) -> list[fx.Node]:
@@ -70,7 +73,7 @@ def _full_arguments(call: fx.Node) -> list[fx.Node]:
 
 PLACES_DISJOINT = Fact("places in the arena disjoint while they are needed", _places_disjoint)
 FETCHED_BEFORE_USE = Fact("activations fetched and waited for before use", _fetched_before_use)
-PARTS_REPLICATED = Fact("parts kept of what all peers have", _parts_replicated)
+SHARDS_REPLICATED = Fact("shards kept of what all ranks of a group have", _shards_replicated)
 
 
 def memory_bounded(limit: int) -> Fact:

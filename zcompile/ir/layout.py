@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from zcompile.errors import ModelError
+from zcompile.ir.axis import Axis, AxisKind, axes_of
 
 SMALL_BYTES = 64 * 1024
 """A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
@@ -146,13 +147,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layout:
-    """All units of a model in the order of its modules, and the stage and world they are laid out for."""
+    """All units of a model in the order of its modules, and the stage and axes they are laid out for.
+
+    One axis shards. With one of tensor parallelism, this is the layout of one part of the model.
+    """
 
     units: tuple[Unit, ...]
     stage: Stage = STAGES[3]
-    world: int = 1
-    tensor_parallel: int = 1
-    """Ranks that each have a part of the model: this is the layout of one part over the ranks that have the same."""
+    axes: tuple[Axis, ...] = axes_of(1)
     away: bool = False
     """True if shards are in the memory of the host, from which a gather copies them to the device first."""
     _by_name: dict[str, Unit] = field(init=False, repr=False, compare=False)
@@ -163,6 +165,25 @@ class Layout:
         object.__setattr__(self, "_by_param", {param.name: unit for unit in self.units for param in unit.params})
         if len(self._by_name) != len(self.units):
             raise ModelError("units", "two units have one name", "give every unit a name of its own")
+
+    @cached_property
+    def sharded(self) -> Axis:
+        """The axis over which units are sharded, and gathered."""
+        return next(axis for axis in self.axes if axis.kind is AxisKind.SHARD)
+
+    @cached_property
+    def tensor(self) -> Axis | None:
+        """The axis of tensor parallelism, if there is one."""
+        return next((axis for axis in self.axes if axis.kind is AxisKind.TENSOR), None)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name."""
+        return next(axis for axis in self.axes if axis.name == name)
+
+    @property
+    def world(self) -> int:
+        """Ranks that train on other data: N."""
+        return self.sharded.size
 
     def unit(self, name: str) -> Unit:
         return self._by_name[name]
@@ -208,7 +229,8 @@ class Layout:
             replace(unit, params=tuple(replace(p, shards=world) if p.shards else p for p in unit.params))
             for unit in self.units
         )
-        return replace(self, units=units, world=world)
+        axes = tuple(replace(axis, size=world) if axis is self.sharded else axis for axis in self.axes)
+        return replace(self, units=units, axes=axes)
 
     def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:
         """This layout with the `requires_grad` flags of the moment of capture."""

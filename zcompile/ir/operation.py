@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import fx
 
+from zcompile.ir.axis import Axis
 from zcompile.ir.layout import Layout
 from zcompile.ir.tensor_type import TensorType
 
@@ -43,23 +44,19 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a line sends, over the ranks of one group."""
+    """What a line sends, over the ranks of one axis."""
 
-    group: str
-    """Empty for the data-parallel group."""
-    ranks: int
+    axis: Axis
     payload: int
     """Bytes of the tensors that are moved, padding included; an all_reduce moves them twice."""
     messages: int = 1
-    apart: int = 1
-    """How far each rank of the group is from the next."""
     copied: int = 0
     """Bytes that are copied from the host before they are sent."""
 
     @property
     def sent(self) -> int:
         """Bytes that this rank sends: (N-1)/N of the payload."""
-        return self.payload * (self.ranks - 1) // self.ranks
+        return self.payload * (self.axis.size - 1) // self.axis.size
 
 
 class Operation:

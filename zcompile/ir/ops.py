@@ -113,12 +113,12 @@ class Away(Lent):
 
 
 @dataclass(frozen=True, slots=True)
-class Peers(Lent):
-    """`size` ranks that have the same activations, of which each keeps a part."""
+class Group(Lent):
+    """The ranks of an axis, which have the same activations, and of which each keeps a shard."""
 
-    label = "peers"
+    label = "group"
 
-    size: int
+    axis: str
 
 
 # -- compute ----------------------------------------------------------------------------------------------------------
@@ -197,15 +197,8 @@ class Communication(Operation):
         return sum(param.padded_bytes for param in layout.unit(self.unit).params if param.shards)
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """Over the data-parallel ranks."""
-        return Traffic(
-            "",
-            layout.world,
-            self.payload(layout),
-            len(self.messages(layout)),
-            apart=layout.tensor_parallel,
-            copied=self.copied(layout),
-        )
+        """Over the axis that shards."""
+        return Traffic(layout.sharded, self.payload(layout), len(self.messages(layout)), self.copied(layout))
 
     def copied(self, layout: Layout) -> int:
         """Bytes of shards that are copied from the host first."""
@@ -421,7 +414,7 @@ class Stash(Operation):
 
     role = Role.MOVE
     functions = ("stash",)
-    takes = (ANY, (Away, Peers))
+    takes = (ANY, (Away, Group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,12 +423,12 @@ class Fetch(Operation):
 
     role = Role.MOVE
     functions = ("fetch",)
-    takes = (ANY, (Away, Peers))
+    takes = (ANY, (Away, Group))
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic | None:
-        """What peers keep in parts, they send each other."""
+        """The ranks of a group send each other their shards."""
         place = data(node.all_input_nodes[1]).op
-        return Traffic("tensor parallel", place.size, data(node).nbytes) if isinstance(place, Peers) else None
+        return Traffic(layout.axis(place.axis), data(node).nbytes) if isinstance(place, Group) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,7 +468,7 @@ _LINES: tuple[type[Operation], ...] = (
     Fetch,
     WaitFetch,
 )
-LENT: tuple[type[Lent], ...] = (Arena, Stack, Away, Peers)
+LENT: tuple[type[Lent], ...] = (Arena, Stack, Away, Group)
 
 
 def _stand_in(name: str) -> Callable[..., NoReturn]:

@@ -20,6 +20,7 @@ from torch import fx
 from zcompile._torch import FakeTensorMode
 from zcompile.errors import ParseError
 from zcompile.ir import ops
+from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.layout import STAGES, Layout, Param, Unit
 from zcompile.ir.operation import Data, Operation, Phase, data, given_to, op_of, set_data
 from zcompile.ir.operators import known
@@ -148,19 +149,27 @@ class _Parser:
     # -- units ----------------------------------------------------------------------------------------------------
 
     def _layout(self) -> Layout:
-        world, stage = self.constants.get("world", 1), STAGES[self.constants.get("stage", 3)]
+        axes, stage = self._axes(), STAGES[self.constants.get("stage", 3)]
         packed = self.constants.get("packed", {})
         units = []
         for name, texts in self.constants.get("units", {}).items():
-            params = tuple(_param(text, world) for text in texts)
+            params = tuple(_param(text, axes) for text in texts)
             unit = Unit(name, params, _modules(name, params))
             if name in packed:
                 together = [tuple(message) for message in packed[name]]
                 alone = [(i,) for i in range(len(params)) if not any(i in message for message in together)]
                 unit = replace(unit, messages=tuple(sorted((*alone, *together))))
             units.append(unit)
-        parts, away = self.constants.get("tensor_parallel", 1), self.constants.get("shards") == "cpu"
-        return Layout(tuple(units), stage, world, parts, away)
+        return Layout(tuple(units), stage, axes, self.constants.get("shards") == "cpu")
+
+    def _axes(self) -> tuple[Axis, ...]:
+        try:
+            found = tuple(Axis.parse(name, text) for name, text in self.constants.get("axes", {}).items())
+        except ValueError as error:
+            raise ParseError("axes", str(error), 'write them as programs are printed: {"dp": "shard 2"}') from error
+        if found and [axis.kind for axis in found].count(AxisKind.SHARD) != 1:
+            raise ParseError("axes", "want one that shards", 'write them as programs are printed: {"dp": "shard 2"}')
+        return found or axes_of(1)
 
     # -- functions ------------------------------------------------------------------------------------------------
 
@@ -205,7 +214,7 @@ class _Parser:
         elif kind == "parameter":
             op = Parameter(unescaped(rest))
         elif kind in _LENT:
-            op = _LENT[kind](*map(int, rest.split()))
+            op = _LENT[kind](*map(unescaped, rest.split()))
         else:
             held = "mesh" if kind == "mesh" and margin.first.type is None else ""
             op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated", held)
@@ -381,11 +390,11 @@ def _placeholders_first(graph: fx.Graph) -> None:
         last = node
 
 
-def _param(text: str, world: int) -> Param:
+def _param(text: str, axes: tuple[Axis, ...]) -> Param:
     name, _, rest = text.partition(" ")
     found = TensorType.parse(rest)
     dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced) in (\w+)", rest)}
-    shards = 0 if rest.endswith("whole") else world
+    shards = 0 if rest.endswith("whole") else next(axis.size for axis in axes if axis.kind is AxisKind.SHARD)
     return Param(
         unescaped(name),
         found.shape,

@@ -50,11 +50,8 @@ from zcompile.ir.tensor_type import TensorType, dtype_text, human_bytes
 
 _TEMPLATE = """\
 {%- if units %}
-world = {{ units.world }}
+axes = {{ axes }}
 stage = {{ units.stage.number }}
-{%- if units.tensor_parallel > 1 %}
-tensor_parallel = {{ units.tensor_parallel }}
-{%- endif %}
 {%- if units.away %}
 shards = "cpu"
 {%- endif %}
@@ -165,7 +162,16 @@ def _rendered(
 ) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
     environment.filters["quoted"] = quoted
-    return environment.from_string(_TEMPLATE).render(functions=functions, units=units, param_text=text) + "\n"
+    return (
+        environment.from_string(_TEMPLATE).render(
+            functions=functions, units=units, axes=_axes_text(units) if units else "", param_text=text
+        )
+        + "\n"
+    )
+
+
+def _axes_text(layout: Layout) -> str:
+    return f"{{{', '.join(f'{quoted(axis.name)}: {quoted(str(axis))}' for axis in layout.axes)}}}"
 
 
 def _param_text(param: Param, unused: frozenset[str]) -> str:
@@ -267,7 +273,7 @@ def _argument(program: ProgramGraph, node: fx.Node) -> Line:
             return Line(f"{node.name},", source=f"full unit {escaped(unit)}")
         case Lent() as lent:
             type_ = _type_text(held) if held.type else ""
-            return Line(f"{node.name},", type_, source=" ".join([lent.label, *map(str, astuple(lent))]))  # type: ignore[call-overload]
+            return Line(f"{node.name},", type_, source=" ".join([lent.label, *map(escaped, astuple(lent))]))  # type: ignore[call-overload]
         case Input(held="mesh"):
             return Line(f"{node.name},", source="mesh")
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:

@@ -85,13 +85,13 @@ def shard_model(
     layout: Layout,
     communicator: Communicator,
     weights: Weights | None = None,
-    beside: ModelParallel | None = None,
+    parallel: ModelParallel | None = None,
     memory: ShardMemory | None = None,
 ) -> tuple[dict[str, UnitShards], list[Site], Retired]:
     """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective.
 
     What has no values yet gets them unit by unit, or all is read from `weights`: see `zcompile.model.materialise`.
-    `beside`: over what the model is divided already. `memory`: where shards are to be.
+    `parallel`: over what the model is divided already. `memory`: where shards are to be.
 
     Returns the shards by unit, the places in the module tree, and the parameters that were replaced.
 
@@ -114,7 +114,7 @@ def shard_model(
             for param, full in values.full(unit):
                 old = originals[param.name]
                 plain = not layout.stage.optimizer_sharded
-                shard = (held.adopt_plain if plain else held.adopt)(param, full, beside)
+                shard = (held.adopt_plain if plain else held.adopt)(param, full, parallel)
                 placeholder, local = placeholder_of(full, param.full_dtype, full.device)
                 sites += [Site(owner, key, param.name, shard, placeholder, local) for owner, key in places[id(old)]]
                 if shard is not old:

@@ -13,6 +13,7 @@ from torch import nn
 
 from zcompile._torch import local_tensor, mesh_size
 from zcompile.errors import OptionError, nearest
+from zcompile.ir.axis import Axis, axes_of
 from zcompile.ir.layout import Layout, Param, Stage, Unit
 from zcompile.ir.spelling import identifier
 
@@ -99,10 +100,15 @@ class Precision:
         return wanted if param.is_floating_point() and wanted != full else None
 
 
+def axes_over(model: nn.Module, world: int) -> tuple[Axis, ...]:
+    """The axes of `model`, divided as it is already, over `world` ranks for each of its parts."""
+    return axes_of(world, max(map(mesh_size, model.parameters()), default=1))
+
+
 def make_layout(
     model: nn.Module,
     stage: Stage,
-    world: int,
+    axes: tuple[Axis, ...],
     units: Sequence[str] | None = None,
     precision: Precision = Precision(),
 ) -> Layout:
@@ -115,8 +121,8 @@ def make_layout(
     }
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
-    made = tuple(make_units(params, blocks, stage, world, precision, kept=kept))
-    return Layout(made, stage, world, max(map(mesh_size, params.values()), default=1))
+    layout = Layout((), stage, axes)
+    return layout.with_units(tuple(make_units(params, blocks, stage, layout.world, precision, kept=kept)))
 
 
 def make_units(

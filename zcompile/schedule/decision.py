@@ -39,14 +39,10 @@ class Request:
     """True for a train step."""
     free: int | None = None
     """Bytes that checkpoint="auto" may use."""
-    peers: int = 1
-    """Ranks of the model-parallel mesh."""
 
     def pipeline(self, schedule: Schedule | None = None) -> Pipeline:
         """The passes, with another schedule if one is given."""
-        return self.options.pipeline(
-            schedule or self.schedule, keeps=self.keeps, free=self.free, updates=self.updates, peers=self.peers
-        )
+        return self.options.pipeline(schedule or self.schedule, keeps=self.keeps, free=self.free, updates=self.updates)
 
     def chooses(self, traced: Program) -> bool:
         """True if the schedule is chosen by `traced`: it trains the whole model."""

@@ -63,7 +63,7 @@ def pipeline(
     updates: bool = False,
     arenas: bool = False,
     offload_activations: str | None = None,
-    partition_activations: int | None = None,
+    partition_activations: bool = False,
 ) -> Pipeline:
     """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
 
@@ -82,7 +82,7 @@ def pipeline(
         updates: Let the optimizer use gradients as they arrive; for `zcompile.train_step`.
         arenas: Give what is gathered, copied to be sent or saved as a checkpoint places in memory that is kept.
         offload_activations: "cpu" or "disk:FOLDER": keep what is saved for the backward there.
-        partition_activations: On how many ranks of a model-parallel mesh to keep parts of what all of them save.
+        partition_activations: Keep of what all tensor-parallel ranks save a shard on each.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
@@ -101,7 +101,7 @@ def pipeline(
     passes += [pieces, ahead] if STAGES[stage].optimizer_sharded else []
     passes.append(Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,), Trait.SCHEDULES))
     away = offload_of("offload_activations", offload_activations) is not None
-    passes += _elsewhere(partition_activations, max(prefetch, 1), away=away, whole=whole, limit=limit)
+    passes += _elsewhere(max(prefetch, 1), shards=partition_activations, away=away, whole=whole, limit=limit)
     within = [_within(limit, kept)] if limit else []
     behind = [*(UPDATES[: 2 if prefetch else 1] if updates else ())]
     budget = checkpoint_of(checkpoint)
@@ -135,14 +135,14 @@ def _places(*, checkpoints: bool) -> Pass:
     return Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
 
 
-def _elsewhere(peers: int | None, ahead: int, *, away: bool, whole: bool, limit: int | None) -> list[Pass]:
-    """The passes that keep activations in parts, and move what is left away, and back as early as parameters come."""
-    part = partial(partition_activations_pass, peers=peers or 1, ahead=ahead, moved=away, whole=whole)
-    ensures = (facts.FETCHED_BEFORE_USE, facts.PARTS_REPLICATED)
+def _elsewhere(ahead: int, *, shards: bool, away: bool, whole: bool, limit: int | None) -> list[Pass]:
+    """The passes that keep shards of activations, and move what is left away, and back as early as parameters come."""
+    part = partial(partition_activations_pass, ahead=ahead, moved=away, whole=whole)
+    ensures = (facts.FETCHED_BEFORE_USE, facts.SHARDS_REPLICATED)
     parts = Pass("partition_activations", part, (facts.WAITS_SUNK,), ensures)
     move = partial(offload_activations_pass, ahead=ahead, memory_limit=limit)
     moves = Pass("offload_activations", move, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE,))
-    return [*([] if peers is None else [parts]), *([moves] if away else [])]
+    return [*([parts] if shards else []), *([moves] if away else [])]
 
 
 def _within(limit: int, kept: Sequence[str] | None) -> Pass:

@@ -119,12 +119,11 @@ class Options:
         keeps: bool = True,
         free: int | None = None,
         updates: bool = False,
-        peers: int = 1,
     ) -> Pipeline:
         """The passes: those given, or the stage's with the changes that are given.
 
         Without `keeps`, no unit stays full from the forward to the backward. `free` bytes are what checkpoint="auto"
-        may use; without them it is left out. `updates`: for programs of a train step. `peers`: ranks of the
+        may use; without them it is left out. `updates`: for programs of a train step.
         model-parallel mesh.
         """
         if isinstance(self.passes, Pipeline):
@@ -147,7 +146,7 @@ class Options:
             updates=updates,
             arenas=self.arenas,
             offload_activations=self.offload_activations,
-            partition_activations=peers if self.partition_activations else None,
+            partition_activations=self.partition_activations,
         )
         # Changes to the passes of a train step mean nothing to a program that is none.
         meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in _UPDATING}

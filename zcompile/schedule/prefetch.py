@@ -45,9 +45,9 @@ def choose(
     A parameter is packed while copying it out of a message costs less than a message's latency. A depth beyond
     `memory_limit` is no choice, but for 0.
     """
-    parts = traced.layout.tensor_parallel
-    small = max(LEAST_PACKED, int(hardware.slowest(parts).latency * hardware.memory_bandwidth / 2))
-    bucket = bucket_for(hardware, parts)
+    stride = traced.layout.sharded.stride
+    small = max(LEAST_PACKED, int(hardware.slowest(stride).latency * hardware.memory_bandwidth / 2))
+    bucket = bucket_for(hardware, stride)
     common = Verified(traced).after(pipeline(Schedule(DEPTHS[0], small, bucket)).until(Trait.SCHEDULES)[0])
     seconds = {}
     for depth in DEPTHS:

@@ -23,7 +23,7 @@ from zcompile.engine.region_cache import generated_code
 from zcompile.errors import SubjectError, ZcompileError
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
-from zcompile.model.units import make_layout
+from zcompile.model.units import axes_over, make_layout
 from zcompile.report.dumps import write_dump
 from zcompile.report.explain import explain
 from zcompile.report.program_page import write_page
@@ -39,7 +39,9 @@ def of_subject(
 ) -> Journal:
     """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
     traced = trace(subject.model, subject.args, subject.kwargs, dtype=options.dtype, units=units)
-    layout = make_layout(subject.model, STAGES[options.stage], world, units, options.precision)
+    layout = make_layout(
+        subject.model, STAGES[options.stage], axes_over(subject.model, world), units, options.precision
+    )
     schedule = replace(options.schedule, bucket=bucket_for(CPU if hardware.device == CPU.device else GPU))
     return _rewritten(traced, layout, Request(options, schedule), hardware)
 
@@ -91,7 +93,7 @@ def _rewritten(traced: Program, layout: Layout, request: Request, hardware: Hard
     """What training would do with the program, but for what it measures: that is taken from `hardware`."""
     traced, journal = replace(traced, layout=layout), Journal()
     free = checkpoint_budget(request.options, layout, lambda: hardware.memory - model_state(layout).parameters)
-    request = replace(request, free=free, peers=layout.tensor_parallel)
+    request = replace(request, free=free)
     request.pipeline(decide(traced, request, lambda: hardware)).run(traced, journal)
     return journal
 

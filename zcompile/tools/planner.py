@@ -23,7 +23,7 @@ from zcompile.errors import OptionError
 from zcompile.ir.layout import STAGES
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import TensorType
-from zcompile.model.units import Precision, make_layout
+from zcompile.model.units import Precision, axes_over, make_layout
 from zcompile.schedule.option_checks import bytes_of, check_worlds
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Trait, Verified
@@ -173,7 +173,9 @@ class Rewriter:
         before, behind = options.pipeline().until(Trait.SCHEDULES)
         first = [step for step in before if Trait.BEFORE_LAYOUT in step.traits]
         shared = self._run((), self._traced, first)
-        layout = make_layout(self.model, STAGES[choice.stage], world, self.units, Precision(choice.dtype))
+        layout = make_layout(
+            self.model, STAGES[choice.stage], axes_over(self.model, world), self.units, Precision(choice.dtype)
+        )
         at_stage = replace(shared, program=replace(shared.program, layout=layout))
         # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
         budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None

@@ -27,7 +27,7 @@ from zcompile.ir.program import Program
 from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_divided
-from zcompile.model.units import Precision, make_layout
+from zcompile.model.units import Precision, axes_over, make_layout
 from zcompile.report.explain import Break
 from zcompile.runtime.placement import Placing
 from zcompile.schedule.decision import Request
@@ -58,7 +58,7 @@ def trace(
         raise ModelError(type(model).__name__, "has no parameters", "give a model that has something to train")
     check_kinds(model)
     _check_neighbours(check_divided(model))
-    layout = make_layout(model, STAGES[3], 1, units, Precision(dtype, reduce_dtype))
+    layout = make_layout(model, STAGES[3], axes_over(model, 1), units, Precision(dtype, reduce_dtype))
 
     def lower(traced: Program) -> Runner:
         options = Options(dtype=dtype, reduce_dtype=reduce_dtype)

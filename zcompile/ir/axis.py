@@ -1,0 +1,68 @@
+"""Axes: the dimensions of the mesh of ranks that a program runs on, one for each way in which ranks differ."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class AxisKind(StrEnum):
+    """What ranks that differ along an axis have."""
+
+    SHARD = "shard"
+    """Other data, and other shards of the same parameters."""
+    REPLICATE = "replicate"
+    """Other data, and the same shards."""
+    TENSOR = "tensor"
+    """The same data, and other parts of each parameter."""
+    PIPELINE = "pipeline"
+    """The same data, and other layers."""
+
+
+_TEXT = re.compile(rf"({'|'.join(AxisKind)}) ([1-9]\d*)(?:, stride ([1-9]\d*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of the mesh. Printed as `shard 4, stride 2`.
+
+    Attributes:
+        name: As in the mesh: "dp".
+        kind: What its ranks have.
+        size: How many ranks differ in it alone.
+        stride: How far each of them is from the next, in ranks of the whole mesh. It says which links join them: see
+            `zcompile.cost.hardware`.
+    """
+
+    name: str
+    kind: AxisKind
+    size: int
+    stride: int = 1
+
+    def __str__(self) -> str:
+        stride = f", stride {self.stride}" if self.stride > 1 else ""
+        return f"{self.kind} {self.size}{stride}"
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Axis:
+        """What `str` gave.
+
+        Raises:
+            ValueError: it is no axis.
+        """
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is no axis, such as 'shard 4, stride 2'")
+        return cls(name, AxisKind(found[1]), int(found[2]), int(found[3] or 1))
+
+    def ranks(self, rank: int) -> range:
+        """The ranks that differ from `rank` in this axis alone, it included."""
+        first = rank - rank // self.stride % self.size * self.stride
+        return range(first, first + self.size * self.stride, self.stride)
+
+
+def axes_of(world: int, tensor_parallel: int = 1, names: tuple[str, str] = ("dp", "tp")) -> tuple[Axis, ...]:
+    """Data parallelism over `world` ranks, each of them `tensor_parallel` neighbours that have parts of the model."""
+    data = Axis(names[0], AxisKind.SHARD, world, tensor_parallel)
+    return (data, Axis(names[1], AxisKind.TENSOR, tensor_parallel)) if tensor_parallel > 1 else (data,)
