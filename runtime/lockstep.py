@@ -16,6 +16,7 @@ from enum import IntEnum
 
 import torch
 
+from zcompile._torch import real_tensors
 from zcompile.errors import AgreementError
 from zcompile.runtime.collectives import Shared
 from zcompile.runtime.groups import Communicator
@@ -203,14 +204,15 @@ class Lockstep:
 
     def _read(self, call: RollCall) -> None:
         assert call.shared is not None, "a rank that is alone has nothing to read"
-        rows = call.shared.read()
-        said = [Position.of(row) for row in rows[:, :NUMBERS].tolist()]
+        with real_tensors():  # a rank that waits for others while it compiles reads on
+            rows = call.shared.read().tolist()
+        said = [Position.of(row[:NUMBERS]) for row in rows]
         if any(not position.meets(call.position) for position in said):
             self._error = _out_of_step(dict(zip(self.communicator.waits.ranks, said, strict=True)))
             self.communicator.waits.refuse(self._error)
             raise self._error
-        call.variants = frozenset(rows[:, NUMBERS].tolist())
-        call.marks = frozenset(itertools.chain.from_iterable(_unpacked(row) for row in rows[:, NUMBERS + 1 :].tolist()))
+        call.variants = frozenset(row[NUMBERS] for row in rows)
+        call.marks = frozenset(itertools.chain.from_iterable(_unpacked(row[NUMBERS + 1 :]) for row in rows))
 
 
 def _packed(marks: Sequence[int]) -> list[int]:

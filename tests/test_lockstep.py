@@ -12,6 +12,7 @@ import torch
 import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
+from zcompile._torch import FakeTensorMode
 
 FAULTS = ("evaluation", "forward", "backward", "step", "train step")
 
@@ -220,3 +221,16 @@ def test_an_expert_that_one_rank_leaves_out(ranks: Ranks, stage: int) -> None:
     for message, seconds in ranks.run(2, routes_apart, stage):
         assert message.startswith("the ranks are out of step: ")
         assert seconds < 10
+
+
+def reads_while_it_traces(rank: int) -> bool:
+    compiled = zcompile.compile(make("mlp"), backend="eager")
+    compiled(*batch("mlp", rank, 0))
+    lockstep = compiled._engine.lockstep
+    with FakeTensorMode():
+        lockstep.check()
+    return not lockstep._open
+
+
+def test_what_others_run_is_read_while_a_graph_is_traced(ranks: Ranks) -> None:
+    assert ranks.run(2, reads_while_it_traces) == [True, True]
