@@ -84,7 +84,7 @@ MAKE: dict[str, Callable[[GPT], Callable[..., Any]]] = {
 
 def of_zcompile(compiled: Any, seconds: float) -> Row:
     """How a first step divides: compiling regions, passes with their checks, and capture, which is the rest."""
-    regions = compiled._engine.regions
+    regions = compiled._engine.compiler.regions
     passes = sum(entry.seconds + entry.check_seconds for entry in compiled.journals[0].entries)
     return {
         "regions": len(regions.compiled),

@@ -34,7 +34,7 @@ class Trained:
         torch.manual_seed(0)
         model = GPT(GPTConfig(options.vocabulary, options.sequence, options.layers, options.heads, options.width))
         self.model = zcompile.compile(model, stage=options.stage)
-        self.model._engine.recorder.enabled = recorded
+        self.model._engine.runtime.recorder.enabled = recorded
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.tokens = torch.randint(0, options.vocabulary, (options.batch, options.sequence))
 

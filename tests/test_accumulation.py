@@ -163,7 +163,7 @@ def apart(rank: int, stage: int) -> int:
         with torch.no_grad():
             compiled(x, "b" if rank else "a")
     compiled(x, "a").backward()
-    return sum(len(shards._held) for shards in compiled._engine.shards.values())
+    return sum(len(shards._held) for shards in compiled._engine.runtime.shards.values())
 
 
 def test_ranks_may_hold_back_unequal_numbers_and_keep_nothing_afterwards(ranks: Ranks) -> None:

@@ -128,7 +128,7 @@ def reserved(rank: int) -> list[int]:
         compiled(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        kept.append(compiled._engine.arenas.nbytes)
+        kept.append(compiled._engine.runtime.arenas.nbytes)
     return kept
 
 

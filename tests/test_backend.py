@@ -465,7 +465,7 @@ def test_batch_normalization_keeps_its_dtype_in_mixed_precision(training: bool) 
     torch.compile(model, backend=backend)(x).float().square().sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         plain(x).float().square().sum().backward()
-    assert backend.engine.layout.param("1.weight").compute_dtype is None
+    assert backend.engine.runtime.layout.param("1.weight").compute_dtype is None
     for ours, theirs in zip(backend.shards().values(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=5e-2, atol=5e-2)
 

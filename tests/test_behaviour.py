@@ -275,7 +275,7 @@ def test_an_exception_in_the_models_code_leaves_shards_in_place() -> None:
 
 
 def gathers(compiled: zcompile.CompiledModule) -> list[bool]:
-    return [bool(shards.kept) for shards in compiled._engine.shards.values()]
+    return [bool(shards.kept) for shards in compiled._engine.runtime.shards.values()]
 
 
 @pytest.mark.parametrize("optimizer", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)

@@ -216,7 +216,9 @@ def test_what_is_inspected_is_asked_for_as_in_a_run() -> None:
         compiled = zcompile.compile(model, backend="eager")
         with pytest.raises(Traced) as traced, intercepting(), warnings.catch_warnings(action="ignore"):
             compiled(torch.ones(3, 8))
-        assert traced.value.request == Request(compiled._engine.options, compiled._engine.schedule, keeps)
+        assert traced.value.request == Request(
+            compiled._engine.runtime.options, compiled._engine.compiler.schedule, keeps
+        )
 
 
 def test_an_inspected_limit_that_cannot_be_kept_is_refused(run: Run, tmp_path: Path) -> None:

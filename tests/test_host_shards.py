@@ -82,7 +82,7 @@ def on_host(*, away: bool = True) -> AbstractContextManager[object]:
 
 
 def memory_of(compiled: zcompile.CompiledModule) -> WatchedHost:
-    (memory,) = {shards.memory for shards in compiled._engine.shards.values()}
+    (memory,) = {shards.memory for shards in compiled._engine.runtime.shards.values()}
     assert isinstance(memory, WatchedHost)
     return memory
 
@@ -183,7 +183,7 @@ def test_alone_a_gather_takes_the_memory_of_its_unit() -> None:
         with on_host(away=away):
             compiled = zcompile.compile(make("gpt"), backend="eager", prefetch=0)
         compiled(*batch("gpt", 0, 0)).backward()
-        (journal,) = compiled._engine.journals
+        (journal,) = compiled._engine.compiler.journals
         program = journal.entries[-1].after
         peaks.append(peak_bytes(program))
         text = program.text(regions=True)

@@ -20,7 +20,7 @@ def hosted(step: zcompile.TrainStep) -> HostState:
     """Let the state of a step's optimizers be on the host."""
     updater = step._updater
     assert updater is not None
-    units = {name: list(shards.parameters.values()) for name, shards in step._engine.shards.items()}
+    units = {name: list(shards.parameters.values()) for name, shards in step._engine.runtime.shards.items()}
     updater.states = made = HostState(torch.device("cpu"), updater.optimizers, units, updater.slots)
     return made
 

@@ -226,7 +226,7 @@ def test_an_expert_that_one_rank_leaves_out(ranks: Ranks, stage: int) -> None:
 def reads_while_it_traces(rank: int) -> bool:
     compiled = zcompile.compile(make("mlp"), backend="eager")
     compiled(*batch("mlp", rank, 0))
-    lockstep = compiled._engine.lockstep
+    lockstep = compiled._engine.runtime.lockstep
     with FakeTensorMode():
         lockstep.check()
     return not lockstep._open

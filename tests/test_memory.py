@@ -162,7 +162,7 @@ def measure_bytes(rank: int, stage: int, steps: int) -> dict[str, float]:
             optimizer.step()
     finally:
         dist.isend, dist.all_reduce = ordinary
-    step_program = compiled._engine.steps[0].program
+    step_program = compiled._engine.compiler.steps[0].program
     kept = sum(unit.nbytes for unit in compiled.layout.units[-3:]) if stage == 3 else 0  # prefetch + 1
     unread = compiled.layout.units[0].nbytes if stage == 3 else 0  # no backward of an embedding reads its weights
     return {
@@ -212,13 +212,13 @@ def measure_kept(rank: int, stage: int) -> dict[str, Any]:
     places = []
     for step in range(2):
         compiled(*batch("gpt", rank, step)).backward()
-        shards = compiled._engine.shards.values()
+        shards = compiled._engine.runtime.shards.values()
         places.append([t.data_ptr() for held in shards for full in held.kept.values() for t in full.arrived.values()])
         optimizer.step()
-    compiled._engine.freshness.refresh()
+    compiled._engine.runtime.freshness.refresh()
     stale = sum(len(held.kept) for held in shards)
-    compiled._engine.freshness.step()
-    compiled._engine.freshness.refresh()
+    compiled._engine.runtime.freshness.step()
+    compiled._engine.runtime.freshness.refresh()
     return {"places": places, "stale": stale, "left": sum(len(held.kept) for held in shards)}
 
 
@@ -238,7 +238,7 @@ def measure_state(rank: int, stage: int) -> tuple[int, int, int]:
     optimizer.step()
     moments = [s for state in optimizer.state.values() for name, s in state.items() if name != "step"]
     gradients = [p.grad for p in compiled.parameters() if p.grad is not None]
-    kept = [full for shards in compiled._engine.shards.values() for full in shards.kept.values()]
+    kept = [full for shards in compiled._engine.runtime.shards.values() for full in shards.kept.values()]
     copies = [tensor for full in kept for tensor in full.tensors if tensor is not None]
     found = bytes_of(map(local, (*compiled.parameters(), *gradients, *moments, *copies)))
     state = model_state(compiled.layout)

@@ -58,7 +58,7 @@ def test_a_slow_group_packs_larger_parameters_and_sends_larger_pieces() -> None:
 
 
 def test_what_is_measured_while_a_graph_is_traced_is_the_machine() -> None:
-    communicator = zcompile.compile(make("mlp"), backend="eager")._engine.communicator
+    communicator = zcompile.compile(make("mlp"), backend="eager")._engine.runtime.communicator
     with FakeTensorMode():
         traced = measure(communicator)
     real = measure(communicator)
@@ -79,7 +79,7 @@ def auto(rank: int, stage: int) -> tuple[Schedule, int, float]:
     compiled = zcompile.compile(make("gpt"), stage=stage, prefetch="auto", backend="eager")
     loss = compiled(*batch("gpt", rank, 0))
     loss.backward()
-    return compiled._engine.schedule, compiled.traffic.bytes, loss.item()
+    return compiled._engine.compiler.schedule, compiled.traffic.bytes, loss.item()
 
 
 def limited(rank: int, limit: int | str | None, prefetch: int | str) -> tuple[list[str], int]:
@@ -91,7 +91,7 @@ def limited(rank: int, limit: int | str | None, prefetch: int | str) -> tuple[li
     for step in range(2):
         tokens = torch.zeros(2 + 3 * rank + step, 8, dtype=torch.int64)
         compiled(tokens, tokens).backward()
-    program = compiled._engine.steps[-1].program
+    program = compiled._engine.compiler.steps[-1].program
     return program.communications(), peak_bytes(program)
 
 
@@ -147,7 +147,7 @@ def test_programs_of_one_model_keep_nothing_over_the_turn_each_for_itself() -> N
     compiled = zcompile.compile(broken(), backend="eager")
     with pytest.warns(UserWarning, match="graph break"):
         compiled(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    programs = [step.program for step in compiled._engine.steps]
+    programs = [step.program for step in compiled._engine.compiler.steps]
     assert [len(program.nodes(AllGather, phase=Phase.BACKWARD)) for program in programs] == [1, 1, 1]
 
 

@@ -189,7 +189,7 @@ def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.T
         optimizer.step()
         optimizer.zero_grad()
     values = compiled.full_state_dict(rank0_only=False)
-    stash = compiled._engine._session.stashes.get(Away())
+    stash = compiled._engine.compiler._session.stashes.get(Away())
     return [values[name] for name in sorted(values)], 0 if stash is None else disk_of(stash).nbytes  # type: ignore[attr-defined]
 
 
@@ -284,7 +284,7 @@ def limited(folder: Path, limit: int | None) -> tuple[int, int, list[torch.Tenso
     )
     given = tokens(0, 0, 16)
     compiled(given, given).backward()
-    program = compiled._engine.steps[0].program
+    program = compiled._engine.compiler.steps[0].program
     grads = [param.grad.to_local() for param in compiled.parameters() if param.grad is not None]
     return peak_bytes(program), len(program.nodes(Stashed)), grads
 

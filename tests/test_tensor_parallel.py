@@ -134,7 +134,7 @@ def sweep(rank: int, data: int, model: int, plan: str, stages: list[int]) -> lis
     want = reference(data)
     compiled = [train(dp, tp, plan, stage=stage) for stage in stages]
     assert all("the model's own communication, within regions: " in one.explain() for one in compiled)
-    program = compiled[0]._engine.steps[0].program
+    program = compiled[0]._engine.compiler.steps[0].program
     assert zcompile.parse(program.text(regions=True)).text(regions=True) == program.text(regions=True)
     assert "int[]" not in str(program)
     return [largest_difference(one.full_state_dict(rank0_only=False), want) for one in compiled]
@@ -244,7 +244,7 @@ def chosen(rank: int) -> tuple[list[int], list[float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("measured_dp", "measured_tp"))
     compiled = build(mesh["measured_dp"], mesh["measured_tp"], "mlps", prefetch="auto")
     compiled(*tokens(0, mesh["measured_dp"].get_local_rank())).backward()
-    links = compiled._engine.hardware.links
+    links = compiled._engine.compiler.hardware.links
     return [link.members for link in links], [link.bandwidth for link in links]
 
 
@@ -355,7 +355,7 @@ def parts_apart(rank: int, data: int, model: int, folder: Path, options: dict[st
         for step in range(2):
             loss = compiled(*tokens(step, dp.get_local_rank(), length=64))
             if more:
-                stash = compiled._engine._session.stashes[Group("tp")]
+                stash = compiled._engine.compiler._session.stashes[Group("tp")]
                 values = [slot.held.held for slot in stash._slots.values()]
                 kept = sum(value.nbytes for value in values)
             loss.backward(retain_graph=step == 1)
@@ -383,7 +383,7 @@ def choosing(rank: int) -> list[bool]:
         compiled = zcompile.compile(divided, mesh=dp, backend="eager", partition_activations=True, **options)
         for length in (64, 68):
             compiled(*tokens(0, dp.get_local_rank(), length=length)).backward()
-        found += [bool(step.program.nodes(Group)) for step in compiled._engine.steps]
+        found += [bool(step.program.nodes(Group)) for step in compiled._engine.compiler.steps]
     return found
 
 

@@ -229,7 +229,7 @@ def test_the_device_is_recorded_from_the_next_step_on(monkeypatch: pytest.Monkey
     compiled = zcompile.compile(make("mlp"), backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     train(compiled, optimizer, 0, 1, "mlp")
-    compiled._engine.recorder.device = torch.device("cuda")
+    compiled._engine.runtime.recorder.device = torch.device("cuda")
     train(compiled, optimizer, 0, 2, "mlp")
     compiled.record_timeline(device=False)
     train(compiled, optimizer, 0, 1, "mlp")

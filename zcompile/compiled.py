@@ -134,13 +134,12 @@ def _compiled(
         _check_weights(given, model, agreement)
     memory = _shard_memory(asked, layout, agreement)
     layout = replace(layout, away=memory.is_away)
-    engine = Engine(layout, {}, communicator, agreement, asked, parallel, everyone)
+    engine = Engine(layout, communicator, agreement, asked, parallel, everyone, title=type(model).__name__)
     shards, sites, retired = shard_model(model, layout, communicator, given, parallel, memory)
     point_at_shards(optimizers, shards.values(), retired)
-    engine.extend((), shards)
+    engine.runtime.extend((), shards)
     if not layout.stage.optimizer_sharded and layout.world > 1:
-        Outside(shards, engine.delivery).watch()
-    engine.title = type(model).__name__
+        Outside(shards, engine.runtime.delivery).watch()
     # The model's state is that of all ranks that have a part of it.
     state = ModelState(model, everyone.communicator, everyone, asked.stage)
     return CompiledModule(model, engine, sites, retired, state)
@@ -260,7 +259,7 @@ class CompiledModule(nn.Module):
         object.__setattr__(self, "_engine", engine)
         object.__setattr__(self, "_tree", Tree(model, engine, sites, retired))
         object.__setattr__(self, "_model_state", state)
-        watch_optimizers(self, engine, dict(retired))
+        watch_optimizers(self, engine.runtime, dict(retired))
 
     # -- calling --------------------------------------------------------------------------------------------------
 
@@ -285,7 +284,7 @@ class CompiledModule(nn.Module):
         an optimizer's step is refused. Stages 2 and 3 reduce each micro-batch into the shards, as without `no_sync`:
         full gradients are what they do without. What counts is where the backward runs.
         """
-        return self._engine.no_sync()
+        return self._engine.runtime.no_sync()
 
     # -- the module -----------------------------------------------------------------------------------------------
 
@@ -440,27 +439,27 @@ class CompiledModule(nn.Module):
     @property
     def layout(self) -> Layout:
         """The units of the model, the stage and the world."""
-        return self._engine.layout
+        return self._engine.runtime.layout
 
     @property
     def pipeline(self) -> Pipeline:
         """The passes that make this model's programs."""
-        return self._engine.pipeline
+        return self._engine.compiler.pipeline
 
     @property
     def journals(self) -> list[Journal]:
         """What the pipeline did to each program, pass by pass."""
-        return self._engine.journals
+        return self._engine.compiler.journals
 
     @property
     def programs(self) -> list[Program]:
         """The rewritten programs in the order of their capture: forward, backward (if any), forward, ..."""
-        return self._engine.programs
+        return self._engine.reports.programs
 
     @property
     def traffic(self) -> Traffic:
         """What this rank's collectives have sent so far, and how long it waited for them."""
-        return self._engine.communicator.traffic
+        return self._engine.runtime.communicator.traffic
 
     @property
     def timeline(self) -> Timeline:
@@ -473,12 +472,12 @@ class CompiledModule(nn.Module):
         Raises:
             TimelineError: no step has ended so far.
         """
-        return self._engine.timeline
+        return self._engine.reports.timeline
 
     @property
     def timelines(self) -> list[Timeline]:
         """The last four steps at most, oldest first; see `timeline`."""
-        return self._engine.timelines
+        return self._engine.reports.timelines
 
     def record_timeline(self, *, device: bool) -> None:
         """With `device=True`, timelines from the next step on are those of the CUDA stream, not of the host.
@@ -488,11 +487,11 @@ class CompiledModule(nn.Module):
         Raises:
             OptionError: the model is not on a CUDA device.
         """
-        self._engine.record_timeline(device=device)
+        self._engine.reports.record_timeline(device=device)
 
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
-        return self._engine.explain()
+        return self._engine.reports.explain()
 
     def profile(self) -> contextlib.AbstractContextManager[None]:
         """Within this, steps are measured for the traces of `dump()`: `with compiled.profile(): train_one_step()`.
@@ -503,7 +502,7 @@ class CompiledModule(nn.Module):
         Raises:
             TimelineError: at its end: no step has begun and ended within it.
         """
-        return self._engine.profile()
+        return self._engine.reports.profile()
 
     def report(self, path: str | os.PathLike[str], *, hardware: str | Hardware | None = None) -> Path:
         """Write a page of HTML on the programs, for a browser: text, timeline, memory, collectives and passes.
@@ -514,7 +513,7 @@ class CompiledModule(nn.Module):
         Raises:
             OptionError: it cannot be written.
         """
-        return self._engine.report(path, hardware)
+        return self._engine.reports.report(path, hardware)
 
     def dump(
         self,
@@ -533,4 +532,4 @@ class CompiledModule(nn.Module):
         Raises:
             OptionError: the folder cannot be written.
         """
-        return self._engine.dump(folder, hardware, code=code)
+        return self._engine.reports.dump(folder, hardware, code=code)

@@ -124,8 +124,8 @@ class Backend:
         ]
         names = Names({id(fake): self._known[index].name for index, fake in fakes.items()}, {}, frozenset())
         trainable = {known.name: known.parameter.requires_grad for known in self._known.values()}
-        with engine.autocast():
-            return engine.capture(module, given, names, trainable, whole=False)
+        with engine.runtime.autocast():
+            return engine.compiler.capture(module, given, names, trainable, whole=False)
 
     def _placeholder(self, parameter: nn.Parameter) -> nn.Parameter:
         placeholder = self._known[id(parameter)].placeholder
@@ -134,15 +134,15 @@ class Backend:
 
     def _run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         engine = self.engine
-        engine.delivery.forget()
+        engine.runtime.delivery.forget()
         self._follow_users()
-        call = engine.new_call()
-        with engine.random_numbers():
+        call = engine.runtime.new_call()
+        with engine.runtime.random_numbers():
             result = compiled(*(self._placeholder(arg) if isinstance(arg, nn.Parameter) else arg for arg in args))
         call.watch(result, args)
         call.end(result)
         if not torch.is_grad_enabled():
-            engine.lockstep.check()  # behind a training step, delivery does it
+            engine.runtime.lockstep.check()  # behind a training step, delivery does it
         return result
 
     # -- sharding -------------------------------------------------------------------------------------------------
@@ -169,15 +169,15 @@ class Backend:
             self._engine = self._make_engine(next(iter(fresh.values())).device)
         engine = self._engine
         lines = [f"{name} {list(param.shape)} {param.dtype}" for name, param in fresh.items()]
-        engine.agreement.reach("the parameters of a graph", [str(self.options), *lines])
+        engine.runtime.agreement.reach("the parameters of a graph", [str(self.options), *lines])
         self._shard(engine, fresh, kept)
 
     def _make_engine(self, device: torch.device) -> Engine:
         options = self.options
         communicator = Communicator(resolve_mesh(self.mesh, device), device)
         layout = Layout((), STAGES[options.stage], axes_of(communicator.size))
-        engine = Engine(layout, {}, communicator, Agreement(communicator), options)
-        watch_optimizers(self, engine, {})
+        engine = Engine(layout, communicator, Agreement(communicator), options)
+        watch_optimizers(self, engine.runtime, {})
         return engine
 
     def _watch_steps(self) -> None:
@@ -208,7 +208,7 @@ class Backend:
 
     def _shard(self, engine: Engine, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> None:
         """Shard parameters that are new; those in `kept` are computed with in their own dtype."""
-        layout, communicator = engine.layout, engine.communicator
+        layout, communicator = engine.runtime.layout, engine.runtime.communicator
         blocks, precision = blocks_of_names(fresh), self.options.precision
         taken = {identifier(unit.name) for unit in layout.units}
         units = list(make_units(fresh, blocks, layout.stage, layout.world, precision, kept=kept, taken=taken))
@@ -230,7 +230,7 @@ class Backend:
                     if not plain:
                         held.twins[param.name] = old
                         self._give_up(held, param.name, old, shard)
-        engine.extend(units, shards)
+        engine.runtime.extend(units, shards)
         self._known |= made
         stepping = self._stepping() if self._stepping else None
         if stepping is not None:
@@ -266,7 +266,7 @@ class Backend:
                 twin.grad = self._hidden.pop(id(twin))
 
     def _twins(self) -> Iterator[nn.Parameter]:
-        for held in self.engine.shards.values() if self._engine else ():
+        for held in self.engine.runtime.shards.values() if self._engine else ():
             yield from held.twins.values()
 
     # -- optimizers -----------------------------------------------------------------------------------------------
@@ -287,12 +287,12 @@ class Backend:
         self._follow_users()
         self._refuse_strangers(optimizer)
         twins = {id(known.parameter): (known.parameter, known.name) for known in self._known.values()}
-        point_at_shards([optimizer], self.engine.shards.values(), twins)
+        point_at_shards([optimizer], self.engine.runtime.shards.values(), twins)
 
     @property
     def _world(self) -> int:
         if self._engine is not None:
-            return self._engine.layout.world
+            return self._engine.runtime.layout.world
         if self.mesh is not None:
             return self.mesh.size()
         return dist.get_world_size() if dist.is_initialized() else 1
@@ -300,7 +300,7 @@ class Backend:
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         known = {id(param) for param in self.shards().values()} | self._known.keys()
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if self.engine.layout.world > 1:
+        if self.engine.runtime.layout.world > 1:
             for index, param in enumerate(params):
                 if id(param) not in known and _is_plain(param):
                     found = "was in no compiled graph, so its gradient is this rank's own"
@@ -319,7 +319,7 @@ class Backend:
             if has_gradient_hooks(known.parameter):
                 fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
                 raise ParameterError(known.name, "has a hook of register_hook, which would not run", fix)
-        for held in self.engine.shards.values():
+        for held in self.engine.runtime.shards.values():
             for name, twin in held.twins.items():
                 if version_of(twin) != self._versions[id(twin)]:
                     fix = "write before the first call, through model.load_state_dict, or to backend.shards()[name]"
@@ -351,7 +351,7 @@ class Backend:
     @property
     def programs(self) -> list[Program]:
         """The rewritten programs in the order of their capture."""
-        return self.engine.programs
+        return self.engine.reports.programs
 
     @property
     def timeline(self) -> Timeline:
@@ -361,7 +361,7 @@ class Backend:
             ModelError: nothing was compiled so far.
             TimelineError: no step has ended so far.
         """
-        return self.engine.timeline
+        return self.engine.reports.timeline
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -370,7 +370,7 @@ class Backend:
         Raises:
             ModelError: nothing was compiled so far.
         """
-        return self.engine.timelines
+        return self.engine.reports.timelines
 
     def record_timeline(self, *, device: bool) -> None:
         """Record the CUDA stream too, or no longer; see `CompiledModule.record_timeline`.
@@ -379,24 +379,24 @@ class Backend:
             ModelError: nothing was compiled so far.
             OptionError: the model is not on a CUDA device.
         """
-        self.engine.record_timeline(device=device)
+        self.engine.reports.record_timeline(device=device)
 
     def shards(self) -> dict[str, nn.Parameter]:
         """The shards by name, as far as graphs have brought them."""
-        shards = self._engine.shards.values() if self._engine else ()
+        shards = self._engine.runtime.shards.values() if self._engine else ()
         return {name: param for held in shards for name, param in held.parameters.items()}
 
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps."""
-        return self.engine.explain()
+        return self.engine.reports.explain()
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write every program under `folder`, on the mesh's first rank only; see `zcompile.report.dumps`."""
-        self.engine.dump(folder)
+        self.engine.reports.dump(folder)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a page of HTML on the programs; see `CompiledModule.report`."""
-        self.engine.report(path)
+        self.engine.reports.report(path)
 
 
 def backend(

@@ -69,12 +69,12 @@ def train_step(
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
         raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
     place = _place(offload_optimizer, clip_grad_norm)
-    asked = vars(model._engine.options) if isinstance(model, CompiledModule) else options
+    asked = vars(model._engine.runtime.options) if isinstance(model, CompiledModule) else options
     on_host = asked.get("offload_parameters") == "cpu"
     if place is not None:
         _check_place(place, model, on_host=on_host)  # before the model is sharded
     if on_host and clip_grad_norm is not None:
-        mesh = model._engine.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
+        mesh = model._engine.runtime.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
         _check_reaches_host(mesh)
     if asked.get("dtype") is torch.float16:
         found = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
@@ -110,7 +110,7 @@ def _check_place(place: Path | Literal["cpu"], model: nn.Module, *, on_host: boo
         found = "has no effect: beside offload_parameters='cpu' the state is where the parameters are"
         raise OptionError("offload_optimizer", found, "leave it out")
     if isinstance(model, CompiledModule):
-        check_place("offload_optimizer", place, model._engine.communicator.device)
+        check_place("offload_optimizer", place, model._engine.runtime.communicator.device)
     elif (first := next(model.parameters(), None)) is not None and not first.is_meta:
         check_place("offload_optimizer", place, first.device)
 
@@ -133,9 +133,9 @@ def _check_reaches_host(mesh: DeviceMesh | None) -> None:
 
 def _states(place: Path | Literal["cpu"], model: CompiledModule, updater: Updater) -> States:
     """What keeps the state of this rank; an error on one rank is an error on all."""
-    device, agreement = model._engine.communicator.device, model._engine.agreement
+    device, agreement = model._engine.runtime.communicator.device, model._engine.runtime.agreement
     check_place("offload_optimizer", place, device)
-    units = {name: list(shards.parameters.values()) for name, shards in model._engine.shards.items()}
+    units = {name: list(shards.parameters.values()) for name, shards in model._engine.runtime.shards.items()}
     if not isinstance(place, Path):
         return HostState(device, updater.optimizers, units, updater.slots)
     what = "the file of the optimizer's state"
@@ -173,7 +173,7 @@ class TrainStep:
             Others: as a call of the compiled model.
         """
         self._check()
-        lockstep = self._engine.lockstep
+        lockstep = self._engine.runtime.lockstep
         lockstep.enter(RunKind.STEP, "0")
         with torch.enable_grad():
             loss = _checked(self._fragment.tree.run(self._fragment, batch, named))
@@ -183,7 +183,7 @@ class TrainStep:
             loss.backward()
         if self._updater is not None:
             self._updater.finish()
-            self._engine.freshness.step()
+            self._engine.runtime.freshness.step()
         else:
             self._clip_and_step()
         for optimizer in self.optimizers:
@@ -209,7 +209,7 @@ class TrainStep:
         return f"TrainStep({type(self.model).__name__} with {kinds}, gradients {kept})"
 
     def _check(self) -> None:
-        if self._engine.accumulates:
+        if self._engine.runtime.accumulates:
             fix = "accumulate over micro-batches in the loop: compiled(batch).backward(), then optimizer.step()"
             raise OptionError("no_sync", "holds gradients back, and a train step uses them at once", fix)
         for optimizer in self.optimizers if self._updater is not None else ():

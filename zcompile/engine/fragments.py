@@ -55,24 +55,24 @@ class Tree:
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a module of it; what its backward needs is watched."""
-        self.engine.delivery.forget()
+        self.engine.runtime.delivery.forget()
         if self.watch.has_changed():
             self.refuse_strangers(self.model, "")
             self.watch.accept()
         try:
-            with self.engine.random_numbers(), self.engine.autocast():
-                self.call = call = self.engine.new_call()
+            with self.engine.runtime.random_numbers(), self.engine.runtime.autocast():
+                self.call = call = self.engine.runtime.new_call()
                 result = fragment(*args, **kwargs)
         finally:
             self.call = None
-            self.engine.settle()
+            self.engine.runtime.settle()
         for tensor in tensors_in(result):
             if isinstance(tensor, _Leaf):
                 found = "the model returns this parameter, which is not full after the call"
                 raise CaptureError(tensor.zcompile_name, found, "return a copy: .clone()")
         call.end(result)
         if not torch.is_grad_enabled():
-            self.engine.lockstep.check()  # behind a training step, delivery does it
+            self.engine.runtime.lockstep.check()  # behind a training step, delivery does it
         return result
 
     def make_fragments(self, module: nn.Module) -> None:
@@ -169,7 +169,7 @@ class Fragment:
                 raise ParameterError(name, found, "read it as an attribute of its module, not from a list or a closure")
         self.tree.refuse_strangers(self.module, self.path)
         trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
-        return self.tree.engine.capture(
+        return self.tree.engine.compiler.capture(
             module,
             inputs,
             self.names,
@@ -186,7 +186,7 @@ class Fragment:
 
     def _split(self, error: Exception) -> None:
         found = Break.of(self.path, type(self.module).__name__, error)
-        breaks = self.tree.engine.breaks
+        breaks = self.tree.engine.runtime.breaks
         if all(found.where != known.where for known in breaks):
             warnings.warn(f"zcompile: {explain_breaks([found])}", stacklevel=2)
         breaks.append(found)
@@ -236,11 +236,11 @@ class Fragment:
         engine = self.tree.engine
         trainable = {site.name: site.shard.requires_grad for site in own}
         leaves: dict[str, _Leaf] = {}
-        units = engine.layout.restricted(trainable).units
+        units = engine.runtime.layout.restricted(trainable).units
         if any(param.shards for unit in units for param in unit.params):
-            engine.lockstep.enter(RunKind.MODULE, _digest(self.path))
+            engine.runtime.lockstep.enter(RunKind.MODULE, _digest(self.path))
         for unit in units:
-            bound = BoundUnit(engine.shards[unit.name], unit)
+            bound = BoundUnit(engine.runtime.shards[unit.name], unit)
             with torch.inference_mode(False), torch.no_grad():
                 full = all_gather(bound, dtype=unit.compute_dtype).wait()
             made = {n: _Leaf(full[i], requires_grad=trainable[n]) for i, n in enumerate(unit.names)}
@@ -248,7 +248,7 @@ class Fragment:
                 leaf.zcompile_name = name
             leaves |= made
             if torch.is_grad_enabled() and any(trainable[name] for name in unit.names):
-                self._reduce_later(Leaves(bound, made, engine.delivery))
+                self._reduce_later(Leaves(bound, made, engine.runtime.delivery))
         return leaves
 
     def _reduce_later(self, leaves: Leaves) -> None:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from zcompile._torch import local_tensor, no_torch_function
-from zcompile.engine.engine import Engine
+from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.errors import OptimizerError
 from zcompile.model.sharding import Retired
 from zcompile.runtime.device import is_host
@@ -25,7 +25,7 @@ from zcompile.runtime.gradients.local_steps import LocalStep, LocalSteps
 from zcompile.runtime.shards import UnitShards
 
 
-def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
+def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> None:
     """Refuse steps that would be wrong, and take note of the others, for as long as `owner` lives.
 
     torch's hooks on optimizers are for all of the process; these go with `owner`.
@@ -33,23 +33,23 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
     local_steps, stepping = LocalSteps(), WeakKeyDictionary[Optimizer, LocalStep]()
 
     def names_in(optimizer: Optimizer) -> set[str]:
-        names = {id(param): name for shards in engine.shards.values() for name, param in shards.parameters.items()}
+        names = {id(param): name for shards in runtime.shards.values() for name, param in shards.parameters.items()}
         return {names[id(param)] for param in _parameters_of(optimizer) if id(param) in names}
 
     def refuse_held(names: set[str]) -> None:
-        if held := names.intersection(engine.names_held()):
+        if held := names.intersection(runtime.names_held()):
             found = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
             raise OptimizerError(min(held), found, "run the last micro-batch's backward outside of no_sync")
 
     def before(
         optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        start = engine.recorder.now()
+        start = runtime.recorder.now()
         _refuse_retired(optimizer, retired)
         names = names_in(optimizer)
         if not names:
             return None
-        if engine.options.dtype is torch.bfloat16 and _called_by_scaler():
+        if runtime.options.dtype is torch.bfloat16 and _called_by_scaler():
             found = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
             raise OptimizerError("GradScaler", found, "leave it out, or give it enabled=False")
         bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
@@ -67,7 +67,7 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
 
         if closure is not None:
             bound.arguments["closure"] = closed
-        engine.recorder.begin_optimizer(start)
+        runtime.recorder.begin_optimizer(start)
         if local is not None:
             stepping[optimizer] = local
             return (local.optimizer, *bound.args[1:]), bound.kwargs
@@ -79,8 +79,8 @@ def watch_optimizers(owner: object, engine: Engine, retired: Retired) -> None:
                 local.finish()
             with no_torch_function():
                 idle = all(param.grad is None for param in _parameters_of(optimizer))
-            engine.freshness.step(idle=idle)
-            engine.recorder.end_optimizer()
+            runtime.freshness.step(idle=idle)
+            runtime.recorder.end_optimizer()
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
         weakref.finalize(owner, handle.remove)

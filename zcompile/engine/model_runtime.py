@@ -1,0 +1,139 @@
+"""The runtime of one model: its shards, and what all runs of its programs have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zcompile.engine.activation_offload import make_stashes
+from zcompile.engine.model_calls import ModelCall
+from zcompile.engine.tensor_parallel_group import TensorParallelGroup
+from zcompile.errors import OptionError
+from zcompile.frontend.dynamo import autocast
+from zcompile.ir.layout import Layout, Unit
+from zcompile.report.explain import Break
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.arena import Arenas
+from zcompile.runtime.gradients.delivery import Delivery
+from zcompile.runtime.groups import Communicator
+from zcompile.runtime.lockstep import Lockstep
+from zcompile.runtime.placement import ModelParallel
+from zcompile.runtime.random_numbers import numbers_of_rank
+from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.stale_copies import Freshness
+from zcompile.schedule.options import Options
+
+
+class ModelRuntime:
+    """Shards of one model, gradients, and the ranks in step. Making one is collective.
+
+    Args:
+        layout: The units of the model.
+        communicator: The data-parallel ranks.
+        agreement: Of these.
+        options: What the model is compiled with.
+        parallel: How the model is divided already, if it is.
+        everyone: The agreement of all ranks that have a part of the model: choices that are made once are theirs.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        communicator: Communicator,
+        agreement: Agreement,
+        options: Options,
+        parallel: ModelParallel | None = None,
+        everyone: Agreement | None = None,
+    ) -> None:
+        self.layout, self.options = layout, options
+        self.communicator, self.agreement, self.everyone = communicator, agreement, everyone or agreement
+        self.shards: dict[str, UnitShards] = {}
+        self.breaks: list[Break] = []
+        """Where graphs break: a model with any runs as several programs."""
+        self.recorder = communicator.recorder
+        self.freshness = Freshness(self.shards, communicator, lambda: self.lockstep.check())
+        steps = self._steps
+        self.tensor = TensorParallelGroup(parallel, communicator.device) if parallel is not None else None
+        """Those that have the other parts of the model, if it is divided."""
+        others = self.tensor.lockstep(steps) if self.tensor is not None else None
+        self.lockstep = Lockstep(communicator, agreement.number, steps, others)
+        scatter = layout.stage.optimizer_sharded
+        self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
+        self.arenas = Arenas(communicator.device)
+        shared = self.tensor if options.partition_activations else None
+        self.stashes = make_stashes(options, communicator, agreement, shared)
+        self.accumulates = False
+        """True within `no_sync`."""
+        self._seeded_alike: bool | None = None
+
+    def _steps(self) -> tuple[int, int]:
+        return self.freshness.steps, self.freshness.idle
+
+    def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
+        """Take in parameters that were not known before."""
+        self.layout = self.layout.with_units((*self.layout.units, *units))
+        self.shards.update(shards)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """What a call of the model runs under: with low-precision parameters, code that mixes dtypes must still work.
+
+        Where the user has set autocast of the same dtype himself, this changes nothing.
+        """
+        return autocast(self.communicator.device.type, self.options.dtype)
+
+    def random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """What a call of the model draws random numbers under: each rank its own, unless the user has seen to it.
+
+        The first call tells: collective.
+        """
+        if self._seeded_alike is None:
+            seeds = self.agreement.share("the seed of random numbers", str(torch.initial_seed()))
+            self._seeded_alike = len(set(seeds)) < self.communicator.size
+        if not self._seeded_alike:
+            return contextlib.nullcontext()
+        return numbers_of_rank(self.communicator.rank, self.communicator.device)
+
+    def new_call(self) -> ModelCall:
+        """A call of the model, or of one graph of it."""
+        self.communicator.waits.over()  # what was told the others of an earlier one is told no more
+        kind = self.communicator.device.type
+        # By `dtype` or by the user's autocast. Whole gradients (stage 0) carry an overflow to every rank by themselves.
+        float16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+        if float16 and self.layout.away:
+            found = (
+                "is 'cpu', and gradients are float16: GradScaler's flags for the host are read before they are there"
+            )
+            raise OptionError("offload_parameters", found, "compute in bfloat16, or leave it out")
+        spread = float16 and self.layout.stage.optimizer_sharded and self.layout.world > 1
+        call = ModelCall(self.version, self.delivery, self._returned, may_overflow=spread)
+        self.recorder.begin_call(call.seen, trains=torch.is_grad_enabled())
+        return call
+
+    def settle(self) -> None:
+        """Return when shards may be written to: where they are away, copies of them may be on their way."""
+        for memory in {shards.memory for shards in self.shards.values()}:
+            memory.settle()
+
+    def _returned(self) -> None:
+        self.recorder.end_call(split=bool(self.breaks))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside hold gradients back where the stage keeps full gradients; see `CompiledModule.no_sync`."""
+        before = self.delivery.synchronises, self.accumulates
+        self.delivery.synchronises, self.accumulates = self.layout.stage.gradients_sharded, True
+        try:
+            yield
+        finally:
+            self.delivery.synchronises, self.accumulates = before
+
+    def names_held(self) -> list[str]:
+        """Parameters with gradients that `no_sync` holds back."""
+        return [name for shards in self.shards.values() for name in shards.names_held()]
+
+    def version(self) -> int:
+        """A number that grows with every change of a parameter that an optimizer or autograd makes known."""
+        return self.freshness.steps + sum(shards.version() for shards in self.shards.values())

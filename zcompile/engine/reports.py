@@ -1,0 +1,138 @@
+"""What a compiled model and the backend of torch.compile show of themselves: programs, timelines, pages, dumps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from zcompile.cost.hardware import Hardware, load_profile
+from zcompile.cost.timeline import Timeline
+from zcompile.engine.compiler import Compiler
+from zcompile.engine.model_runtime import ModelRuntime
+from zcompile.engine.region_cache import generated_code
+from zcompile.errors import OptionError, TimelineError
+from zcompile.ir.operation import Phase
+from zcompile.ir.program import Program
+from zcompile.report.dumps import check_dump, write_dump, writing
+from zcompile.report.explain import explain
+from zcompile.report.program_page import write_page
+from zcompile.runtime.device import is_gpu
+
+
+class Reports:
+    """What is shown of one model.
+
+    Args:
+        title: What the model is called.
+        runtime: Its runtime.
+        compiler: Its programs.
+
+    Raises:
+        OptionError: on every rank: the folder of the dump cannot be written.
+    """
+
+    def __init__(self, title: str, runtime: ModelRuntime, compiler: Compiler) -> None:
+        self.title, self.runtime, self.compiler = title, runtime, compiler
+        self.profiled: list[Timeline] = []
+        """The steps within the last `profile()`."""
+        self.folder = Path(runtime.options.dump) if runtime.options.dump else None
+        # Every rank asks, for the folder may be known to the first alone, from its environment.
+        first = runtime.communicator.rank == 0
+        runtime.agreement.attempt("the folder of the dump", lambda: check_dump(self.folder) if first else None)
+
+    @property
+    def programs(self) -> list[Program]:
+        """The rewritten programs in the order of their capture: forward, backward, that of `no_sync` if any, ..."""
+        found = []
+        for step in self.compiler.steps:
+            phases = Phase if step.program.has_backward else (Phase.FORWARD,)
+            found += [step.program.phase(phase) for phase in phases]
+            if step.accumulating is not None:
+                found.append(step.accumulating.phase(Phase.BACKWARD))
+        return found
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The last few steps that have ended, oldest first."""
+        rank, world = self.runtime.communicator.rank, self.runtime.communicator.size
+        return [Timeline.of(step, rank, world) for step in self.runtime.recorder.ended(self.runtime.version())]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last step that has ended.
+
+        Raises:
+            TimelineError: none has ended so far.
+        """
+        steps = self.runtime.recorder.ended(self.runtime.version())
+        if not steps:
+            fix = "read it after optimizer.step(), or after a call without gradients"
+            raise TimelineError("timeline", "no step has ended so far", fix)
+        return Timeline.of(steps[-1], self.runtime.communicator.rank, self.runtime.communicator.size)
+
+    def record_timeline(self, *, device: bool) -> None:
+        """From the next step on, record the device's stream too, or no longer.
+
+        Raises:
+            OptionError: the model is not on a CUDA device.
+        """
+        own = self.runtime.communicator.device
+        if device and not is_gpu(own):
+            found = f"the model is on {own}, where the host's clock tells all"
+            raise OptionError("device", found, "leave device=True to models on CUDA")
+        self.runtime.recorder.device = own if device else None
+
+    def explain(self) -> str:
+        """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
+        programs, regions = [step.program for step in self.compiler.steps], len(self.compiler.regions.compiled)
+        return explain(self.runtime.layout, programs, regions, self.runtime.breaks)
+
+    def dump(
+        self, folder: str | os.PathLike[str], hardware: str | Hardware | None = None, *, code: bool = False
+    ) -> Path:
+        """See `CompiledModule.dump`."""
+        if self.runtime.communicator.rank == 0:
+            chosen, home = self._profile_of(hardware), Path(folder)
+            written = generated_code if code else None
+            with writing("dump", folder):
+                write_dump(home, self.compiler.journals, self.explain(), chosen, measured=self.profiled, code=written)
+                write_page(home / "report.html", self.title, self.compiler.journals, chosen, self.profiled)
+        return Path(folder)
+
+    def report(self, path: str | os.PathLike[str], hardware: str | Hardware | None = None) -> Path:
+        """See `CompiledModule.report`."""
+        if self.runtime.communicator.rank == 0:
+            chosen = self._profile_of(hardware)
+            with writing("report", path):
+                write_page(Path(path), self.title, self.compiler.journals, chosen, self.profiled)
+        return Path(path)
+
+    def dump_if_asked(self) -> None:
+        """Write the dump that the options ask for, as it is by now."""
+        if self.folder:
+            try:
+                self.dump(self.folder)
+            except OptionError as error:  # of one rank alone, which is no reason for the others to wait for it
+                warnings.warn(f"zcompile: the program is not dumped: {error}", stacklevel=3)
+
+    def _profile_of(self, hardware: str | Hardware | None) -> Hardware:
+        return load_profile(hardware) if isinstance(hardware, str) else hardware or self.compiler.hardware
+
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[None]:
+        """See `CompiledModule.profile`."""
+        recorder, device = self.runtime.recorder, self.runtime.communicator.device
+        before, started = recorder.device, time.perf_counter()
+        recorder.device = device if is_gpu(device) else before
+        try:
+            yield
+        finally:
+            recorder.device = before
+        self.profiled = [timeline for timeline in self.timelines if timeline.began >= started]
+        if not self.profiled:
+            fix = "take a whole step within it: a call, the backward and optimizer.step()"
+            raise TimelineError("profile", "no step has begun and ended within it", fix)
