@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from examples.own_pass import WAIT_AT_END, Net
+from zcompile.ir.axis import axes_of
 from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import Phase
 from zcompile.ir.printer import lines_with_nodes
@@ -53,7 +54,7 @@ def program_of(layers: int, stage: int, *, own: bool = False) -> Program:
         model, x = Net(layers), torch.empty(8, 64)
     traced = trace(model, (x,))
     options = Options(stage=stage, prefetch=PREFETCH, passes={"sink_waits": WAIT_AT_END} if own else None)
-    return options.pipeline().run(replace(traced, layout=make_layout(model, STAGES[stage], WORLD)))
+    return options.pipeline().run(replace(traced, layout=make_layout(model, STAGES[stage], axes_of(WORLD))))
 
 
 def with_blocks(text: str) -> str:
