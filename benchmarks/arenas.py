@@ -85,7 +85,7 @@ def packings() -> None:
         compiled = zcompile.compile(make_model(sizes, 0), **options)  # type: ignore[arg-type]
         tokens = torch.zeros(1, 16, dtype=torch.int64)
         compiled(tokens, tokens)
-        program = compiled._engine.compiler.steps[0].program
+        program = compiled._engine.runtime.steps[0].program
         bound = most_alive(list(placeable(program).values()))
         print(
             f"world {world:2}, {blocks:2} blocks, prefetch {prefetch}: {arena_bytes(program) / bound:.3f}", flush=True

@@ -91,7 +91,7 @@ def measure(shape: Shape, tokens: int, prefetch: int) -> Found:
     moments = (value for state in optimizer.state.values() for value in state.values())
     parameters = list(compiled.parameters())
     kept = bytes_of((*parameters, *(p.grad for p in parameters if p.grad is not None), *moments))
-    layout, program = compiled.layout, compiled._engine.compiler.steps[0].program
+    layout, program = compiled.layout, compiled._engine.runtime.steps[0].program
     return Found(
         sum(param.numel for param in layout.params),
         model_state(layout).nbytes,

@@ -102,9 +102,7 @@ def test_recomputed_dropout_draws_the_same_numbers(backend: str) -> None:
         given.sum().backward()
         for param in compiled.parameters():
             torch.testing.assert_close(param.grad.full_tensor(), given.detach() / 2)
-    masks = [
-        node for node in compiled._engine.compiler.steps[0].program.saved() if node.meta["val"].dtype is torch.bool
-    ]
+    masks = [node for node in compiled._engine.runtime.steps[0].program.saved() if node.meta["val"].dtype is torch.bool]
     assert len(masks) == 1, "the last unit's only: the others' are drawn again"
 
 
@@ -115,7 +113,7 @@ def traced(model: nn.Module, *inputs: torch.Tensor, **options: object) -> Progra
     """The finished program of a training step in a world of one."""
     compiled = zcompile.compile(model, backend="eager", **options)  # type: ignore[arg-type]
     compiled(*inputs).sum().backward()
-    return compiled._engine.compiler.steps[0].program
+    return compiled._engine.runtime.steps[0].program
 
 
 def again_flops(program: Program) -> int:
@@ -158,7 +156,7 @@ def test_a_budget_is_for_training_not_for_evaluation() -> None:
     compiled(*inputs).backward()
     with torch.no_grad():
         compiled(*batch("gpt", 0, 0, size=64))
-    assert peak_bytes(compiled._engine.compiler.steps[1].program) > budget
+    assert peak_bytes(compiled._engine.runtime.steps[1].program) > budget
 
 
 def activations(**options: object) -> Program:

@@ -76,7 +76,7 @@ def train(rank: int, own: bool) -> tuple[list[str], list[torch.Tensor], list[int
         compiled(torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    program = compiled._engine.compiler.steps[0].program
+    program = compiled._engine.runtime.steps[0].program
     body = program.body(Phase.BACKWARD)
     last = max(body.index(node) for node in program.nodes(Call, phase=Phase.BACKWARD))
     waits = [body.index(node) - last for node in program.nodes(WaitReduce)]
@@ -119,7 +119,7 @@ def test_a_fact_as_it_is_shown() -> None:
     exec(code, names)
     compiled = zcompile.compile(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9))), backend="eager", units=["*"])
     compiled(torch.ones(2, 4)).sum().backward()
-    program = compiled._engine.compiler.steps[0].program
+    program = compiled._engine.runtime.steps[0].program
     assert len(program.nodes(AllGather)) > 8
     with pytest.raises(ProgramError, match="my pass: at most eight gathers: one gather too many"):
         zcompile.verify(program, [names["FEW_GATHERS"]], "my pass")

@@ -72,7 +72,7 @@ def _names(diff: Path) -> tuple[str, str]:
 
 def test_the_program_is_a_graph_that_networkx_reads(compiled: zcompile.CompiledModule, dumped: Path) -> None:
     found = nx.node_link_graph(json.loads((dumped / "program_0" / "program.json").read_text()), edges="edges")
-    program = compiled._engine.compiler.steps[0].program
+    program = compiled._engine.runtime.steps[0].program
     assert set(found) == set(dag(program))
     assert all(isinstance(about["seconds"], float) for _, about in found.nodes(data=True))
 
@@ -87,7 +87,7 @@ def test_regions_are_texts_of_their_own(dumped: Path) -> None:
 
 
 def test_a_drawing_has_every_line_and_the_order_of_collectives(compiled: zcompile.CompiledModule) -> None:
-    program = compiled._engine.compiler.steps[0].program
+    program = compiled._engine.runtime.steps[0].program
     text = dot_text(program, RATES)
     assert text.count("{") == text.count("}")
     for line in program.nodes():
@@ -110,7 +110,7 @@ class Odd(nn.Module):
 def test_names_with_quotes_stay_within_their_strings(tmp_path: Path) -> None:
     made = zcompile.compile(Odd(), backend="eager")
     made(torch.ones(2, 4)).sum().backward()
-    text = dot_text(made._engine.compiler.steps[0].program, RATES)
+    text = dot_text(made._engine.runtime.steps[0].program, RATES)
     assert 'region_0 of a\\"b<c>' in text
 
 

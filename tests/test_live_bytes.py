@@ -33,7 +33,7 @@ for checkpoint in json.loads(sys.argv[1]):
         before, _ = counter.live(), counter.peak()
         compiled(*inputs).backward()
         measured = counter.peak() - before
-    found.append((peak_bytes(compiled._engine.compiler.steps[0].program), measured))
+    found.append((peak_bytes(compiled._engine.runtime.steps[0].program), measured))
 print(json.dumps(found))
 """
 

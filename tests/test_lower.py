@@ -26,7 +26,7 @@ def test_few_neighbouring_ranks_begin_far_apart() -> None:
 def test_each_rank_compiles_all_regions_beginning_elsewhere() -> None:
     compiled = zcompile.compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), backend="eager")
     compiled(torch.randn(2, 4)).sum().backward()
-    regions: dict[str, Region] = dict(compiled._engine.compiler.steps[0].program.regions)
+    regions: dict[str, Region] = dict(compiled._engine.runtime.steps[0].program.regions)
     keys = [regions[name].key() for name in regions]
     half = len(keys) // 2
     first, second = RegionCache("eager", rank=0), RegionCache("eager", rank=1)
@@ -39,7 +39,7 @@ def test_a_second_model_is_traced_with_the_sizes_that_it_sees() -> None:
     zcompile.compile(nn.Linear(4, 4), backend="eager")(torch.randn(2, 4)).sum().backward()
     compiled = zcompile.compile(nn.Linear(8, 8), backend="eager")
     compiled(torch.randn(3, 8)).sum().backward()
-    program = compiled._engine.compiler.steps[0].program
+    program = compiled._engine.runtime.steps[0].program
     sizes = [size for node in program.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())]
     assert sizes
     assert not any(map(is_symbolic, sizes))

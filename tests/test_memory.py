@@ -162,7 +162,7 @@ def measure_bytes(rank: int, stage: int, steps: int) -> dict[str, float]:
             optimizer.step()
     finally:
         dist.isend, dist.all_reduce = ordinary
-    step_program = compiled._engine.compiler.steps[0].program
+    step_program = compiled._engine.runtime.steps[0].program
     kept = sum(unit.nbytes for unit in compiled.layout.units[-3:]) if stage == 3 else 0  # prefetch + 1
     unread = compiled.layout.units[0].nbytes if stage == 3 else 0  # no backward of an embedding reads its weights
     return {

@@ -38,7 +38,7 @@ def test_casts_stand_in_the_program_and_shards_keep_their_dtype(stage: int) -> N
 def test_a_mixed_program_parses_back() -> None:
     compiled = zcompile.compile(make("mlp"), dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, backend="eager")
     compiled(*batch("mlp", 0, 0)).backward()
-    program = compiled._engine.compiler.steps[0].program
+    program = compiled._engine.runtime.steps[0].program
     assert zcompile.parse(program.text(regions=True)).text(regions=True) == program.text(regions=True)
 
 

@@ -91,7 +91,7 @@ def limited(rank: int, limit: int | str | None, prefetch: int | str) -> tuple[li
     for step in range(2):
         tokens = torch.zeros(2 + 3 * rank + step, 8, dtype=torch.int64)
         compiled(tokens, tokens).backward()
-    program = compiled._engine.compiler.steps[-1].program
+    program = compiled._engine.runtime.steps[-1].program
     return program.communications(), peak_bytes(program)
 
 
@@ -147,7 +147,7 @@ def test_programs_of_one_model_keep_nothing_over_the_turn_each_for_itself() -> N
     compiled = zcompile.compile(broken(), backend="eager")
     with pytest.warns(UserWarning, match="graph break"):
         compiled(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    programs = [step.program for step in compiled._engine.compiler.steps]
+    programs = [step.program for step in compiled._engine.runtime.steps]
     assert [len(program.nodes(AllGather, phase=Phase.BACKWARD)) for program in programs] == [1, 1, 1]
 
 

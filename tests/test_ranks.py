@@ -192,7 +192,7 @@ def test_facts_are_checked_without_ranks() -> None:
     compiled = zcompile.compile(make("mlp"), backend="eager")
     compiled(*batch("mlp", 0, 0))
     facts = [fact for step in compiled.pipeline.passes for fact in step.ensures]
-    verify(compiled._engine.compiler.steps[0].program, facts, "the finished program")
+    verify(compiled._engine.runtime.steps[0].program, facts, "the finished program")
 
 
 def touched(rank: int) -> list[object]:

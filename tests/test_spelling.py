@@ -77,7 +77,7 @@ def check(names: list[str]) -> None:
     for name, param in plain.named_parameters():
         got: Any = grads[name]
         assert torch.equal(got.full_tensor(), param.grad)  # type: ignore[arg-type]
-    program = compiled._engine.compiler.steps[0].program
+    program = compiled._engine.runtime.steps[0].program
     for one in (program, compiled.journals[0].entries[0].before):
         text = one.text(regions=True)
         again = zcompile.parse(text)

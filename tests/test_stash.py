@@ -284,7 +284,7 @@ def limited(folder: Path, limit: int | None) -> tuple[int, int, list[torch.Tenso
     )
     given = tokens(0, 0, 16)
     compiled(given, given).backward()
-    program = compiled._engine.compiler.steps[0].program
+    program = compiled._engine.runtime.steps[0].program
     grads = [param.grad.to_local() for param in compiled.parameters() if param.grad is not None]
     return peak_bytes(program), len(program.nodes(Stashed)), grads
 

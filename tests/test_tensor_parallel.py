@@ -134,7 +134,7 @@ def sweep(rank: int, data: int, model: int, plan: str, stages: list[int]) -> lis
     want = reference(data)
     compiled = [train(dp, tp, plan, stage=stage) for stage in stages]
     assert all("the model's own communication, within regions: " in one.explain() for one in compiled)
-    program = compiled[0]._engine.compiler.steps[0].program
+    program = compiled[0]._engine.runtime.steps[0].program
     assert zcompile.parse(program.text(regions=True)).text(regions=True) == program.text(regions=True)
     assert "int[]" not in str(program)
     return [largest_difference(one.full_state_dict(rank0_only=False), want) for one in compiled]
@@ -383,7 +383,7 @@ def choosing(rank: int) -> list[bool]:
         compiled = zcompile.compile(divided, mesh=dp, backend="eager", partition_activations=True, **options)
         for length in (64, 68):
             compiled(*tokens(0, dp.get_local_rank(), length=length)).backward()
-        found += [bool(step.program.nodes(Group)) for step in compiled._engine.compiler.steps]
+        found += [bool(step.program.nodes(Group)) for step in compiled._engine.runtime.steps]
     return found
 
 

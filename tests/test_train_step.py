@@ -207,7 +207,7 @@ def within(rank: int, prefetch: int | str, limit: int | None, kind: str = "gpt")
     losses = [float(step(*batch(kind, rank, number))) for number in range(3)]
     return (
         losses,
-        peak_bytes(step.model._engine.compiler.steps[-1].program),
+        peak_bytes(step.model._engine.runtime.steps[-1].program),
         len(step.model._engine.compiler.schedule.kept),
     )
 
@@ -309,7 +309,7 @@ def unequal(rank: int) -> list[str]:
     step = zcompile.train_step(model := Uneven(), None, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
     for number in range(4):
         step(torch.arange(2 if (rank + number) % 2 else 600, dtype=torch.int64).view(-1, 2) % 512)
-    return sorted({one.digest() for one in step.model._engine.compiler.steps[0:] for one in [one.program]})
+    return sorted({one.digest() for one in step.model._engine.runtime.steps[0:] for one in [one.program]})
 
 
 def test_what_is_gathered_ahead_does_not_depend_on_the_batch(ranks: Ranks) -> None:

@@ -102,7 +102,7 @@ def deferred(rank: int, stage: int) -> tuple[list[str], list[str]]:
     got, _, _ = train(rank, "gpt", STEPS, stage=stage, backend="eager", passes={"defer_weights": DEFER})
     compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager", passes={"defer_weights": DEFER})
     compiled(*batch("gpt", rank, 0)).backward()
-    reductions = compiled._engine.compiler.steps[0].program.nodes(Reduce)
+    reductions = compiled._engine.runtime.steps[0].program.nodes(Reduce)
     return [op_of(node, Reduce).unit for node in reductions], [n for n in want if not torch.equal(got[n], want[n])]
 
 

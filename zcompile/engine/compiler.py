@@ -49,7 +49,6 @@ class Compiler:
         self.schedule = replace(self.options.schedule, bucket=bucket_for(self.hardware))
         self._chosen = False
         self.journals: list[Journal] = []
-        self.steps: list[Step] = []
         self.regions = RegionCache(self.options.backend, runtime.communicator.rank)
         if self.options.backend == "inductor":
             self.regions.ready = prepare_inductor(runtime.communicator.device)
@@ -123,7 +122,7 @@ class Compiler:
                 fix = "leave it out, or call zcompile.train_step"
                 raise PipelineError("insert_updates", "updates parameters, and no optimizer is known", fix)
             step = Step(traced, program, self.regions, replace(self._session, updater=updater))
-        self.steps.append(step)
+        self.runtime.steps.append(step)
         self.runtime.recorder.captured()
         self.journals.append(journal)
         self._lowered_one()

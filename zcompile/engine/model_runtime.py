@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zcompile.engine.activation_offload import make_stashes
+from zcompile.engine.lowering import Step
 from zcompile.engine.model_calls import ModelCall
 from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.errors import OptionError
@@ -51,6 +52,8 @@ class ModelRuntime:
         self.layout, self.options = layout, options
         self.communicator, self.agreement, self.everyone = communicator, agreement, everyone or agreement
         self.shards: dict[str, UnitShards] = {}
+        self.steps: list[Step] = []
+        """Its programs. A call holds the runtime, so that a loss has them for its backward when the model is gone."""
         self.breaks: list[Break] = []
         """Where graphs break: a model with any runs as several programs."""
         self.recorder = communicator.recorder

@@ -48,7 +48,7 @@ class Reports:
     def programs(self) -> list[Program]:
         """The rewritten programs in the order of their capture: forward, backward, that of `no_sync` if any, ..."""
         found = []
-        for step in self.compiler.steps:
+        for step in self.runtime.steps:
             phases = Phase if step.program.has_backward else (Phase.FORWARD,)
             found += [step.program.phase(phase) for phase in phases]
             if step.accumulating is not None:
@@ -88,7 +88,7 @@ class Reports:
 
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
-        programs, regions = [step.program for step in self.compiler.steps], len(self.compiler.regions.compiled)
+        programs, regions = [step.program for step in self.runtime.steps], len(self.compiler.regions.compiled)
         return explain(self.runtime.layout, programs, regions, self.runtime.breaks)
 
     def dump(
