@@ -132,7 +132,7 @@ def unbox(box: list[Any]) -> list[Any]:
 def all_gather(
     bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None, at: torch.Tensor | None = None
 ) -> Gather:
-    """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.freshness`).
+    """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.stale_copies`).
 
     With `dtype`, shards that the layout computes with in it are cast before they are sent. `at`: where it arrives.
     """

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.passes.programs import CHAIN, GATHERED, REDUCED, parsed
+import zcompile
+from tests.passes.programs import CHAIN, GATHERED, REDUCED, joined, parsed
+from zcompile import ParseError, ProgramError, facts
 from zcompile.ir import ops
 from zcompile.ir.operation import Data, Operation, Role, keywords_of, options_of
 from zcompile.ir.ops import AllGather, Compute, Fetch, Reduce, Release, Shards, Update, WaitFetch, WaitReduce
@@ -76,3 +78,36 @@ def test_a_line_is_added_and_changed_in_data_and_text_alike() -> None:
 def test_what_stands_in_a_graph_does_not_run() -> None:
     with pytest.raises(TypeError, match="all_gather stands for an operation of the runtime"):
         ops.FUNCTIONS["all_gather"]()
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("all_gather(b)", "all_gather(b, at=3)"),
+        ("reduce_scatter(b, [gb])", "reduce_scatter(b)"),
+        ("reduce_scatter(b, [gb])", "reduce_scatter(b, [gb, gb])"),
+        ("reduce_scatter(b, [gb])", "reduce_scatter([gb], b)"),
+        ("reduce_scatter(b, [gb])", "reduce_scatter()"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(line: str, instead: str) -> None:
+    phases = GATHERED if "gather" in line else REDUCED
+    assert line in phases
+    with pytest.raises(ParseError, match=r"^line \d+: '.*' is given what \w+ does not take"):
+        zcompile.parse(joined(CHAIN, phases).replace(line, instead, 1))
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "found"),
+    [
+        ("all_gather(b)", "all_gather(b, kepp=True)", "is written otherwise than its data says"),
+        ("all_gather(b)", "all_gather([b])", "which a AllGather does not take"),
+        ("release(b_full)", "release(b_full, at=b[0:4])", "is written otherwise than its data says"),
+        ("wait(b_gather)", "wait(b)", "which a WaitGather does not take"),
+        ("wait(b_gather)", "wait()", "which a WaitGather does not take"),
+    ],
+)
+def test_a_line_that_is_not_built_as_meant_is_refused(line: str, instead: str, found: str) -> None:
+    program = zcompile.parse(joined(CHAIN, GATHERED).replace(line, instead, 1))
+    with pytest.raises(ProgramError, match=found):
+        zcompile.verify(program, [facts.WELL_FORMED], "here")

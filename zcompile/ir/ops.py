@@ -3,7 +3,7 @@
 An outer program is a list of calls of the runtime's functions and of regions. They are never run from here: the printed
 program is executed with the functions of `zcompile.runtime.executor` under the same names. A class says how its lines
 are spelled, what they take, send, gain and free, and what they do to time; whatever prints, parses, checks, counts,
-simulates or draws programs reads it from here (`docs/design.md` shows how one is added).
+simulates or draws programs reads it from here (CONTRIBUTING.md shows how one is added).
 """
 
 from __future__ import annotations

@@ -274,7 +274,11 @@ class _Parser:
                 raise _undefined(call.func)
         node = scope.graph.create_node("call_function", target, tuple(args), kwargs, name=name or _default_name(text))
         node.meta["partitioner_tag"] = f"is_{scope.phase}"
-        op = _operation(node, self.layout, self.regions, margin.source)
+        try:
+            op = _operation(node, self.layout, self.regions, margin.source)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            found = f"{ast.unparse(call)!r} is given what {text} does not take"
+            raise ParseError(f"line {call.lineno}", found, "write it as programs are printed") from error
         return self._typed(node, margin.first.data(op, scope.phase, margin.source))
 
     def _value(self, expression: ast.expr | None, scope: _Scope) -> Any:
