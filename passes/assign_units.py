@@ -1,17 +1,20 @@
 """assign_units: say for every operation whose region it belongs to.
 
 An operation belongs to the unit whose parameters it reads, else to the unit whose module it comes from (its forward's,
-in the backward). What belongs to none is glue: it joins the region beside it.
+in the backward). What belongs to none is glue: it joins the region beside it. Operations that read no parameter and
+stand within the run of another unit join that: a mask or rotary table that several blocks share, computed again in the
+backward of the last of them, would part its run in two, and the unit would be gathered for each.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 from torch import fx
 
 from zcompile.ir.layout import Layout
-from zcompile.ir.operation import data, op_of, set_data
+from zcompile.ir.operation import Phase, data, op_of, set_data
 from zcompile.ir.ops import Compute, Item, Parameter
 from zcompile.ir.parameter_views import derived_values, parameters_read
 from zcompile.ir.program import Program
@@ -24,7 +27,23 @@ def assign_units(program: Program) -> Program:
     for node in program.nodes(Compute, Item):
         unit = _unit(node, program.layout, derived)
         set_data(node, replace(data(node), unit=unit))
+    for phase in Phase:
+        _join_enclosing([n for n in program.body(phase) if data(n).unit and n not in derived], derived)
     return program
+
+
+def _join_enclosing(nodes: list[fx.Node], derived: set[fx.Node]) -> None:
+    """Assign what reads no parameter, between operations of one other unit, to that unit."""
+    runs: list[list[fx.Node]] = []
+    for _, members in groupby(nodes, key=lambda node: data(node).unit):
+        runs.append(list(members))
+        while len(runs) > 2 and data(runs[-3][0]).unit == data(runs[-1][0]).unit:
+            first, within, last = runs[-3:]
+            if any(parameters_read(node, derived) for node in within):
+                break
+            for node in within:
+                set_data(node, replace(data(node), unit=data(first[0]).unit))
+            runs[-3:] = [[*first, *within, *last]]
 
 
 def _unit(node: fx.Node, layout: Layout, derived: set[fx.Node]) -> str:

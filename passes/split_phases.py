@@ -40,10 +40,26 @@ _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
 
 def split_phases(program: Program, *, partition: Literal["min_cut", "default"] = "min_cut") -> Program:
     """Divide the step at the turn by one of torch's partitioners, then read parameters again in the backward."""
-    program = _partitioned(program, partition) if program.has_backward else program.copy()
+    program = _undetached(program)
+    program = _partitioned(program, partition) if program.has_backward else program
     _reread_parameters(program)
     _copy_overwritten(program)
     program.graph.eliminate_dead_code()
+    return program
+
+
+def _undetached(program: Program) -> Program:
+    """A copy of `program` that reads values themselves where it read them detached, which is nothing to a graph.
+
+    Attention's kernels leave such views of their results to the backward: each would be a region of its own.
+    """
+    program = program.copy()
+    ends = {*program.results.outputs, *program.results.backward_nodes()}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        (source,) = node.all_input_nodes
+        if node not in ends and isinstance(data(source).op, (Compute, Item)):
+            node.replace_all_uses_with(source)
+            program.graph.erase_node(node)
     return program
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -27,6 +28,11 @@ def ranks() -> Iterator[Ranks]:
 def fresh_compiler() -> Iterator[None]:
     yield
     torch.compiler.reset()
+    gc.collect()  # what a test leaves behind, hooks of backends among it, is not the next one's
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is loaded by now is not looked through after each test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

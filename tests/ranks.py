@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -75,7 +76,10 @@ def _work(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    import zcompile  # noqa: F401 - what is loaded now is not looked through again, see below
+
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             rank, module, name, args, world, store, group = connection.recv()
@@ -99,4 +103,5 @@ def _work(connection: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch.compiler.reset()
+            gc.collect()  # what one job leaves behind, hooks of backends among it, is not the next one's
         connection.send(answer)

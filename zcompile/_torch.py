@@ -315,16 +315,22 @@ def modules_given_to(backends: Sequence[object]) -> Iterator[torch.nn.Module]:
 
     They are looked for among all objects that live, which takes a tenth of a second.
     """
-    for found in gc.get_objects():
+    kinds = {FunctionType} | _subclasses(OptimizedModule)
+    for found in [found for found in gc.get_objects() if type(found) in kinds]:
         contexts: Iterable[Any] = ()
         module = None
-        if issubclass(type(found), OptimizedModule):
+        if type(found) is not FunctionType:
             module, contexts = found._orig_mod, [found.dynamo_ctx]
-        elif type(found) is FunctionType and "_torchdynamo_orig_callable" in vars(found):  # module.compile(), forward
+        elif "_torchdynamo_orig_callable" in vars(found):  # module.compile(), forward
             module = _owner(vars(found)["_torchdynamo_orig_callable"])
             contexts = [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]
         if isinstance(module, torch.nn.Module) and any(_backend_of(context) in backends for context in contexts):
             yield module
+
+
+def _subclasses(kind: type[Any]) -> set[type[Any]]:
+    """`kind` and all below it."""
+    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 def _owner(method: Any) -> Any:

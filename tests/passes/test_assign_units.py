@@ -77,3 +77,33 @@ def test_what_stands_between_units_belongs_to_none() -> None:
 def test_results_stay_with_the_operation_that_gave_them() -> None:
     program = assign_units(parsed(PAIR, PHASES))
     assert {data(node).unit for node in program.nodes(Item)} == {"b"}
+
+
+SHARED = """
+def forward(box):
+    (
+        a_weight,                            # f32[4, 4]          parameter a.weight
+        b_weight,                            # f32[4, 4]          parameter b.weight
+        x,                                   # f32[4, 4]
+    ) = unbox(box)
+    first = aten.mm.default(x, b_weight)     # f32[4, 4]  +64 B   b
+    table = aten.cos.default(x)              # f32[4, 4]  +64 B   a
+    between = aten.mul.Tensor(first, table)  # f32[4, 4]  +64 B   b
+    del first, table                         #            -128 B
+    more = aten.sin.default(x)               # f32[4, 4]  +64 B   a
+    del x
+    last = aten.mm.default(between, more)    # f32[4, 4]  +64 B   b
+    del between, more                        #            -128 B
+    other = aten.mm.default(last, a_weight)  # f32[4, 4]  +64 B   a
+    del last                                 #            -64 B
+    end = aten.mm.default(other, b_weight)   # f32[4, 4]  +64 B   b
+    del other                                #            -64 B
+    return [end], []
+"""
+
+
+def test_what_reads_no_parameter_within_the_run_of_another_unit_joins_it() -> None:
+    program = assign_units(parsed(PAIR, SHARED))
+    found = {node.name: data(node).unit for node in program.nodes()}
+    assert found["table"] == found["more"] == "b", "else b would be gathered three times"
+    assert found["other"] == "a", "it reads a parameter"

@@ -191,3 +191,39 @@ def test_min_cut_saves_no_more_than_default_and_reads_parameters_again_too() -> 
         saved = [sum(node.meta["val"].nbytes for node in found.saved()) for found in (small, usual)]
         assert saved[0] <= saved[1]
         assert not list(PHASES_SPLIT.violations(small))
+
+
+DETACHED = """
+def forward(box):
+    (
+        a_weight,                     # f32[4, 4]           parameter a.weight
+        x,                            # f32[8, 4]
+    ) = unbox(box)
+    y = aten.mm.default(x, a_weight)  # f32[8, 4]   +128 B  a
+    del x
+    y_1 = aten.detach.default(y)      # &f32[8, 4]          a
+    y_2 = aten.detach.default(y_1)    # &f32[8, 4]          a
+    del y_1
+    shown = aten.detach.default(y)    # &f32[8, 4]          a
+    return [y, shown], [y_2]
+
+
+def backward(box):
+    (
+        y_2,                        # &f32[8, 4]          a
+        dy,                         # f32[8, 4]           tangent
+    ) = unbox(box)
+    y_3 = aten.detach.default(y_2)  # &f32[8, 4]          a
+    del y_2
+    dx = aten.mul.Tensor(dy, y_3)   # f32[8, 4]   +128 B  a
+    del dy, y_3
+    return [dx], []
+"""
+
+
+def test_values_are_read_themselves_where_they_were_read_detached() -> None:
+    traced = parsed(HEAD, DETACHED)
+    program = split_phases(traced)
+    assert "detach" in traced.text()
+    assert [node.name for node in program.saved()] == ["y"]
+    assert program.text().count("aten.detach.default") == 1, "of a result, which is a value of its own, it stays"

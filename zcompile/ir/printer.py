@@ -160,14 +160,15 @@ def region_text(region: Region) -> str:
 def _rendered(
     functions: Sequence[Function], units: Layout | None = None, text: Callable[[Param], str] | None = None
 ) -> str:
+    axes = _axes_text(units) if units else ""
+    return _template().render(functions=functions, units=units, axes=axes, param_text=text) + "\n"
+
+
+@functools.cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
     environment.filters["quoted"] = quoted
-    return (
-        environment.from_string(_TEMPLATE).render(
-            functions=functions, units=units, axes=_axes_text(units) if units else "", param_text=text
-        )
-        + "\n"
-    )
+    return environment.from_string(_TEMPLATE)
 
 
 def _axes_text(layout: Layout) -> str:
