@@ -1,18 +1,24 @@
 """outline_regions: turn runs of operations of one unit into regions, and leave calls of them.
 
-    h = aten.mm.default(x, a)    # unit 0               h = region_0(u0, x)
-    y = aten.mm.default(h, b)    # unit 1       ->      y = region_0(u1, h)
-    return [y], []                                      return [y], []
+    h = aten.mm.default(x, a)    # unit 0               u0_out = region_0(u0, x)
+    y = aten.mm.default(h, b)    # unit 1       ->      u1_out = region_0(u1, u0_out)
+    return [y], []                                      return [u1_out], []
 
 Regions that are equal after renaming become one, so that a model of many equal blocks compiles a few. The units' full
 parameters come first among a call's arguments; what is cheaply derived from them is computed inside each region.
 Where regions begin and end does not depend on the stage, so every stage runs the same code and gets the same bits.
+
+Values are called by their unit, or module, and by what they are there: see `zcompile.passes.common.value_names`. Last
+among a region's results stand those that are only saved for the backward, the largest first, and gradients of
+parameters, in their unit's order; last among the arguments what was saved, in the order in which the forward gives it.
+So they are printed as one value where one line reads them: see `zcompile.ir.bundles`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,14 +26,16 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes, free_symbols
 
 from zcompile.ir.layout import Layout
+from zcompile.ir.liveness import memory_of_result
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
-from zcompile.ir.ops import NAMES, Call, Input, Item, Kind, Parameter, Results, Shards, region
+from zcompile.ir.ops import Call, Input, Item, Kind, Parameter, Results, Shards, region
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
-from zcompile.ir.spelling import identifier
+from zcompile.ir.spelling import common_module, free, identifier
 from zcompile.passes.common.unit_runs import runs
+from zcompile.passes.common.value_names import Use, ValueNames
 
 
 def outline_regions(program: Program, *, fuses: bool = True) -> Program:
@@ -36,8 +44,9 @@ def outline_regions(program: Program, *, fuses: bool = True) -> Program:
     symbols = find_symbol_binding_fx_nodes(program.graph)
     outer = _Outer(program, fuses)
     for phase in Phase:
+        outer.begin(phase)
         for run in runs([node for node in program.body(phase) if node not in derived]):
-            outer.call(_Outline(program, derived, run, symbols), phase)
+            outer.call(_Outline(program, derived, run, symbols, outer.order), phase)
     return outer.finished()
 
 
@@ -50,6 +59,8 @@ class _Outline:
     run: list[fx.Node]
     symbols: Mapping[Any, fx.Node]
     """Where each symbol of a varying size is an input of the program."""
+    order: Mapping[fx.Node, int]
+    """The values that calls before this one give, numbered in the order of their results."""
     graph: fx.Graph = field(default_factory=fx.Graph)
     inside: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -61,9 +72,36 @@ class _Outline:
         self.units = list(dict.fromkeys(layout.unit_of(op_of(n, Parameter).name).name for n in self.reads))
         self.reads.sort(key=lambda n: self._place(n, layout))
         values = [n for n in sources if not isinstance(data(n).op, Parameter) and n.op != "get_attr"]
-        self.values = list(dict.fromkeys([*self._sizes(values, members), *values]))
-        self.gives = [node for node in self.run if self._leaves_the_run(node, members)]
+        self.values = sorted(dict.fromkeys([*self._sizes(values, members), *values]), key=self._was_saved)
+        gradients = {node: index for index, node in enumerate(self._gradients())}
+        gives = {n: self._use(n, members, gradients) for n in self.run if self._leaves_the_run(n, members)}
+        self.gives = sorted(gives, key=gives.__getitem__)
+        self.uses = [gives[node][0] for node in self.gives]
         self._fill()
+
+    def _was_saved(self, node: fx.Node) -> int:
+        """Places what the forward gives behind everything else that the backward takes, in the forward's order."""
+        turned = data(node).phase is Phase.FORWARD and data(self.run[0]).phase is Phase.BACKWARD
+        return self.order.get(node, -1) if turned else -1
+
+    def _use(self, node: fx.Node, members: set[fx.Node], gradients: Mapping[fx.Node, int]) -> tuple[Use, int]:
+        """Who reads a result, and its place among those like it."""
+        if node in gradients:
+            return Use.GRADIENT, gradients[node]
+        phases = {data(user).phase for user in node.users if user not in members}
+        returned = any(isinstance(data(user).op, Results) for user in node.users)
+        held = data(node)
+        if held.phase is Phase.BACKWARD or Phase.FORWARD in phases or returned or held.type is None:
+            return Use.ANY, 0
+        return Use.SAVED, -held.type.nbytes
+
+    def _gradients(self) -> Iterable[fx.Node]:
+        """Gradients of parameters that nobody else reads, by unit and in its order."""
+        found, layout = self.program.results.gradients, self.program.layout
+        for param in (param for unit in layout.units for param in unit.params if param.name in found):
+            node = found[param.name]
+            if all(isinstance(data(user).op, Results) for user in node.users):
+                yield node
 
     def _leaves(self, node: fx.Node, members: set[fx.Node]) -> Iterable[fx.Node]:
         """Values from outside that `node` needs, through what is derived."""
@@ -127,16 +165,29 @@ class _Outer:
         self.program, self.fuses = program, fuses
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
+        self.order: dict[fx.Node, int] = {}
         self.regions: dict[str, Region] = {}
         self.equal: dict[str, Region] = {}
-        self.units = {unit.name: self._shards(unit.name, identifier(unit.name)) for unit in program.layout.units}
-        for node in program.nodes(Input):
-            self.values[node] = self.graph.node_copy(node)
+        self.around = common_module(unit.name for unit in program.layout.units)
+        self.units = {unit.name: self._shards(unit.name) for unit in program.layout.units}
+        self.names = ValueNames(program, {unit: node.name for unit, node in self.units.items()})
 
-    def _shards(self, unit: str, name: str) -> fx.Node:
-        name = f"{name}_" if name in NAMES else name
+    def _shards(self, unit: str) -> fx.Node:
+        name = identifier(unit.removeprefix(self.around))
         node = self.graph.create_node("placeholder", name, name=name)
         return set_data(node, Data(Shards(unit)))
+
+    def begin(self, phase: Phase) -> None:
+        """Take in what the program is given; the gradients of results when these are known."""
+        outputs = [self._outer(value) for value in self.program.results.outputs]
+        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        with self.graph.inserting_before(first) if first else nullcontext():
+            for node in self.program.nodes(Input):
+                op = op_of(node, Input)
+                if (op.kind is Kind.TANGENT) is (phase is Phase.BACKWARD):
+                    name = free(self.names.of_tangent(op, outputs)) if op.kind is Kind.TANGENT else node.name
+                    self.values[node] = self.graph.create_node("placeholder", node.target, name=name)
+                    self.values[node].meta = dict(node.meta)
 
     def call(self, outline: _Outline, phase: Phase) -> None:
         """Append a call of the region of `outline`, and its results."""
@@ -144,25 +195,29 @@ class _Outer:
         args = [*(self.units[name] for name in outline.units), *(self.values[node] for node in outline.values)]
         source = " + ".join(outline.units) or next((data(node).source for node in outline.run if data(node).source), "")
         held = Data(Call(found.name, tuple(outline.units)), phase, source=source)
+        inner = source.removeprefix(self.around)
+        where = self.units[outline.units[0]].name if outline.units else identifier(inner) if inner else ""
+        names = self.names.of_results(phase, where, outline.gives, outline.uses)
         single = outline.gives[0] if len(outline.gives) == 1 else None
-        name = single.name if single else f"{found.name}_results"
-        call = self.graph.create_node("call_function", region, (found.name, *args), name=name)
+        name = names[0] if single else f"{found.name}_results"
+        call = self.graph.create_node(
+            "call_function", region, (found.name, *args), name=name if single is None else free(name)
+        )
         if single:
             self._give(single, call, found, 0)
             held = replace(data(call), op=held.op, phase=phase, source=source, unit="")
         set_data(call, held)
         for index, node in enumerate(outline.gives if single is None else ()):
-            item = self.graph.create_node("call_function", operator.getitem, (call, index), name=node.name)
+            item = self.graph.create_node("call_function", operator.getitem, (call, index), name=free(names[index]))
             self._give(node, item, found, index)
             set_data(item, replace(data(item), op=Item(index), phase=phase, source=source, unit=""))
 
     def _give(self, node: fx.Node, result: fx.Node, found: Region, index: int) -> None:
         result.meta = dict(node.meta)
-        view = _shares_memory(found.outputs, index)
-        kept, shown = data(_root(found.outputs[index])).nbytes, data(node).type
-        storage = kept if not view and shown and kept != shown.nbytes else 0
+        view, storage = memory_of_result(found, index)
         set_data(result, replace(data(node), view=view, storage=storage))
         self.values[node] = result
+        self.order[node] = len(self.order)
 
     def _region(self, outline: _Outline) -> Region:
         found = replace(outline.region(f"region_{len(self.regions)}"), fuses=self.fuses)
@@ -172,27 +227,15 @@ class _Outer:
 
     def finished(self) -> Program:
         results = self.program.results
-
-        def outer(value: Any) -> Any:
-            return self.values[value] if isinstance(value, fx.Node) else value
-
         end = set_results(
             self.graph,
-            outputs=map(outer, results.outputs),
-            input_gradients=map(outer, results.input_gradients),
-            gradients={name: outer(value) for name, value in results.gradients.items()},
+            outputs=map(self._outer, results.outputs),
+            input_gradients=map(self._outer, results.input_gradients),
+            gradients={name: self._outer(value) for name, value in results.gradients.items()},
         )
         assert isinstance(data(end).op, Results), "results end a program"
         return replace(self.program, graph=self.graph, regions=self.regions, modules={})
 
-
-def _shares_memory(outputs: tuple[fx.Node, ...], index: int) -> bool:
-    """True if a region's result is a view of one of its arguments or of a result before it."""
-    root = _root(outputs[index])
-    return isinstance(data(root).op, Input) or any(_root(earlier) is root for earlier in outputs[:index])
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while data(node).view:
-        node = node.all_input_nodes[0]
-    return node
+    def _outer(self, value: Any) -> Any:
+        """What stands for a value of the traced program, once a region has given it."""
+        return self.values.get(value) if isinstance(value, fx.Node) else value

@@ -123,7 +123,7 @@ class Gradients:
 
 
 def unbox(box: list[Any]) -> list[Any]:
-    """The arguments; the caller's list is emptied, so that the program holds the only references."""
+    """What is in `box`, which is emptied: whoever has taken it out holds the only references."""
     values = list(box)
     box.clear()
     return values
@@ -207,7 +207,7 @@ def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWor
 
 def reduce_scatter(
     bound: BoundUnit,
-    grads: Sequence[torch.Tensor | None],
+    grads: list[torch.Tensor | None],
     *,
     dtype: torch.dtype | None = None,
     bucket: int | None = None,
@@ -219,19 +219,17 @@ def reduce_scatter(
     gradients and shards is sent in pieces of at most `bucket` bytes, or of one row of the parameter for each rank. What
     is copied as a whole is copied to `at`.
     """
-    return _reduce(bound, list(grads), dtype, scattered=True, bucket=bucket, at=at)
+    return _reduce(bound, unbox(grads), dtype, scattered=True, bucket=bucket, at=at)
 
 
-def all_reduce(
-    bound: BoundUnit, grads: Sequence[torch.Tensor | None], *, dtype: torch.dtype | None = None
-) -> Reduction:
+def all_reduce(bound: BoundUnit, grads: list[torch.Tensor | None], *, dtype: torch.dtype | None = None) -> Reduction:
     """Start averaging gradients; each rank gets all. Works in place where it can: gradients are the program's own."""
-    return _reduce(bound, list(grads), dtype, scattered=False)
+    return _reduce(bound, unbox(grads), dtype, scattered=False)
 
 
-def accumulate(bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
+def accumulate(bound: BoundUnit, grads: list[torch.Tensor | None]) -> Gradients:
     """Hold gradients back until a later reduction of the same parameters adds them to its own."""
-    given = zip(bound.unit.params, grads, strict=True)
+    given = zip(bound.unit.params, unbox(grads), strict=True)
     tensors = {param.name: grad.to(param.dtype).contiguous() for param, grad in given if grad is not None}
     return Gradients(bound.shards, tensors, held=True)
 

@@ -35,7 +35,7 @@ def load(
 
 
 class _Boxing(ast.NodeTransformer):
-    """Calls of regions with a list: `y = region_0(a, x); del x` becomes `Box = [a, x]; del x; y = region_0(Box)`.
+    """Calls of regions with a list: `y = region_0(a, *x); del x` becomes `Box = [a, *x]; del x; y = region_0(Box)`.
 
     So nothing but the region holds what is deleted behind its call.
     """
@@ -53,7 +53,8 @@ class _Boxing(ast.NodeTransformer):
             if call is None:
                 body.append(statement)
                 continue
-            given = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
+            plain = (argument.value if isinstance(argument, ast.Starred) else argument for argument in call.args)
+            given = {argument.id for argument in plain if isinstance(argument, ast.Name)}
             dead: list[ast.stmt] = []
             while left and isinstance(deletion := left[0], ast.Delete):
                 if not all(isinstance(target, ast.Name) and target.id in given for target in deletion.targets):

@@ -117,7 +117,7 @@ def region_3(box):
     )
     program = zcompile.parse(joined(CHAIN + region, phases.replace("'", "")))
     text = program.text(regions=True)
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 120
     assert [node.name for node in program.results.outputs] == LONG_VALUES
     assert zcompile.parse(text).text(regions=True) == text
 
@@ -352,5 +352,6 @@ def forward(box):
     assert len(calls) == 11
     parsed = zcompile.parse(text)
     printed = "\n".join(region_text(region) for region in parsed.regions.values())
+    printed = re.sub(r",  # .*\n +", ", ", printed)  # a long call goes on in the next line
     for call in calls:
         assert call in printed

@@ -116,7 +116,7 @@ class Delivery:
     def reduce(self, bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
         """Average gradients of a unit over the ranks, now."""
         reduce = reduce_scatter if self.scatter else all_reduce
-        return reduce(bound, grads, dtype=bound.unit.reduction_dtype).wait()
+        return reduce(bound, list(grads), dtype=bound.unit.reduction_dtype).wait()
 
     def _current(self) -> _Backward:
         number = backward_number()

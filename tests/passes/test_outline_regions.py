@@ -81,25 +81,25 @@ def region_1(box):
 OUTLINED = """
 def forward(box):
     (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
-        x,                # f32[8, 4]
+        a,                      #            1 parameters  unit a
+        b,                      #            1 parameters  unit b
+        x,                      # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    a_out = region_0(a, x)      # f32[8, 4]  +128 B        a
     del x
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
-    return [yb], [ya]
+    b_out = region_0(b, a_out)  # f32[8, 4]  +128 B        b
+    return [b_out], [a_out]
 
 
 def backward(box):
     (
-        b,                        #                       1 parameters  unit b
-        ya,                       # f32[8, 4]                           a
-        dy,                       # f32[8, 4]                           tangent
+        b,                                                       #                       1 parameters  unit b
+        a_out,                                                   # f32[8, 4]                           a
+        grad_output,                                             # f32[8, 4]                           tangent
     ) = unbox(box)
-    db, gb = region_1(b, dy, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
-    del ya, dy                    #                       -128 B
-    return [db], {'b.weight': gb}
+    b_grad_input, b_full_grad = region_1(b, grad_output, a_out)  # f32[8, 4], f32[4, 4]  +192 B        b
+    del a_out, grad_output                                       #                       -128 B
+    return [b_grad_input], {'b.weight': b_full_grad}
 """
 
 DERIVED = """
@@ -173,26 +173,26 @@ def region_2(box):
 DERIVED_OUTLINED = """
 def forward(box):
     (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
-        x,                # f32[8, 4]
+        a,                        #            1 parameters  unit a
+        b,                        #            1 parameters  unit b
+        x,                        # f32[8, 4]
     ) = unbox(box)
-    y1 = region_0(a, x)   # f32[8, 4]  +128 B        a
+    a_out = region_0(a, x)        # f32[8, 4]  +128 B        a
     del x
-    y2 = region_1(b, y1)  # f32[8, 4]  +128 B        b
-    del y1                #            -128 B
-    y3 = region_0(a, y2)  # f32[8, 4]  +128 B        a
-    del y2                #            -128 B
-    return [y3], []
+    b_out = region_1(b, a_out)    # f32[8, 4]  +128 B        b
+    del a_out                     #            -128 B
+    a_out_1 = region_0(a, b_out)  # f32[8, 4]  +128 B        a
+    del b_out                     #            -128 B
+    return [a_out_1], []
 
 
 def backward(box):
     (
-        dy,            # f32[8, 4]          tangent
+        grad_output,                    # f32[8, 4]          tangent
     ) = unbox(box)
-    dx = region_2(dy)  # f32[8, 4]  +128 B
-    del dy
-    return [dx], []
+    grad_input = region_2(grad_output)  # f32[8, 4]  +128 B
+    del grad_output
+    return [grad_input], []
 """
 
 GLUE = """
@@ -266,7 +266,7 @@ def region_1(box):
     low = aten.slice.Tensor(y2, 0, 0, 4)     # &f32[4, 4]
     high = aten.slice.Tensor(y2, 0, 4, 8)    # &f32[4, 4]
     last = aten.sin.default(high)            # f32[4, 4]   +64 B
-    return [turned, low, last]
+    return [turned, last, low]
 
 
 def region_2(box):
@@ -281,26 +281,26 @@ def region_2(box):
 GLUE_OUTLINED = """
 def forward(box):
     (
-        a,                                    #                                   1 parameters  unit a
-        b,                                    #                                   1 parameters  unit b
-        x,                                    # f32[8, 4]
+        a,                                        #            1 parameters  unit a
+        b,                                        #            1 parameters  unit b
+        x,                                        # f32[8, 4]
     ) = unbox(box)
-    between = region_0(a, x)                  # f32[8, 4]                         +128 B        a
+    a_out = region_0(a, x)                        # f32[8, 4]  +128 B        a
     del x
-    turned, low, last = region_1(b, between)  # f32[4, 8], &f32[4, 4], f32[4, 4]  +192 B        b
-    del between
-    return [last, turned], [low]
+    b_out, b_out_1, b_saved = region_1(b, a_out)  # f32[4, 8], f32[4, 4], &f32[4, 4]  +192 B        b
+    del a_out
+    return [b_out_1, b_out], [b_saved]
 
 
 def backward(box):
     (
-        low,                # &f32[4, 4]          b
-        dy,                 # f32[4, 4]           tangent
-        dt,                 # f32[4, 8]           tangent
+        b_saved,                                 # &f32[4, 4]          b
+        grad_output,                             # f32[4, 4]           tangent
+        grad_output_1,                           # f32[4, 8]           tangent
     ) = unbox(box)
-    dx = region_2(dy, low)  # f32[4, 4]   +64 B
-    del low, dy             #             -128 B
-    return [dx], []
+    grad_input = region_2(grad_output, b_saved)  # f32[4, 4]   +64 B
+    del b_saved, grad_output                     #             -128 B
+    return [grad_input], []
 """
 
 
@@ -323,15 +323,15 @@ def forward(box):
 PART_OUTLINED = """
 def forward(box):
     (
-        a,              #                1 parameters  unit a
-        b,              #                1 parameters  unit b
-        x,              # f32[8, 4]
+        a,                      #                1 parameters  unit a
+        b,                      #                1 parameters  unit b
+        x,                      # f32[8, 4]
     ) = unbox(box)
-    s = region_0(a, x)  # f32[4, 4]@128  +128 B        a
+    a_out = region_0(a, x)      # f32[4, 4]@128  +128 B        a
     del x
-    y = region_1(b, s)  # f32[4, 4]      +64 B         b
-    del s               #                -128 B
-    return [y], []
+    b_out = region_1(b, a_out)  # f32[4, 4]      +64 B         b
+    del a_out                   #                -128 B
+    return [b_out], []
 """
 
 PART_REGIONS = """
@@ -388,7 +388,7 @@ def test_glue_joins_the_region_beside_it_and_shared_memory_is_marked() -> None:
 
 def test_a_part_that_leaves_a_region_keeps_the_whole() -> None:
     result = check(outlined, PAIR, PART, PART_OUTLINED, PART_REGIONS)
-    assert result.memory(result.node("s")) == 8 * 4 * 4
+    assert result.memory(result.node("a_out")) == 8 * 4 * 4
 
 
 def test_regions_do_not_depend_on_the_stage() -> None:

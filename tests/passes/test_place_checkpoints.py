@@ -157,49 +157,48 @@ def backward(box):
 REPLAYED = """
 def forward(box):
     (
-        a_weight,                                                            # f32[4, 4]                        parameter a.weight
-        b_weight,                                                            # f32[4, 4]                        parameter b.weight
-        x,                                                                   # f32[8, 4]
+        a_weight,                       # f32[4, 4]                        parameter a.weight
+        b_weight,                       # f32[4, 4]                        parameter b.weight
+        x,                              # f32[8, 4]
     ) = unbox(box)
-    ha = aten.mm.default(x, a_weight)                                        # f32[8, 4]            +128 B      a
-    (
-        ra_state, ra_drawn, *_,                                              # u8[5056], f32[8, 4]
-    ) = ops.higher_order.run_and_save_rng_state(aten.rand_like.default, ha)  #                      +5.062 KiB  a
-    ya = aten.mul.Tensor(ha, ra_drawn)                                       # f32[8, 4]            +128 B      a
-    del ha, ra_drawn                                                         #                      -256 B
-    yb = aten.mm.default(ya, b_weight)                                       # f32[8, 4]            +128 B      b
+    ha = aten.mm.default(x, a_weight)   # f32[8, 4]            +128 B      a
+    ra_state, ra_drawn, *_ = ops.higher_order.run_and_save_rng_state(  # u8[5056], f32[8, 4]  +5.062 KiB  a
+            aten.rand_like.default, ha)
+    ya = aten.mul.Tensor(ha, ra_drawn)  # f32[8, 4]            +128 B      a
+    del ha, ra_drawn                    #                      -256 B
+    yb = aten.mm.default(ya, b_weight)  # f32[8, 4]            +128 B      b
     return [yb], [x, ra_state, ya]
 
 
 def backward(box):
     (
-        a_weight,                                                                     # f32[4, 4]               parameter a.weight
-        b_weight,                                                                     # f32[4, 4]               parameter b.weight
-        x,                                                                            # f32[8, 4]
-        ra_state,                                                                     # u8[5056]                a
-        ya,                                                                           # f32[8, 4]               a
-        dy,                                                                           # f32[8, 4]               tangent
+        a_weight,                                             # f32[4, 4]               parameter a.weight
+        b_weight,                                             # f32[4, 4]               parameter b.weight
+        x,                                                    # f32[8, 4]
+        ra_state,                                             # u8[5056]                a
+        ya,                                                   # f32[8, 4]               a
+        dy,                                                   # f32[8, 4]               tangent
     ) = unbox(box)
-    tya = aten.t.default(ya)                                                          # &f32[4, 8]              b
+    tya = aten.t.default(ya)                                  # &f32[4, 8]              b
     del ya
-    gb = aten.mm.default(tya, dy)                                                     # f32[4, 4]   +64 B       b
-    del tya                                                                           #             -128 B
-    tb = aten.t.default(b_weight)                                                     # &f32[4, 4]              b
-    dya = aten.mm.default(dy, tb)                                                     # f32[8, 4]   +128 B      b
+    gb = aten.mm.default(tya, dy)                             # f32[4, 4]   +64 B       b
+    del tya                                                   #             -128 B
+    tb = aten.t.default(b_weight)                             # &f32[4, 4]              b
+    dya = aten.mm.default(dy, tb)                             # f32[8, 4]   +128 B      b
     del dy, tb
-    ha_1 = aten.mm.default(x, a_weight)                                               # f32[8, 4]   +128 B      a
-    ra_again = ops.higher_order.run_with_rng_state(ra_state, aten.rand_like.default,  # f32[8, 4]   +128 B      a
-            ha_1)
-    del ra_state, ha_1                                                                #             -5.062 KiB
-    dha = aten.mul.Tensor(dya, ra_again)                                              # f32[8, 4]   +128 B      a
-    del dya, ra_again                                                                 #             -256 B
-    tx = aten.t.default(x)                                                            # &f32[4, 8]              a
+    ha_1 = aten.mm.default(x, a_weight)                       # f32[8, 4]   +128 B      a
+    ra_again = ops.higher_order.run_with_rng_state(ra_state,  # f32[8, 4]   +128 B      a
+            aten.rand_like.default, ha_1)
+    del ra_state, ha_1                                        #             -5.062 KiB
+    dha = aten.mul.Tensor(dya, ra_again)                      # f32[8, 4]   +128 B      a
+    del dya, ra_again                                         #             -256 B
+    tx = aten.t.default(x)                                    # &f32[4, 8]              a
     del x
-    ga = aten.mm.default(tx, dha)                                                     # f32[4, 4]   +64 B       a
+    ga = aten.mm.default(tx, dha)                             # f32[4, 4]   +64 B       a
     del tx
-    ta = aten.t.default(a_weight)                                                     # &f32[4, 4]              a
-    dx = aten.mm.default(dha, ta)                                                     # f32[8, 4]   +128 B      a
-    del dha, ta                                                                       #             -128 B
+    ta = aten.t.default(a_weight)                             # &f32[4, 4]              a
+    dx = aten.mm.default(dha, ta)                             # f32[8, 4]   +128 B      a
+    del dha, ta                                               #             -128 B
     return [dx], {'b.weight': gb, 'a.weight': ga}
 """
 

@@ -301,7 +301,7 @@ class Leaves:
             for leaf in leaves.values():
                 leaf.grad = None
             if not self.delivery.synchronises:
-                return [accumulate(self.bound, own)]
+                return [accumulate(self.bound, list(own))]
             self.delivery.enter(RunKind.GRADIENTS, _digest(*leaves))
             self.delivery.lockstep.check()  # the host waits for the flags anyway
             reached = [g is not None or shards.held(name) is not None for name, g in zip(leaves, own, strict=True)]

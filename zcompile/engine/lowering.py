@@ -18,6 +18,7 @@ from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import AgreementError
 from zcompile.facts import verify
 from zcompile.frontend.gradient_flow import Flows
+from zcompile.ir.bundles import Bundle, bundles_of, grouped
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import (
     AllGather,
@@ -83,6 +84,8 @@ class Step:
     def __init__(self, traced: Program, program: Program, regions: RegionCache, session: Session) -> None:
         self.program, self.session = program, session
         self.saved: Sequence[fx.Node] = program.saved()
+        groups = grouped(self.saved, bundles_of(program))
+        self._groups = [len(one.members) if isinstance(one, Bundle) else None for one in groups]
         inputs = traced.nodes(Parameter, Input)
         primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
         self._position = {
@@ -164,7 +167,7 @@ class Step:
         values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
         box.clear()
         outputs, crossing = self._forward(values)
-        full, saved = crossing[: len(self._kept)], crossing[len(self._kept) :]
+        full, saved = crossing[: len(self._kept)], flattened(crossing[len(self._kept) :])
         sizes = [v for v, n in zip(saved, self.saved, strict=True) if is_symbolic(n.meta.get("val"))]
         tensors = [v for v, n in zip(saved, self.saved, strict=True) if not is_symbolic(n.meta.get("val"))]
         return [*outputs, *tensors, *self._carried(full, placeholders), *sizes]
@@ -197,7 +200,7 @@ class Step:
         carried, tangents = box[end : end + len(self._read)], box[end + len(self._read) :]
         box.clear()
         saved = [next(sizes if is_symbolic(node.meta.get("val")) else tensors) for node in self.saved]
-        values = [*self._kept_full(carried), *saved, *tangents]
+        values = [*self._kept_full(carried), *self._regrouped(saved), *tangents]
         del saved, carried, tangents, tensors, sizes
         run = self._backward if self.session.delivery.synchronises else self._accumulating()
         try:
@@ -232,6 +235,11 @@ class Step:
             self.session.lockstep.check()  # this backward updates: behind it, it would be too late
         return lambda: _unreached(flows, call)
 
+    def _regrouped(self, saved: list[Any]) -> list[Any]:
+        """What the backward's text unboxes of `saved`, which is emptied: lists where it calls several by one name."""
+        values = iter(_drained(saved))
+        return [next(values) if count is None else [next(values) for _ in range(count)] for count in self._groups]
+
     def _accumulating(self) -> Callable[[list[Any]], Any]:
         """The backward that holds gradients back; made when it is first needed."""
         if self._accumulate is None:
@@ -258,6 +266,11 @@ def _unreached(flows: Flows, call: RollCall) -> Collection[str]:
         found = "give gradients through other results on some ranks than on others, and no loss has used them all"
         raise AgreementError("the ranks' programs", found, "let the model return the same results on every rank")
     return flows.unreached({mark - ALL - 1 for mark in call.marks if mark > ALL})
+
+
+def flattened(values: Sequence[Any]) -> list[Any]:
+    """`values`, with those of a list in its place."""
+    return [one for value in values for one in (value if isinstance(value, list) else [value])]
 
 
 def _drained(values: list[Any]) -> list[Any]:

@@ -89,7 +89,10 @@ def _module(found: Region) -> fx.GraphModule:
 
 
 def _compile(found: Region, backend: str) -> Callable[..., Any]:
-    """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values."""
+    """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values.
+
+    It gives its result, or a list of them.
+    """
     root = _module(found)
     if backend == "eager":
         fit_kernels(root.graph)
@@ -100,7 +103,7 @@ def _compile(found: Region, backend: str) -> Callable[..., Any]:
         values = [box[index] if item is None else box[index][item] for index, item in takes]
         box.clear()
         results = run(values)
-        return results[0] if single else results
+        return results[0] if single else list(results)
 
     return call
 

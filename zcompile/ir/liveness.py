@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Call, Item, Reduce, Store, WaitReduce
+from zcompile.ir.ops import Call, Input, Item, Reduce, Store, WaitReduce
 from zcompile.ir.program_graph import ProgramGraph
+from zcompile.ir.region import Region
 
 
 def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
@@ -53,6 +54,14 @@ def may_show(program: ProgramGraph, view: object, value: fx.Node) -> bool:
     outputs = program.regions[op_of(source, Call).region].outputs
     one, other = (owner_of(outputs[op_of(node, Item).index]) for node in (view, value))
     return one is other
+
+
+def memory_of_result(region: Region, index: int) -> tuple[bool, int]:
+    """Of a result: whether it shares the memory of an argument or an earlier result; the bytes that it keeps beside."""
+    value, owner = region.outputs[index], owner_of(region.outputs[index])
+    view = isinstance(data(owner).op, Input) or any(owner_of(earlier) is owner for earlier in region.outputs[:index])
+    kept, shown = data(owner).nbytes, data(value).type
+    return view, kept if not view and shown and kept != shown.nbytes else 0
 
 
 def owner_of(node: fx.Node) -> fx.Node:

@@ -469,6 +469,8 @@ _LINES: tuple[type[Operation], ...] = (
     WaitFetch,
 )
 LENT: tuple[type[Lent], ...] = (Arena, Stack, Away, Group)
+GRADIENT_LISTS = tuple(kind for kind in _LINES if kind.takes and kind.takes[-1] is GRADIENTS)
+"""What takes a list of gradients, and empties it."""
 
 
 def _stand_in(name: str) -> Callable[..., NoReturn]:
@@ -505,7 +507,7 @@ def operation(name: str, given: Sequence[Any], keywords: Mapping[str, Any], layo
     kind = next((kind for kind in kinds if takes(kind, tuple(given))), kinds[0])
     unit: str = getattr(given[0], "unit", "") if given else ""
     values: dict[str, Any] = {"unit": unit, "params": (), **kind.meant_by(name)}
-    if kind.takes and kind.takes[-1] is GRADIENTS:
+    if kind in GRADIENT_LISTS:
         named = zip(layout.unit(unit).params, given[-1], strict=True)
         values["params"] = tuple(param.name for param, gradient in named if gradient is not None)
     else:

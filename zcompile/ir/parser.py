@@ -10,7 +10,7 @@ import io
 import operator
 import re
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,18 +21,20 @@ from zcompile._torch import FakeTensorMode
 from zcompile.errors import ParseError
 from zcompile.ir import ops
 from zcompile.ir.axis import Axis, AxisKind, axes_of
+from zcompile.ir.bundles import member_name
 from zcompile.ir.layout import STAGES, Layout, Param, Unit
+from zcompile.ir.liveness import memory_of_result
 from zcompile.ir.operation import Data, Operation, Phase, data, given_to, op_of, set_data
 from zcompile.ir.operators import known
 from zcompile.ir.ops import Call, Compute, Input, Item, Kind, Parameter, Shards
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
-from zcompile.ir.spelling import identifier, unescaped
+from zcompile.ir.spelling import common_module, identifier, unescaped
 from zcompile.ir.tensor_type import TensorType, dtype_of
 
 _MARGIN = re.compile(
-    r"#\s*(?P<types>(?:=?&?\w+\[[^\]]*\](?:@\d+)?(?:,\s*)?)*)\s*"
+    r"#\s*(?P<types>(?:(?:=?&?\w+\[[^\]]*\](?:@\d+)?|=?\d+ values)(?:,\s*)?)*)\s*"
     r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
 )
 _LENT = {kind.label: kind for kind in ops.LENT}
@@ -81,6 +83,8 @@ class _Type:
 class _Margin:
     types: tuple[_Type, ...] = ()
     source: str = ""
+    bundle: str | None = None
+    """Of a bundle's values: `=` if all ranks of a model-parallel mesh have them."""
 
     @property
     def first(self) -> _Type:
@@ -96,7 +100,8 @@ def _margins(text: str) -> dict[int, _Margin]:
             except ValueError as error:
                 fix = "write it as programs are printed, such as f32[8, s0=256]"
                 raise ParseError(f"line {token.start[0]}", f"no type: {error}", fix) from error
-            margins[token.start[0]] = _Margin(types, found["source"].strip())
+            bundle = re.search(r"(=?)\d+ values", found["types"])
+            margins[token.start[0]] = _Margin(types, found["source"].strip(), bundle[1] if bundle else None)
     return margins
 
 
@@ -138,7 +143,7 @@ class _Parser:
             raise ParseError("the text", "has no function `forward`", "parse what Program.text(regions=True) printed")
         for unit in self.layout.units if self.regions else ():
             if unit.name not in {op_of(n, Shards).unit for n in graph.find_nodes(op="placeholder") if _is_shards(n)}:
-                name = identifier(unit.name)
+                name = identifier(unit.name.removeprefix(common_module(unit.name for unit in self.layout.units)))
                 set_data(graph.create_node("placeholder", name, name=name), Data(Shards(unit.name)))
         _placeholders_first(graph)
         set_results(graph, **results)
@@ -237,14 +242,17 @@ class _Parser:
                 return
             case ast.Expr(value=ast.Call() as call):
                 self._call(call, "release", margin, scope)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if margin.bundle is not None:
+                source = self._call(call, "", margin, scope)
+                scope.names[name] = self._bundle(name, source, 0, margin, scope)
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
                 scope.names[name] = self._call(call, name, margin, scope)
             case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call() as call):
                 margin = self._margin(call.lineno)
                 source = self._call(call, "", replace(margin, types=()), scope)
-                lines = sorted({element.lineno for element in elements})
-                types = tuple(found for line in lines for found in self._margin(line).types)
-                self._items(source, elements, replace(margin, types=types), scope)
+                lines = [self._margin(line) for line in sorted({element.lineno for element in elements})]
+                types = tuple(found for line in lines for found in line.types)
+                self._items(source, elements, replace(margin, types=types, bundle=lines[-1].bundle), scope)
             case _:
                 raise ParseError(
                     f"line {statement.lineno}", f"{ast.unparse(statement)!r} is no statement of a program",
@@ -258,9 +266,27 @@ class _Parser:
                 node = scope.graph.create_node("call_function", operator.getitem, (source, index), name=element.id)
                 held = next(types, _Type()).data(Item(index), scope.phase, margin.source)
                 scope.names[element.id] = self._typed(node, held)
+            elif isinstance(element, ast.Starred) and isinstance(element.value, ast.Name) and element.value.id != "_":
+                name = element.value.id
+                scope.names[name] = self._bundle(name, source, index, margin, scope)
+
+    def _bundle(self, name: str, source: fx.Node, first: int, margin: _Margin, scope: _Scope) -> list[fx.Node]:
+        """The last results of a region, from `first` on; what they are stands in the text of the region."""
+        op = data(source).op
+        if not isinstance(op, Call):
+            found = "is given results of what is no region"
+            raise ParseError(f"the bundle {name}", found, "name each of them")
+        region, members = self.regions[op.region], []
+        for index in range(first, len(region.outputs)):
+            given = (source, index)
+            node = scope.graph.create_node("call_function", operator.getitem, given, name=member_name(name, index))
+            view, storage = memory_of_result(region, index)
+            one = _Type(data(region.outputs[index]).type, view, margin.bundle or "", storage)
+            members.append(self._typed(node, one.data(Item(index), scope.phase, margin.source)))
+        return members
 
     def _call(self, call: ast.Call, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
-        args = [self._value(arg, scope) for arg in call.args]
+        args = self._values(call.args, scope)
         kwargs = {keyword.arg: self._value(keyword.value, scope) for keyword in call.keywords if keyword.arg}
         text = ast.unparse(call.func)
         target: Callable[..., Any]
@@ -290,7 +316,7 @@ class _Parser:
             case ast.Call(func=function, args=[ast.Constant(value=str() as text)], keywords=[]):
                 return _made(ast.unparse(function), text, expression)
             case ast.List(elts=elements):
-                return [self._value(element, scope) for element in elements]
+                return self._values(elements, scope)
             case ast.Tuple(elts=elements):
                 return tuple(self._value(element, scope) for element in elements)
             case ast.Dict(keys=keys, values=values):
@@ -303,6 +329,16 @@ class _Parser:
                 return found
             case _:
                 raise _undefined(expression)
+
+    def _values(self, expressions: Iterable[ast.expr], scope: _Scope) -> list[Any]:
+        """What is given, or listed; of `*name` the values of the bundle."""
+        values = []
+        for expression in expressions:
+            if isinstance(expression, ast.Starred):
+                values += self._value(expression.value, scope)
+            else:
+                values.append(self._value(expression, scope))
+        return values
 
     # -- values ---------------------------------------------------------------------------------------------------
 

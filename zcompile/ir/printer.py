@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from zcompile._torch import HigherOrderOperator, OpOverload
+from zcompile.ir.bundles import Bundle, bundles_of, grouped
 from zcompile.ir.layout import Layout, Param
 from zcompile.ir.liveness import last_needs
 from zcompile.ir.operation import Data, Phase, data, op_of
@@ -89,7 +90,15 @@ def {{ function.name }}(box):
 
 
 WIDTH = 84
-"""Columns of code; what is longer is broken at its commas."""
+"""Columns of code and of the type behind it; what is longer is broken at its commas."""
+_WITH_SOURCE = 96
+"""Columns of code, type and module path: with what else stands there, a line has 120."""
+_CONTINUED = 104
+"""Columns of the rest of a line that was broken, which has no margin."""
+_LEAST = 40
+"""Columns of code that are left beside a long type."""
+_TYPE = 28
+"""Columns of the longest type to which the lines around are aligned."""
 _MARK = "\0"
 """Stands between a line and the name of its node, where they are printed together."""
 
@@ -113,12 +122,14 @@ class Line:
         end = f"{_MARK}{self.node}"
         if not (self.type or self.delta or self.source):
             return f"{self.code}{end}"
-        code, type_, delta = (text.ljust(width) for text, width in zip(self.columns, widths, strict=True))
-        return f"{code}  # {type_}  {delta}  {self.source}".rstrip() + end
+        code, type_, delta = widths
+        head = f"{self.code.ljust(code)}  # {self.type}".ljust(code + len("  # ") + type_)
+        return f"{head}  {self.delta.ljust(delta)}  {self.source}".rstrip() + end
 
     @property
-    def columns(self) -> tuple[str, str, str]:
-        return self.code, self.type, self.delta
+    def room(self) -> int:
+        """Columns that its code may have."""
+        return max(min(WIDTH, _WITH_SOURCE - len(self.source)) - len(self.type), _LEAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +200,12 @@ def _param_text(param: Param, unused: frozenset[str]) -> str:
 def _function(name: str, arguments: list[Line], body: list[Line]) -> Function:
     lines = [*arguments, *body]
     codes = [*(Line(f"    {line.code}", line.type, line.delta, line.source) for line in arguments), *body]
-    usual = [len(line.code) for line in codes if len(line.code) <= WIDTH and (line.type or line.delta or line.source)]
+    usual = [len(line.code) for line in codes if line.type or line.delta or line.source]
+    aligned = min(WIDTH, _WITH_SOURCE - max((len(line.source) for line in lines), default=0))
+    type_ = max((len(line.type) for line in lines if len(line.type) <= _TYPE), default=0)
     widths = (
-        max(usual, default=0),
-        max((len(line.type) for line in lines if len(line.type) <= 40), default=0),
+        max((length for length in usual if length <= aligned - type_), default=0),
+        type_,
         max((len(line.delta) for line in lines), default=0),
     )
     indented = (max(widths[0] - 4, 0), *widths[1:])  # arguments stand four columns further in than the body
@@ -227,21 +240,29 @@ def _result_nodes(program: ProgramGraph, phase: Phase) -> Iterator[fx.Node]:
 
 
 def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[Line], list[Line]]:
-    arguments = [_argument(program, node) for node in inputs_of(program, phase)]
+    bundles: dict[fx.Node, Bundle] = _if_sound(bundles_of, program, {})
+    inputs = list(grouped(inputs_of(program, phase), bundles))
+    arguments = [_bundle_argument(one) if isinstance(one, Bundle) else _argument(program, one) for one in inputs]
     body = program.body(phase)
     deaths = _deaths(program, phase, body)
     freed: dict[fx.Node, int] = _if_sound(_freed, program, {})
     lines: list[Line] = []
     for node in body:
-        end, dead = _if_sound(after_items, node, node), deaths.get(node)
+        end = _if_sound(after_items, node, node)
         if not isinstance(data(node).op, Item):
             # What nobody can name any more may be freed later: a view shows it, or it is being sent.
-            at_once = 0 if deaths.get(end) else freed.get(end, 0)
+            at_once = 0 if _dead(deaths, end, bundles) else freed.get(end, 0)
             delta = _if_sound(program.memory, node, 0) - at_once
-            lines += [replace(line, node=node.name) for line in _statement(node, delta)]
-        if dead:
+            lines += [replace(line, node=node.name) for line in _statement(node, delta, bundles)]
+        if dead := _dead(deaths, node, bundles):
             lines += _delete(dead, freed.get(node, 0))
-    return arguments, [*lines, *_wrapped(Line(_return(program, phase)))]
+    return arguments, [*lines, *_wrapped(Line(_return(program, phase, bundles)))]
+
+
+def _dead(deaths: Mapping[fx.Node, list[fx.Node]], node: fx.Node, bundles: Mapping[fx.Node, Bundle]) -> list[str]:
+    """Names of what dies behind `node`; a list of gradients has been emptied by the reduction that it was given to."""
+    dead = grouped(deaths.get(node, ()), bundles)
+    return [one.name for one in dead if not (isinstance(one, Bundle) and one.is_given_whole)]
 
 
 def _if_sound(find: Callable[[A], T], of: A, otherwise: T) -> T:
@@ -283,6 +304,16 @@ def _argument(program: ProgramGraph, node: fx.Node) -> Line:
             return Line(f"{node.name},", _type_text(held), source=_source_text(held))
 
 
+def _bundle_argument(bundle: Bundle) -> Line:
+    source = _source_text(data(bundle.members[0]))
+    return Line(f"{bundle.name},", _count_text(bundle), human_bytes(bundle.nbytes), source)
+
+
+def _count_text(bundle: Bundle) -> str:
+    """How many values it is; `=` before it where all ranks of a model-parallel mesh have them."""
+    return f"{'=' if data(bundle.members[0]).replicated else ''}{len(bundle.members)} values"
+
+
 def _type_text(held: Data) -> str:
     """The type; with `&` before it where the value shares the memory of another one, and what it keeps beside.
 
@@ -299,22 +330,25 @@ def _source_text(held: Data) -> str:
     return " + ".join(map(escaped, words))
 
 
-def _statement(node: fx.Node, delta: int) -> list[Line]:
+def _statement(node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle]) -> list[Line]:
     """The line of a call; where it gives many values, their names and types over several lines."""
-    held = data(node)
-    items = items_of(node)
+    held, call = data(node), _call_text(node, bundles)
+    items = sorted(items_of(node), key=lambda item: op_of(item, Item).index)
     margin = (_delta_text(delta), _source_text(held))
     if not held.op.gives:
-        return _wrapped(Line(_call_text(node), "", *margin))
+        return _wrapped(Line(call, "", *margin))
     if not items:
         type_ = _type_text(held) if held.type else ""
-        return _wrapped(Line(f"{node.name} = {_call_text(node)}", type_, *margin))
-    names = _item_names(items)
-    types = [_type_text(data(item)) for item in sorted(items, key=lambda item: op_of(item, Item).index)]
-    beginning = f"{', '.join(names)} = {_call_text(node).partition(', ')[0]},"
-    if len(", ".join(names)) <= 40 and len(beginning) <= WIDTH:
-        return _wrapped(Line(f"{', '.join(names)} = {_call_text(node)}", ", ".join(types), *margin))
-    end = Line(f") = {_call_text(node)}", "", *margin)
+        return _wrapped(Line(f"{node.name} = {call}", type_, *margin))
+    bundle = bundles.get(items[-1])
+    alone = items[: -len(bundle.members)] if bundle else items
+    names = [*_item_names(alone, ends=not bundle), *([f"{'*' if alone else ''}{bundle.name}"] if bundle else [])]
+    types = [*(_type_text(data(item)) for item in alone), *([_count_text(bundle)] if bundle else [])]
+    targets = ", ".join(names)
+    line = Line(f"{targets} = {call}", ", ".join(types), *margin)
+    if not alone or len(f"{targets} = {call.partition('(')[0]}(") <= line.room:
+        return _wrapped(line)
+    end = Line(f") = {call}", "", *margin)
     return [Line("("), *_targets(names, types), *_wrapped(end)]
 
 
@@ -339,13 +373,20 @@ def _filled(parts: list[str], width: int) -> Iterator[list[str]]:
 
 def _wrapped(line: Line) -> list[Line]:
     """`line` broken at its commas where it is long; the margin stays on its first part."""
-    if len(line.code) <= WIDTH or "'" in line.code or '"' in line.code:
+    if len(line.code) <= line.room or "'" in line.code or '"' in line.code:
         return [line]
-    first, *rest = [", ".join(group) for group in _filled(_bracketed_parts(line.code), WIDTH)]
-    ends = [",", *(["," for _ in rest[1:]]), ""] if rest else [""]
+    parts = _bracketed_parts(line.code)
+    first = next(_filled(parts, line.room))
+    rest = parts[len(first) :]
+    begin = f"{', '.join(first)}{',' if rest else ''}"
+    if len(begin) > line.room and "(" in begin:  # nothing that it takes has room beside the function
+        function, _, taken = first[0].partition("(")
+        begin, rest = f"{function}(", [taken, *parts[1:]]
+    groups = [", ".join(group) for group in _filled(rest, _CONTINUED)]
+    ends = [*("," for _ in groups[1:]), ""]
     return [
-        Line(first + ends[0], line.type, line.delta, line.source),
-        *(Line(f"        {part}{end}") for part, end in zip(rest, ends[1:], strict=True)),
+        replace(line, code=begin),
+        *(Line(f"        {group}{end}") for group, end in zip(groups, ends, strict=False)),
     ]
 
 
@@ -363,10 +404,12 @@ def _bracketed_parts(code: str) -> list[str]:
     return parts
 
 
-def _item_names(items: list[fx.Node]) -> list[str]:
-    """Names to unpack a tuple into; `_` for results that nobody uses."""
+def _item_names(items: list[fx.Node], *, ends: bool) -> list[str]:
+    """Names to unpack a tuple into; `_` for results that nobody uses. `ends`: they are the last of these."""
     by_index = {op_of(item, Item).index: item.name for item in items}
-    names = [by_index.get(index, "_") for index in range(max(by_index) + 1)]
+    names = [by_index.get(index, "_") for index in range(max(by_index, default=-1) + 1)]
+    if not ends:
+        return names
     of_region = isinstance(data(items[0].all_input_nodes[0]).op, Call)
     return [*names, *([] if of_region and len(names) > 1 else ["*_"])]
 
@@ -395,17 +438,17 @@ def _deaths(program: ProgramGraph, phase: Phase, body: list[fx.Node]) -> dict[fx
     return deaths
 
 
-def _delete(dead: list[fx.Node], freed: int) -> list[Line]:
+def _delete(dead: list[str], freed: int) -> list[Line]:
     """`del` of values that die, a few on a line, and what all of them give back."""
-    first, *rest = [f"del {', '.join(names)}" for names in _filled([node.name for node in dead], WIDTH)]
-    return [Line(first, delta=_delta_text(-freed)), *map(Line, rest)]
+    lines = [Line(f"del {', '.join(names)}") for names in _filled(dead, WIDTH)]
+    return [replace(line, delta="" if index else _delta_text(-freed)) for index, line in enumerate(lines)]
 
 
-def _return(program: ProgramGraph, phase: Phase) -> str:
+def _return(program: ProgramGraph, phase: Phase, bundles: Mapping[fx.Node, Bundle]) -> str:
     results = program.results
     if phase is Phase.FORWARD:
         saved = [*program.kept(), *program.saved()] if program.has_backward else []
-        return f"return {_list(results.outputs)}, {_list(saved)}"
+        return f"return {_list(results.outputs)}, {_list(grouped(saved, bundles))}"
     gradients = ", ".join(f"{name!r}: {python_text(node)}" for name, node in results.gradients.items())
     delivered = f"{{{gradients}}}" if results.gradients else _list(results.reduced)
     return f"return {_list(results.input_gradients)}, {delivered}"
@@ -426,21 +469,41 @@ def _region_lines(found: Region) -> tuple[list[Line], list[Line]]:
     body = []
     for node in found.graph.nodes:
         if node.op == "call_function" and not isinstance(data(node).op, Item):
-            body += _statement(node, data(node).nbytes + sum(data(item).nbytes for item in items_of(node)))
+            body += _statement(node, data(node).nbytes + sum(data(item).nbytes for item in items_of(node)), {})
     return arguments, [*body, *_wrapped(Line(f"return {_list(found.outputs)}"))]
 
 
 # -- expressions ------------------------------------------------------------------------------------------------------
 
 
-def _call_text(node: fx.Node) -> str:
+def _call_text(node: fx.Node, bundles: Mapping[fx.Node, Bundle]) -> str:
     args: tuple[Any, ...] = node.args
     if isinstance(data(node).op, Call):
         function, args = op_of(node, Call).region, args[1:]
     else:
         function = function_text(node.target)
-    parts = [python_text(arg) for arg in args] + [f"{key}={_keyword(key, value)}" for key, value in node.kwargs.items()]
+    parts = _spread(args, bundles) + [f"{key}={_keyword(key, value)}" for key, value in node.kwargs.items()]
     return f"{function}({', '.join(parts)})"
+
+
+def _spread(args: Iterable[Any], bundles: Mapping[fx.Node, Bundle]) -> list[str]:
+    """Arguments, or what a list of them consists of, with `*` where a bundle is."""
+    return [
+        f"*{arg.name}"
+        if isinstance(arg, Bundle)
+        else _listed(arg, bundles)
+        if isinstance(arg, list)
+        else python_text(arg)
+        for arg in grouped(args, bundles)
+    ]
+
+
+def _listed(values: list[Any], bundles: Mapping[fx.Node, Bundle]) -> str:
+    """A list of values; a bundle that is all of it by its name alone."""
+    bundle = bundles.get(values[0]) if values and isinstance(values[0], fx.Node) else None
+    if bundle and bundle.is_given_whole:
+        return bundle.name
+    return f"[{', '.join(_spread(values, bundles))}]"
 
 
 def _keyword(key: str, value: Any) -> str:
@@ -465,7 +528,7 @@ def function_text(target: Any) -> str:
 def python_text(value: Any) -> str:
     """A node's argument as Python source."""
     match value:
-        case fx.Node():
+        case fx.Node() | Bundle():
             return value.name
         case OpOverload():
             return function_text(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
 
 from zcompile.ir.ops import NAMES
 
@@ -19,6 +21,18 @@ def identifier(name: str) -> str:
     """
     text = "".join(char if char.isascii() and char.isalnum() else "_" for char in name).lower()
     return free(f"u{text}" if not text.strip("_") or text[0].isdigit() or text.startswith("__") else text)
+
+
+def common_module(paths: Iterable[str]) -> str:
+    """The module, with a dot, in which all of `paths` are, so that values need not be called by it; empty for none.
+
+    What is left of each path begins with a word, not with the number of a block.
+    """
+    parts = [path.split(".") for path in paths]
+    common = list(itertools.takewhile(lambda together: len(set(together)) == 1, zip(*parts, strict=False)))
+    while common and not all(len(path) > len(common) and path[len(common)].isidentifier() for path in parts):
+        common.pop()
+    return "".join(f"{together[0]}." for together in common)
 
 
 def free(name: str) -> str:

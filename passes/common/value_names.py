@@ -1,0 +1,93 @@
+"""What values between regions are called: the unit or module that they come from, and what they are there.
+
+layers_0_out                what a later region of the forward, or the caller, reads
+layers_0_saved_2            what only the backward reads; the number is its place among the region's results
+layers_0_grad_input         a gradient that another region of the backward, or the caller, reads
+layers_0_full_grads_1       this rank's gradient of a parameter
+layers_0_again              what the backward computes again for other regions of it
+loss, loss_grad             the one scalar that a model returns, and what its backward begins with
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+from torch import fx
+
+from zcompile.ir.bundles import FULL_GRADS, SAVED, member_name
+from zcompile.ir.operation import Phase, data
+from zcompile.ir.ops import Input, Kind
+from zcompile.ir.program import Program
+
+
+class Use(IntEnum):
+    """Who reads what a region gives, in the order in which results are given."""
+
+    ANY = 0
+    SAVED = 1
+    GRADIENT = 2
+
+
+class ValueNames:
+    """The names of the values of one program, whose regions are outlined in its order."""
+
+    def __init__(self, program: Program, units: Mapping[str, str]) -> None:
+        self.units = units
+        """What each unit is called."""
+        results = program.results
+        scalars = [v for v in results.outputs if isinstance(v, fx.Node) and (t := data(v).type) and not t.dims]
+        self.loss = scalars[0] if len(set(scalars)) == 1 and scalars[0].op != "placeholder" else None
+        self.unit_of_gradient = {node: program.layout.unit_of(name).name for name, node in results.gradients.items()}
+        self.gradients = _from_tangents(program)
+        self.runs: Counter[tuple[Phase, str]] = Counter()
+
+    def of_tangent(self, tangent: Input, outputs: Sequence[object]) -> str:
+        """The gradient of one of the forward's `outputs`, as they are called by now."""
+        result = outputs[tangent.result] if tangent.result is not None and tangent.result < len(outputs) else None
+        return f"{result.name}_grad" if isinstance(result, fx.Node) else "grad_output"
+
+    def of_results(self, phase: Phase, where: str, gives: Sequence[fx.Node], uses: Sequence[Use]) -> list[str]:
+        """Names for what the next region at `where`, the name of a unit or module, gives."""
+        self.runs[phase, where] += 1
+        number = self.runs[phase, where]
+        stem = where if number == 1 else _joined(where, f"run{number}")
+        numbered = Counter(uses)
+        return [
+            self._plain(phase, where, node)
+            if use is Use.ANY
+            else _numbered(stem if use is Use.SAVED else self._unit(node, number), use, numbered[use] > 1, index)
+            for index, (node, use) in enumerate(zip(gives, uses, strict=True))
+        ]
+
+    def _plain(self, phase: Phase, where: str, node: fx.Node) -> str:
+        if node is self.loss:
+            return "loss"
+        if phase is Phase.FORWARD:
+            return _joined(where, "out")
+        return _joined(where, "grad_input" if node in self.gradients else "again")
+
+    def _unit(self, gradient: fx.Node, number: int) -> str:
+        name = self.units[self.unit_of_gradient[gradient]]
+        return name if number == 1 else f"{name}_run{number}"
+
+
+def _numbered(stem: str, use: Use, several: bool, index: int) -> str:
+    name = _joined(stem, SAVED if use is Use.SAVED else FULL_GRADS)
+    return member_name(name, index) if several else name.removesuffix("s")
+
+
+def _joined(where: str, what: str) -> str:
+    return f"{where}_{what}" if where else what
+
+
+def _from_tangents(program: Program) -> set[fx.Node]:
+    """What is computed from the gradients that the backward begins with."""
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        op = data(node).op
+        begins = isinstance(op, Input) and op.kind is Kind.TANGENT
+        if begins or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,120 @@
+"""Bundles: what one line leaves for one other line, printed as one value.
+
+    h, *layers_0_saved = region_0(layers_0_full, x)
+    ...
+    dx, *layers_0_full_grads = region_1(layers_0_full_1, dy, *layers_0_saved)
+    layers_0_reduce = reduce_scatter(layers_0, layers_0_full_grads)
+
+A program's graph holds each of these values by itself, so passes move, check and count them one by one; one that a pass
+has given another reader is printed by its own name. What is left together is a list in the text that runs. It says how
+many values there are; which ones, the text of the region does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import fx
+
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import GRADIENT_LISTS, Call, Item, items_of
+from zcompile.ir.program_graph import ProgramGraph
+
+SAVED, FULL_GRADS = "saved", "full_grads"
+"""What values are called that may be in a bundle, behind their module and in front of their number."""
+T = TypeVar("T")
+_MEMBER = re.compile(rf"((?:.*_)?(?:{SAVED}|{FULL_GRADS}))_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The last results of one call, all that are read by `reader` alone."""
+
+    name: str
+    members: tuple[fx.Node, ...]
+    reader: fx.Node
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that its values take."""
+        return sum(data(member).nbytes for member in self.members)
+
+    @property
+    def is_given_whole(self) -> bool:
+        """True for all of the gradients that a reduction takes: it is given the list, and empties it."""
+        return isinstance(data(self.reader).op, GRADIENT_LISTS) and list(self.reader.args[1]) == list(self.members)  # type: ignore[arg-type]
+
+
+def member_name(bundle: str, index: int) -> str:
+    """The name of the value of `bundle` that is result `index` of its call."""
+    return f"{bundle}_{index}"
+
+
+def bundles_of(program: ProgramGraph) -> dict[fx.Node, Bundle]:
+    """The bundle of each value that is in one."""
+    taken = {node.name for node in program.graph.nodes}
+    found: dict[fx.Node, Bundle] = {}
+    for call in program.nodes(Call):
+        members = _last_of_one_name(program, call)
+        while len(members) > 1:
+            if (bundle := _bundle(members)) is not None and bundle.name not in taken:
+                taken.add(bundle.name)
+                found |= dict.fromkeys(members, bundle)
+                break
+            members = members[1:]
+    return found
+
+
+def grouped(values: Iterable[T], bundles: Mapping[fx.Node, Bundle]) -> Iterator[T | Bundle]:
+    """`values`, with each bundle once, where its first member stands."""
+    seen: set[str] = set()
+    for value in values:
+        bundle = bundles.get(value) if isinstance(value, fx.Node) else None
+        if bundle is None:
+            yield value
+        elif bundle.name not in seen:
+            seen.add(bundle.name)
+            yield bundle
+
+
+def _last_of_one_name(program: ProgramGraph, call: fx.Node) -> Sequence[fx.Node]:
+    """The last results of `call` with numbers behind one name; none where the last of its region's is not used."""
+    items = sorted(items_of(call), key=_index)
+    region = program.regions.get(op_of(call, Call).region)
+    if not items or (region is not None and _index(items[-1]) + 1 != len(region.outputs)):
+        return ()
+    start = len(items) - 1
+    while (
+        start and _name(items[start - 1]) == _name(items[-1]) and _index(items[start - 1]) + 1 == _index(items[start])
+    ):
+        start -= 1
+    return items[start:] if _name(items[-1]) else ()
+
+
+def _bundle(members: Sequence[fx.Node]) -> Bundle | None:
+    """`members` as a bundle, if one line reads them all, in their order and beside each other."""
+    readers = {user for member in members for user in member.users}
+    alike = len({(bool(data(member).replicated), data(member).type is None) for member in members}) == 1
+    if len(readers) != 1 or not alike or data(members[0]).type is None:
+        return None
+    (reader,) = readers
+    listed = isinstance(data(reader).op, GRADIENT_LISTS)
+    if not (listed or isinstance(data(reader).op, Call)):
+        return None
+    given = list(reader.args[1] if listed else reader.args)  # type: ignore[arg-type]
+    start = given.index(members[0])
+    together = given[start : start + len(members)] == list(members) and all(given.count(m) == 1 for m in members)
+    return Bundle(_name(members[0]), tuple(members), reader) if together else None
+
+
+def _index(item: fx.Node) -> int:
+    return op_of(item, Item).index
+
+
+def _name(item: fx.Node) -> str:
+    """The name of the bundle that `item` may be in; empty if it is called otherwise."""
+    found = _MEMBER.fullmatch(item.name)
+    return found[1] if found else ""
