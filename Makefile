@@ -8,6 +8,7 @@ SHELL       := /bin/bash
 PYTHON ?= python3
 VENV   ?= .venv
 RANKS  ?= 2
+JOBS   ?= 2
 ARGS   ?=
 
 BIN    := $(VENV)/bin
@@ -24,7 +25,7 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: help
 help: ## Show this help
-	@echo 'Usage: make TARGET [PYTHON=python3] [VENV=.venv] [RANKS=2] [ARGS="options of the command"]'
+	@echo 'Usage: make TARGET [PYTHON=python3] [VENV=.venv] [RANKS=2] [JOBS=2] [ARGS="options of the command"]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: demo
@@ -32,12 +33,12 @@ demo: $(READY) ## Train a small GPT on RANKS processes; ARGS goes to examples/tr
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 .PHONY: test
-test: $(READY) ## Run the tests but the slow ones; ARGS goes to pytest
-	$(BIN)/pytest $(ARGS)
+test: $(READY) ## Run the tests but the slow ones, JOBS at a time; ARGS goes to pytest
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: test-all
 test-all: $(READY) ## Run every test; ARGS goes to pytest
-	$(BIN)/pytest -m "" $(ARGS)
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "" $(ARGS)
 
 .PHONY: browser
 browser: $(READY) ## Install what tests of reports want: playwright, and, as root on Debian, Chromium and graphviz

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.garbage import Collector
 from tests.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,15 +24,16 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def garbage() -> Collector:
+    return Collector()
+
+
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler(garbage: Collector) -> Iterator[None]:
     yield
     torch.compiler.reset()
-    gc.collect()  # what a test leaves behind, hooks of backends among it, is not the next one's
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()  # what is loaded by now is not looked through after each test
+    garbage.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

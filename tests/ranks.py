@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import multiprocessing
 import os
@@ -13,6 +12,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.garbage import Collector
 
 
 class RankError(AssertionError):
@@ -76,10 +77,8 @@ def _work(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    import zcompile  # noqa: F401 - what is loaded now is not looked through again, see below
-
     torch.set_num_threads(1)
-    gc.freeze()
+    garbage = Collector()
     while True:
         try:
             rank, module, name, args, world, store, group = connection.recv()
@@ -103,5 +102,5 @@ def _work(connection: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch.compiler.reset()
-            gc.collect()  # what one job leaves behind, hooks of backends among it, is not the next one's
+            garbage.collect()
         connection.send(answer)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
+from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import OptionError
@@ -55,7 +56,7 @@ def differing(rank: int, world: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@quickly("world", [2, 3], [3])
 def test_pieces_give_the_bits_of_the_whole(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, differing, world) == [[]] * world
 

@@ -13,6 +13,7 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 import zcompile
+from tests.cases import diagonal
 from tests.ranks import Ranks
 from zcompile import ParameterError
 
@@ -239,8 +240,7 @@ HOOKS = [before_block, behind_linear, behind_model, of_backward, before_backward
 
 
 @pytest.mark.filterwarnings("ignore:zcompile. graph break")
-@pytest.mark.parametrize("register", HOOKS)
-@pytest.mark.parametrize("early", [False, True])
+@diagonal("register, early", HOOKS, [False, True])
 def test_hooks_run_until_they_are_removed(register: Register, early: bool) -> None:
     torch.manual_seed(0)
     plain = Model()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zcompile
+from tests.cases import quickly
 from tests.models import GPT, batch
 from tests.ranks import Ranks
 from tests.test_training import STEPS, train, train_ddp
@@ -40,7 +41,7 @@ def against_ddp(rank: int, kind: str, found: list[object]) -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize("kind", ["gpt", "conv"])
+@quickly("kind", ["gpt", "conv"], ["conv"])
 def test_recomputed_values_are_bit_for_bit_the_same(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, against_ddp, kind, ["unit", 0.9]) == [[], []]
 

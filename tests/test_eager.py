@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
+from tests.cases import diagonal
 from tests.ranks import Ranks
 from zcompile._torch import FakeTensorMode
 from zcompile.engine.eager_regions import fit_kernels
@@ -89,14 +90,12 @@ def against_plain(rank: int, kind: str, name: str, stage: int, dtype: torch.dtyp
         torch.testing.assert_close(found[name], grad, rtol=0, atol=largest * (1e-5 if dtype is None else 0.03))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", TRANSPOSED)
+@diagonal("name, stage", TRANSPOSED, [0, 3])
 def test_a_normalization_of_a_transposed_value_trains_as_plain_pytorch(ranks: Ranks, name: str, stage: int) -> None:
     ranks.run(2, against_plain, "transposed", name, stage, None)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", NORMS)
+@diagonal("name, stage", NORMS, [0, 3])
 def test_a_normalization_first_trains_in_bfloat16(ranks: Ranks, name: str, stage: int) -> None:
     ranks.run(2, against_plain, "norms", name, stage, torch.bfloat16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.cases import quickly
 from tests.ranks import Ranks
 
 WIDTH = 6
@@ -166,11 +168,12 @@ def train(rank: int, kind: str, world: int, stage: int, backend: str) -> list[st
     return differing
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
-@pytest.mark.parametrize("kind", MODELS)
-def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: int) -> None:
-    for world in (2, 3) if stage in (0, 3) else (2,):
-        assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
+BROKEN = list(itertools.product(MODELS, range(4), (2, 3)))
+
+
+@quickly("kind, stage, world", BROKEN, [(kind, 3, 2 + index % 2) for index, kind in enumerate(MODELS)])
+def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: int, world: int) -> None:
+    assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
 
 
 def test_inductor_compiles_fragments(ranks: Ranks) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
+from tests.cases import diagonal
 from tests.ranks import Ranks
 
 
@@ -144,8 +145,7 @@ def against_plain(rank: int, kind: str, stage: int) -> None:
     assert optimizer.param_groups[0].get("steps") == plain.param_groups[0].get("steps")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@diagonal("kind, stage", KINDS, [1, 3])
 def test_what_treats_elements_alone_steps_shards_as_it_steps_the_whole(ranks: Ranks, kind: str, stage: int) -> None:
     ranks.run(2, against_plain, kind, stage)
 

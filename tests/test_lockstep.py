@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zcompile
+from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile._torch import FakeTensorMode
@@ -80,8 +81,7 @@ def all_ranks_name(answers: list[tuple[str, list[bool], float]], culprit: int) -
             assert all(without), "no gradient was delivered"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("what", ["backward", "step"])
+@diagonal("what, stage", ["backward", "step"], [0, 3])
 def test_one_more_on_a_rank(ranks: Ranks, stage: int, what: str) -> None:
     all_ranks_name(ranks.run(2, out_of_step, stage, 0, what, group=60), 0)
 
@@ -216,7 +216,7 @@ def routes_apart(rank: int, stage: int) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@quickly("stage", [1, 2, 3], [2, 3])
 def test_an_expert_that_one_rank_leaves_out(ranks: Ranks, stage: int) -> None:
     for message, seconds in ranks.run(2, routes_apart, stage):
         assert message.startswith("the ranks are out of step: ")

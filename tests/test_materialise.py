@@ -580,7 +580,7 @@ def start_values(rank: int, stage: int, kind: str) -> Values:
 @pytest.mark.parametrize("kind", ["gpt", "root", "buffers"])
 def test_values_depend_on_the_first_ranks_seed_alone(ranks: Ranks, kind: str) -> None:
     (wanted,) = ranks.run(1, start_values, 0, kind)
-    for world, stage in [(1, 3), (2, 0), (2, 2), (2, 3), (3, 1), (3, 3)]:
+    for world, stage in [(1, 3), (2, 0), (2, 2), (3, 1)]:
         for found in ranks.run(world, start_values, stage, kind):
             assert_equal(found, wanted)
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zcompile
+from tests.cases import quickly
 from tests.models import GPT, batch
 from tests.ranks import Ranks
 from zcompile.cost.memory import model_state
@@ -177,7 +178,7 @@ def psi(compiled: zcompile.CompiledModule) -> int:
     return sum(param.nbytes for param in compiled.layout.params)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@quickly("stage", range(4), [0, 2, 3])
 def test_collectives_send_exactly_the_stages_volume(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(WORLD, measure_bytes, stage, 3):
         assert found["counted"] == found["metered"] == found["declared"] == found["expected"]
@@ -246,7 +247,7 @@ def measure_state(rank: int, stage: int) -> tuple[int, int, int]:
     return found, state.nbytes, sum(p.numel for p in compiled.layout.params)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@quickly("stage", range(4), [1, 3])
 def test_the_model_state_is_what_explain_says_and_the_formula_allows(ranks: Ranks, stage: int) -> None:
     for found, predicted, psi in ranks.run(WORLD, measure_state, stage):
         assert found == pytest.approx(predicted, rel=0.01)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import ModelOutput
 
 import zcompile
+from tests.cases import diagonal, quickly
 from tests.models import ConvNet, make
 from tests.models import batch as make_batch
 from tests.ranks import Ranks
@@ -223,9 +224,7 @@ def agree(rank: int, kind: str, stage: int) -> list[str]:
     return differing(got, want)
 
 
-@worlds
-@both
-@pytest.mark.parametrize("kind", MADE)
+@diagonal("kind, stage, world", MADE, [0, 3, 3, 0], [3, 2, 2, 2])
 def test_trains_as_in_one_process_on_the_joined_batch(ranks: Ranks, kind: str, stage: int, world: int) -> None:
     assert ranks.run(world, agree, kind, stage) == [[]] * world
 
@@ -272,8 +271,7 @@ def statistics(rank: int, stage: int) -> list[str]:
     return found + differing(dict(compiled.named_buffers()), dict(reference.named_buffers()), 0)
 
 
-@worlds
-@both
+@diagonal("stage, world", [0, 3], [3, 2])
 def test_buffers_begin_as_rank_0s_and_follow_the_ranks_own_data(ranks: Ranks, stage: int, world: int) -> None:
     assert ranks.run(world, statistics, stage) == [[]] * world
 
@@ -308,7 +306,7 @@ def twin(compiled: nn.Module) -> nn.Module:
     return model.eval()
 
 
-@both
+@quickly("stage", [0, 3], [3])
 def test_evaluation_between_steps_leaves_training_alone(ranks: Ranks, stage: int) -> None:
     for names, worst in ranks.run(2, evaluate_between, stage):
         assert names == []
@@ -366,8 +364,7 @@ def two_forwards(rank: int, stage: int, reverse: bool) -> list[str]:
     return differing(*({n: full(p.grad) for n, p in m.named_parameters()} for m in (compiled, model)))
 
 
-@both
-@pytest.mark.parametrize("reverse", [False, True])
+@diagonal("stage, reverse", [0, 3], [False, True])
 def test_two_forwards_before_a_backward(ranks: Ranks, stage: int, reverse: bool) -> None:
     assert ranks.run(3, two_forwards, stage, reverse) == [[]] * 3
 
@@ -493,8 +490,7 @@ def undisturbed(rank: int, stage: int, kind: str) -> list[str]:
     return differing(*ends, 0)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", FAULTS)
+@diagonal("stage, kind", [0, 3], FAULTS)
 def test_after_an_exception_on_all_ranks_training_goes_on(ranks: Ranks, stage: int, kind: str) -> None:
     assert ranks.run(2, undisturbed, stage, kind) == [[], []]
 
@@ -639,10 +635,10 @@ def clipped(rank: int, kind: str, stage: int, norm: float) -> tuple[list[str], f
     return differing(parameters(compiled), parameters(reference)), worst
 
 
-@every
-@pytest.mark.parametrize(("kind", "world", "norm"), [("mlp", 3, 2.0), ("mlp", 3, 1.0), ("gpt", 2, float("inf"))])
-def test_the_global_norm_is_clipped(ranks: Ranks, stage: int, kind: str, world: int, norm: float) -> None:
+@diagonal("stage, case", range(4), [("mlp", 3, 2.0), ("gpt", 2, float("inf")), ("mlp", 3, 1.0)])
+def test_the_global_norm_is_clipped(ranks: Ranks, stage: int, case: tuple[str, int, float]) -> None:
     """Not the infinite norm where a rank's shard is empty, as of one row over two ranks: torch has none of nothing."""
+    kind, world, norm = case
     for names, worst in ranks.run(world, clipped, kind, stage, norm):
         assert names == []
         assert worst < 1e-6

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.test_train_step import OPTIMIZERS, grouped
@@ -50,10 +51,10 @@ def mapped(optimizer: torch.optim.Optimizer) -> set[bool]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer", "stage"),
-    [("gpt", "adamw", 3), ("mlp", "adamw", 1), ("mlp", "momentum", 0), ("mlp", "adagrad", 3)],
-)
+TRAINED = [("gpt", "adamw", 3), ("mlp", "adamw", 1), ("mlp", "momentum", 0), ("mlp", "adagrad", 3)]
+
+
+@quickly("kind, optimizer, stage", TRAINED, TRAINED[1::2])
 def test_training_is_that_without(ranks: Ranks, tmp_path: Path, kind: str, optimizer: str, stage: int) -> None:
     want = ranks.run(2, trained, kind, optimizer, stage, None)
     got = ranks.run(2, trained, kind, optimizer, stage, str(tmp_path))

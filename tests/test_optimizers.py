@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
+from tests.cases import diagonal
 from tests.models import batch, make
 from tests.ranks import Ranks
 
@@ -63,9 +64,7 @@ def pointed(rank: int, kind: str, stage: int, stepped: bool) -> list[str]:
     return [name for name, want in theirs_model.named_parameters() if not torch.equal(got[name], want)]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@diagonal("kind, stage, stepped", KINDS, [3, 0, 3, 0], [True, False, False, True])
 def test_an_optimizer_goes_on_with_shards(ranks: Ranks, kind: str, stage: int, stepped: bool) -> None:
     assert ranks.run(2, pointed, kind, stage, stepped) == [[], []]
 

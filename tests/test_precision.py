@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
+from tests.cases import quickly
 from tests.models import GPT, batch, make
 from tests.ranks import Ranks
 
@@ -117,7 +118,7 @@ def overflow(rank: int, stage: int) -> list[tuple[bool, float]]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@quickly("stage", range(4), [0, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(ranks: Ranks, stage: int) -> None:
     assert ranks.run(3, overflow, stage) == [[(True, 1024.0), (False, 512.0), (True, 512.0)]] * 3
 
@@ -187,7 +188,7 @@ def kept_copies(rank: int, stage: int) -> bool:
     return compiled(*x).item() == first != second
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@quickly("stage", range(3), [0, 2])
 def test_kept_casts_are_renewed(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, kept_copies, stage) == [True, True]
 

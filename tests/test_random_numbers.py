@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.cases import diagonal
 from tests.models import batch, make
 from tests.ranks import Ranks
 
@@ -46,8 +47,7 @@ class Prints(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@diagonal("backend, breaks", ["eager", "inductor"], [True, False])
 def test_ranks_seeded_alike_drop_differently(ranks: Ranks, backend: str, breaks: bool) -> None:
     (first, second, same, after), (other, _, other_same, other_after) = ranks.run(2, masks, True, backend, breaks)
     assert first != other, "another mask on each rank"

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zcompile
+from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.ranks import RankError, Ranks
 from zcompile import StateError
@@ -295,7 +296,7 @@ def save_while_training(rank: int, folder: str, stage: int) -> list[bool]:
     return [*facts, train(model, optimizer, "mlp", range(SAVED, SAVED + MORE)) == losses]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@quickly("stage", [0, 2], [2])
 def test_training_goes_on_while_the_values_of_the_save_are_written(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     assert ranks.run(2, save_while_training, str(tmp_path / "c"), stage) == [[True] * 7] * 2
 
@@ -677,7 +678,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "zcompile.json").write_text(json.dumps({**content, "sha256": digest}))
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/../../secret", ".."])
+@quickly("name", ["../secret", "/etc/passwd", "sub/../../secret", ".."], ["../secret", "/etc/passwd"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(ranks: Ranks, tmp_path: Path, name: str) -> None:
     ranks.run(2, save_one, str(tmp_path / "c"))
     (tmp_path / "secret").write_text("kept")
@@ -720,7 +721,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("module", "name"), CALLS)
+@quickly("module, name", CALLS, CALLS[:1])
 def test_metadata_that_calls_what_no_checkpoint_consists_of_is_refused(
     ranks: Ranks, tmp_path: Path, module: str, name: str
 ) -> None:
@@ -913,8 +914,7 @@ def take_whole(rank: int, kind: str, stage: int) -> list[bool]:
     return [*facts, torch.equal(model(*part(kind, 1)), loss)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("kind", ["mlp", "conv"])
+@diagonal("stage, kind", [0, 1, 3], ["mlp", "conv"])
 def test_a_full_state_is_taken_by_every_rank_or_sent_by_the_first(ranks: Ranks, kind: str, stage: int) -> None:
     for facts in ranks.run(3, take_whole, kind, stage):
         assert facts == [True] * 4
@@ -946,7 +946,7 @@ def backward_after_load(rank: int, stage: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@quickly("stage", [0, 1, 3], [0, 3])
 def test_a_backward_over_values_from_before_a_load_is_refused(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, backward_after_load, stage) == [True, True]
 

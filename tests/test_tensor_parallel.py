@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zcompile
+from tests.cases import quickly
 from tests.ranks import Ranks
 from zcompile import CaptureError, GroupError, ModelError, OptionError, ParameterError
 from zcompile.cost.forecast import Choice
@@ -140,7 +141,10 @@ def sweep(rank: int, data: int, model: int, plan: str, stages: list[int]) -> lis
     return [largest_difference(one.full_state_dict(rank0_only=False), want) for one in compiled]
 
 
-@pytest.mark.parametrize(("data", "model", "plan"), [(2, 2, "everything"), (2, 2, "sequences"), (1, 3, "mlps")])
+PLANS = [(2, 2, "everything"), (2, 2, "sequences"), (1, 3, "mlps")]
+
+
+@quickly("data, model, plan", PLANS, PLANS[1:2])
 def test_training_equals_that_on_one_device(ranks: Ranks, data: int, model: int, plan: str) -> None:
     for found in ranks.run(data * model, sweep, data, model, plan, [3]):
         assert max(found) < 2e-6
@@ -654,7 +658,7 @@ def one_evaluates_more(rank: int, data: int, stage: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("data", "stage"), [(1, 3), (2, 0)])
+@quickly("data, stage", [(1, 3), (2, 0)], [(1, 3)])
 def test_tensor_parallel_ranks_that_are_out_of_step_are_told(ranks: Ranks, data: int, stage: int) -> None:
     answers = ranks.run(2 * data, one_evaluates_more, data, stage, group=15)
     for message in answers[:2]:  # the peers of the first mesh

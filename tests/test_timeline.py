@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile.cost.timeline import Spent, Timeline
@@ -88,7 +89,7 @@ def recorded(rank: int, stage: int, folder: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@quickly("stage", range(4), [0, 3])
 def test_a_step_shows_the_lines_of_its_programs(ranks: Ranks, stage: int, tmp_path: Path) -> None:
     operations = {0: {"all_reduce"}, 1: {"all_gather", "reduce_scatter"}}
     for rank, found in enumerate(ranks.run(2, recorded, stage, str(tmp_path))):

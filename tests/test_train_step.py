@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zcompile
+from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import OptionError
@@ -68,7 +69,7 @@ def against_the_loop(rank: int, kind: str, optimizer: str, stage: int, **options
     return differing
 
 
-@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
+@quickly("stage", range(4), [1, 3])
 def test_a_step_is_the_loop(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, against_the_loop, "gpt", "adamw", stage) == [[], []]
 
@@ -212,7 +213,7 @@ def within(rank: int, prefetch: int | str, limit: int | None, kind: str = "gpt")
     )
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_step_keeps_full_what_fits_beside_its_updates(ranks: Ranks, prefetch: int | str) -> None:
     (wanted, _, none), _ = ranks.run(2, within, prefetch, None)
     (losses, first, all_), (_, second, _) = ranks.run(2, within, prefetch, 2**30)

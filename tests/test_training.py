@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
+from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import Pass
@@ -61,10 +63,9 @@ def train(
     return {name: p.detach().clone() for name, p in full.items()}, loss.item(), compiled.traffic.bytes
 
 
-USUAL = [(0, 2), (1, 2), (2, 0), (3, 0), (3, 1), (3, 2)]
-"""Stages with a prefetch each, and stage 3, which bounds what is full, with all."""
 ALL = [(stage, prefetch) for stage in range(4) for prefetch in range(3)]
-SWEEPS = [pytest.param(USUAL, id="usual"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
+FEW = [(1, 2), (2, 0), (3, 1)]
+SWEEPS = [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
 
 
 def sweep(rank: int, kind: str, backend: str, sweep_of: list[tuple[int, int]]) -> list[str]:
@@ -78,10 +79,19 @@ def sweep(rank: int, kind: str, backend: str, sweep_of: list[tuple[int, int]]) -
     return differing
 
 
-@pytest.mark.parametrize("sweep_of", SWEEPS)
+EAGER = {"gpt": [(0, 2), (1, 2), (3, 1)], "mlp": [(2, 0), (3, 2)], "conv": [(0, 1), (3, 0)]}
+"""Every stage, and all prefetches of stage 3, which bounds what is full."""
+
+
 @pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
-def test_two_ranks_equal_ddp_bit_for_bit(ranks: Ranks, kind: str, sweep_of: list[tuple[int, int]]) -> None:
-    assert ranks.run(2, sweep, kind, "eager", sweep_of) == [[], []]
+def test_two_ranks_equal_ddp_bit_for_bit(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(2, sweep, kind, "eager", EAGER[kind]) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
+def test_two_ranks_equal_ddp_with_every_prefetch(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(2, sweep, kind, "eager", ALL) == [[], []]
 
 
 def compare_rounding(rank: int, kind: str, world: int) -> float:
@@ -106,15 +116,14 @@ def deferred(rank: int, stage: int) -> tuple[list[str], list[str]]:
     return [op_of(node, Reduce).unit for node in reductions], [n for n in want if not torch.equal(got[n], want[n])]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_weights_that_are_computed_last_train_as_ddp(ranks: Ranks, stage: int) -> None:
     for order, differing in ranks.run(2, deferred, stage):
         assert order[-1].endswith("0"), "the first block's weights come after the embedding's"
         assert not differing
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["gpt", "mlp", pytest.param("conv", marks=pytest.mark.slow)])
+@quickly("kind, world", list(itertools.product(["gpt", "mlp", "conv"], [1, 3, 4])), [("mlp", 3)])
 def test_other_worlds_agree_to_rounding(ranks: Ranks, kind: str, world: int) -> None:
     assert max(ranks.run(world, compare_rounding, kind, world)) < 2e-6
 
@@ -165,8 +174,7 @@ def summed_twice(rank: int, world: int, stage: int, bucket: int | None, held: bo
     return all(torch.equal(a, 2 * b.grad) for a, b in zip(full, plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", range(4))
+@diagonal("stage, world", range(4), [2, 1, 1, 2])
 def test_a_gradient_that_is_one_number_expanded(ranks: Ranks, world: int, stage: int) -> None:
     for bucket, held in ((None, False), (16, False), (None, True)):
         assert ranks.run(world, summed_twice, world, stage, bucket, held) == [True] * world

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import zcompile
+from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile.runtime.waits import Report, to_blame
@@ -60,7 +61,7 @@ def stays_away(rank: int, culprit: int, seconds: float) -> tuple[str, str, float
     return failed(evaluate)
 
 
-@pytest.mark.parametrize(("world", "culprit"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("world", "culprit"), [pytest.param(2, 0, marks=pytest.mark.slow), (3, 1)])
 def test_a_rank_that_stays_away_is_named_with_the_line(started: Ranks, world: int, culprit: int) -> None:
     answers = started.run(world, stays_away, culprit, 14.0, group=6)
     for rank, (kind, message, seconds) in enumerate(answers):
@@ -107,7 +108,7 @@ def whole_state_of_one_rank(rank: int, what: str) -> tuple[str, str, float]:
     return failed(calls[what])
 
 
-@pytest.mark.parametrize("what", ["full_state_dict", "save_checkpoint"])
+@pytest.mark.parametrize("what", ["full_state_dict", pytest.param("save_checkpoint", marks=pytest.mark.slow)])
 def test_a_state_that_one_rank_alone_asks_for(started: Ranks, what: str) -> None:
     (kind, message, seconds), _ = started.run(2, whole_state_of_one_rank, what, group=5)
     assert kind == "AgreementError"
@@ -232,7 +233,10 @@ def exchange(rank: int, world: int, numel: int) -> bool:
     return torch.equal(mine, wanted / world) and flags.tolist() == [world - 1, 0]
 
 
-@pytest.mark.parametrize(("world", "numel"), [(2, 1), (3, 5), (2, 3_000_001), (3, 4_500_000), (4, 9_000)])
+SUMMED = [(2, 1), (3, 5), (2, 3_000_001), (3, 4_500_000), (4, 9_000)]
+
+
+@quickly("world, numel", SUMMED, [(3, 5), (2, 3_000_001)])
 def test_an_all_reduce_sums_in_the_order_of_ranks(ranks: Ranks, world: int, numel: int) -> None:
     assert all(ranks.run(world, exchange, world, numel))
 
