@@ -14,7 +14,7 @@ def diagonal(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
     values = [list(axis) for axis in axes]
     length = max(map(len, values))
     quick = [tuple(axis[index % len(axis)] for axis in values) for index in range(length)]
-    return quickly(names, list(itertools.product(*values)), quick)
+    return quickly(names, list(itertools.product(*map(dict.fromkeys, values))), quick)
 
 
 def quickly(names: str, cases: Sequence[Any], quick: Sequence[Any]) -> pytest.MarkDecorator:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from tests.garbage import Collector
 from tests.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+STARTED = pytest.StashKey[float]()
 torch.set_num_threads(1)
 settings.register_profile("no deadline", deadline=None)  # a shared machine is slow at times
 settings.load_profile("no deadline")
@@ -36,7 +39,24 @@ def fresh_compiler(garbage: Collector) -> Iterator[None]:
     garbage.collect()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--within", type=float, metavar="SECONDS", help="start no test later: what is left is skipped")
+    parser.addoption("--order", metavar="TEXT", help="run the tests in an order of TEXT's own")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STARTED] = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within = item.config.getoption("--within")
+    if within is not None and time.monotonic() - item.config.stash[STARTED] > within:
+        pytest.skip("no time was left")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if order := config.getoption("--order"):
+        items.sort(key=lambda item: hashlib.sha256(f"{order} {item.nodeid}".encode()).digest())
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -98,3 +100,17 @@ def batch(kind: str, rank: int, step: int, size: int = 4) -> tuple[torch.Tensor,
     if kind == "mlp":
         return torch.randn(size, 7, generator=generator), torch.randn(size, 1, generator=generator)
     return torch.randn(size, 3, 16, 16, generator=generator), torch.randint(0, 11, (size,), generator=generator)
+
+
+def fit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Train one step on each of `batches`; gives the losses."""
+    losses = []
+    for given in batches:
+        loss = model(*given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses

@@ -92,7 +92,7 @@ def against_none(rank: int, stage: int, backend: str) -> list[str]:
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
-@quickly("stage, backend", [(3, "eager"), (1, "inductor"), (3, "inductor")], [(3, "eager")])
+@quickly("stage, backend", [(3, "eager"), (1, "inductor"), (3, "inductor")], [])
 def test_in_an_odd_world_nothing_changes(ranks: Ranks, stage: int, backend: str) -> None:
     assert ranks.run(3, against_none, stage, backend) == [[], [], []]
 

@@ -22,6 +22,8 @@ from benchmarks.rounds import Plan
 from benchmarks.targets import TARGETS, Target, outcome
 from benchmarks.team import ROOT, Team, TeamError
 
+pytestmark = pytest.mark.slow  # of the benchmarks, which users do not run
+
 SECONDS = {"compute-compiled": 2.0, "ddp": 3.0, "zcompile-3": 2.4, "fsdp2-3": 4.0, "fsdp2-3-compiled": 3.2}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests.cases import quickly
-from tests.models import batch, make
+from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from zcompile import OptionError
 from zcompile.ir.layout import Param, Unit
@@ -96,10 +96,7 @@ def test_what_is_copied_does_not_grow_with_the_parameter(ranks: Ranks) -> None:
 def trained(rank: int, stage: int, options: dict[str, Any]) -> list[torch.Tensor]:
     compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager", **options)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    for step in range(2):
-        compiled(*batch("gpt", rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(compiled, optimizer, (batch("gpt", rank, step) for step in range(2)))
     assert ("bucket=" in str(compiled.programs[1])) is ("bucket" in options and stage > 0)
     return list(compiled.full_state_dict(rank0_only=False).values())
 

@@ -53,6 +53,7 @@ def against_none(rank: int, kind: str, stage: int, backend: str) -> float:
     return max((got[name] - want[name]).abs().max().item() for name in want)
 
 
+@pytest.mark.slow
 def test_in_an_odd_world_nothing_changes(ranks: Ranks) -> None:
     assert ranks.run(3, against_none, "gpt", 1, "eager") == [0, 0, 0]
 

@@ -50,6 +50,7 @@ def test_programs_are_as_printed(printed: ModuleType, page: str) -> None:
     assert printed.with_blocks(text) == text, STALE
 
 
+@pytest.mark.slow
 def test_the_quick_start_trains(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
     eager = script.replace("stage=3, prefetch=2)", 'stage=3, prefetch=2, backend="eager")')

@@ -13,6 +13,8 @@ from benchmarks.fault_ranks import Seen
 from benchmarks.fault_worker import Raised
 from benchmarks.rank_faults import FAULTS, Case, _own, _verdict, cases, names
 
+pytestmark = pytest.mark.slow  # of the benchmarks, which users do not run
+
 
 def scripts(*letters: str) -> list[list[Op]]:
     return [[Op(letter, place) for place, letter in enumerate(each)] for each in letters]

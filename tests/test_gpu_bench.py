@@ -33,6 +33,8 @@ from benchmarks.gpu_results import (
 )
 from benchmarks.team import ROOT, TeamError
 
+pytestmark = pytest.mark.slow  # of the benchmarks, which users do not run
+
 MIB = 2**20
 LOSSES = [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
 

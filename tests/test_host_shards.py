@@ -121,8 +121,8 @@ def trained(rank: int, kind: str, away: bool, whole_step: bool, options: dict[st
     [
         (2, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}),
         (3, "mlp", False, {"stage": 2}),
-        (2, "gpt", True, {"stage": 3, "arenas": True}),
-        (1, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}),
+        pytest.param(2, "gpt", True, {"stage": 3, "arenas": True}, marks=pytest.mark.slow),
+        pytest.param(1, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow),
     ],
     ids=["stage 3 in bfloat16", "stage 2, world 3", "a train step in arenas", "a world of one"],
 )

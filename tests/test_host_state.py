@@ -46,7 +46,7 @@ def trained(rank: int, kind: str, optimizer: str, stage: int, host: bool) -> tup
 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "stage"),
-    [("gpt", "adamw", 3), ("mlp", "momentum", 0)],
+    [("gpt", "adamw", 3), pytest.param("mlp", "momentum", 0, marks=pytest.mark.slow)],
 )
 def test_training_is_that_without(ranks: Ranks, kind: str, optimizer: str, stage: int) -> None:
     want = ranks.run(2, trained, kind, optimizer, stage, False)

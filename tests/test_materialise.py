@@ -600,7 +600,7 @@ def train(rank: int, meta: bool, stage: int, backend: str) -> Values:
     return values_of(compiled)
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_training_after_a_start_on_meta_is_that_after_an_ordinary_start(ranks: Ranks, stage: int) -> None:
     wanted = ranks.run(2, train, False, stage, "eager")[0]
     for found in ranks.run(2, train, True, stage, "eager"):
@@ -661,6 +661,7 @@ def test_a_hugging_face_model_starts_from_its_own_code_and_from_its_own_folder(t
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_start_on_meta_takes_one_unit_beside_the_shards() -> None:
     """110 million parameters in a world of 64, measured by the kernel in a process of its own."""
     command = [sys.executable, str(ROOT / "benchmarks" / "meta_start.py"), "--one", "--start-only", "--layers=12"]

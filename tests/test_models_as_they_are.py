@@ -428,7 +428,8 @@ def shapes(rank: int, stage: int) -> int:
     return len(compiled.programs)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
 def test_many_shapes_need_few_programs(ranks: Ranks, stage: int) -> None:
     """A pair for the first shape, one for sizes that vary, and one for each dimension found to vary later."""
     assert max(ranks.run(2, shapes, stage)) <= 6

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
 from tests.cases import diagonal
-from tests.models import batch, make
+from tests.models import batch, fit, make
 from tests.ranks import Ranks
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -33,10 +33,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        model(*batch("mlp", rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(model, optimizer, (batch("mlp", rank, step) for step in steps))
 
 
 def pointed(rank: int, kind: str, stage: int, stepped: bool) -> list[str]:

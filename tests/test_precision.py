@@ -90,7 +90,7 @@ def low_training(rank: int, stage: int, dtype: torch.dtype, options: dict[str, A
     [
         pytest.param(0, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(3, torch.bfloat16, marks=pytest.mark.slow),
-        (3, torch.float16),
+        pytest.param(3, torch.float16, marks=pytest.mark.slow),
     ],
     ids=str,
 )

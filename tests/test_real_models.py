@@ -113,7 +113,7 @@ def usually(kinds: set[str]) -> list[Any]:
     return [pytest.param(kind, marks=[] if kind in kinds else pytest.mark.slow) for kind in sorted(zoo.MODELS)]
 
 
-@pytest.mark.parametrize("kind", usually({"llama", "gpt2", "mixtral_loop", "resnet"}))
+@pytest.mark.parametrize("kind", usually({"llama", "mixtral_loop"}))
 def test_two_ranks_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str) -> None:
     for answer in check(ranks, 2, kind, 3):
         if kind in WHOLE:
@@ -153,7 +153,7 @@ def broken(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "where", "why"),
     [
-        ("gpt2", "GPT2LMHeadModel", "warning_once"),
+        pytest.param("gpt2", "GPT2LMHeadModel", "warning_once", marks=pytest.mark.slow),
         ("mixtral_loop", "model.layers.0.mlp.experts", "for expert_idx in expert_hit"),
     ],
 )

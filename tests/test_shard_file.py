@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zcompile
-from tests.models import batch, make
+from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from tests.test_offload import is_mapped
 from zcompile import OptionError, StateError
@@ -23,10 +23,7 @@ def trained(rank: int, kind: str, folder: str | None, options: dict[str, Any]) -
     place = None if folder is None else f"disk:{folder}"
     compiled = zcompile.compile(make(kind, seed=rank), backend="eager", offload_parameters=place, **options)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
-    for number in range(3):
-        compiled(*batch(kind, rank, number)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(compiled, optimizer, (batch(kind, rank, number) for number in range(3)))
     if folder is not None:
         assert os.listdir(folder) == [], "the file has no name"
         sharded = [param for param in compiled.parameters() if param.dim() and local_tensor(param).numel()]
@@ -36,7 +33,7 @@ def trained(rank: int, kind: str, folder: str | None, options: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("gpt", {"stage": 3, "dtype": torch.bfloat16}), ("mlp", {"stage": 1})],
+    [pytest.param("gpt", {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow), ("mlp", {"stage": 1})],
     ids=["stage 3 in bfloat16", "stage 1"],
 )
 def test_training_is_that_without(ranks: Ranks, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def test_training_continues_in_every_stage_and_world(ranks: Ranks, tmp_path: Pat
     assert want == [want[0]] * 4
     again, _ = ranks.run(2, load_every_stage, str(tmp_path), "mlp", [0, 1, 2, 3])
     assert again == [want[0]] * 16, "bit for bit in the same world"
-    for world, stages in ((4, [0, 1, 2, 3]), (1, [0, 3]), (3, [1])):
+    for world, stages in ((4, [2]), (1, [0]), (3, [1, 3])):
         for losses in ranks.run(world, load_every_stage, str(tmp_path), "mlp", stages)[0]:
             assert losses == pytest.approx(want[0], rel=1e-5), (world, losses)
 

@@ -141,10 +141,10 @@ def sweep(rank: int, data: int, model: int, plan: str, stages: list[int]) -> lis
     return [largest_difference(one.full_state_dict(rank0_only=False), want) for one in compiled]
 
 
-PLANS = [(2, 2, "everything"), (2, 2, "sequences"), (1, 3, "mlps")]
+TRAINED = [(2, 2, "everything"), (2, 2, "sequences"), (1, 3, "mlps")]
 
 
-@quickly("data, model, plan", PLANS, PLANS[1:2])
+@quickly("data, model, plan", TRAINED, TRAINED[1:2])
 def test_training_equals_that_on_one_device(ranks: Ranks, data: int, model: int, plan: str) -> None:
     for found in ranks.run(data * model, sweep, data, model, plan, [3]):
         assert max(found) < 2e-6

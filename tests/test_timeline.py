@@ -15,7 +15,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
-from tests.models import batch, make
+from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from zcompile.cost.timeline import Spent, Timeline
 from zcompile.runtime.recorder import MOST_RUNS, Line, Recorder, Track
@@ -57,10 +57,7 @@ def crossing(events: list[dict[str, float]]) -> list[tuple[dict[str, float], dic
 
 
 def train(compiled: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, kind: str = "gpt") -> None:
-    for step in range(steps):
-        compiled(*batch(kind, rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(compiled, optimizer, (batch(kind, rank, step) for step in range(steps)))
 
 
 def recorded(rank: int, stage: int, folder: str) -> dict[str, object]:

@@ -69,7 +69,7 @@ def against_the_loop(rank: int, kind: str, optimizer: str, stage: int, **options
     return differing
 
 
-@quickly("stage", range(4), [1, 3])
+@quickly("stage", range(4), [3])
 def test_a_step_is_the_loop(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, against_the_loop, "gpt", "adamw", stage) == [[], []]
 
@@ -213,7 +213,8 @@ def within(rank: int, prefetch: int | str, limit: int | None, kind: str = "gpt")
     )
 
 
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_step_keeps_full_what_fits_beside_its_updates(ranks: Ranks, prefetch: int | str) -> None:
     (wanted, _, none), _ = ranks.run(2, within, prefetch, None)
     (losses, first, all_), (_, second, _) = ranks.run(2, within, prefetch, 2**30)
@@ -233,6 +234,7 @@ def test_a_limit_is_compared_with_what_a_step_takes_that_frees_its_gradients(ran
         assert most <= max(first, second)
 
 
+@pytest.mark.slow
 def test_a_step_within_a_limit_may_choose_its_prefetch(ranks: Ranks) -> None:
     (wanted, _, _), _ = ranks.run(2, within, "auto", None)
     (losses, most, _), _ = ranks.run(2, within, "auto", 700_000)

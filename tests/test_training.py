@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
 from tests.cases import diagonal, quickly
-from tests.models import batch, make
+from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from zcompile import Pass
 from zcompile.facts import UNITS_ASSIGNED
@@ -41,10 +41,7 @@ def train_ddp(rank: int, kind: str, steps: int, make_optimizer: MakeOptimizer = 
     model = make(kind)
     ddp = DistributedDataParallel(model)
     optimizer = make_optimizer(ddp.parameters())
-    for step in range(steps):
-        ddp(*batch(kind, rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(ddp, optimizer, (batch(kind, rank, step) for step in range(steps)))
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -54,17 +51,13 @@ def train(
     # Other values on other ranks: rank 0's must win.
     compiled = zcompile.compile(make(kind, seed=rank), **options)  # type: ignore[arg-type]
     optimizer = make_optimizer(compiled.parameters())
-    for step in range(steps):
-        loss = compiled(*batch(kind, rank, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = fit(compiled, optimizer, (batch(kind, rank, step) for step in range(steps)))
     full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in compiled.named_parameters()}
-    return {name: p.detach().clone() for name, p in full.items()}, loss.item(), compiled.traffic.bytes
+    return {name: p.detach().clone() for name, p in full.items()}, losses[-1].item(), compiled.traffic.bytes
 
 
 ALL = [(stage, prefetch) for stage in range(4) for prefetch in range(3)]
-FEW = [(1, 2), (2, 0), (3, 1)]
+FEW = [(1, 2), (3, 1)]
 SWEEPS = [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
 
 

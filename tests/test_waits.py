@@ -61,7 +61,8 @@ def stays_away(rank: int, culprit: int, seconds: float) -> tuple[str, str, float
     return failed(evaluate)
 
 
-@pytest.mark.parametrize(("world", "culprit"), [pytest.param(2, 0, marks=pytest.mark.slow), (3, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "culprit"), [(2, 0), (3, 1)])
 def test_a_rank_that_stays_away_is_named_with_the_line(started: Ranks, world: int, culprit: int) -> None:
     answers = started.run(world, stays_away, culprit, 14.0, group=6)
     for rank, (kind, message, seconds) in enumerate(answers):

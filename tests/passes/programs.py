@@ -1,7 +1,8 @@
 """Printed programs that several tests of passes begin with, and the comparison of what a pass makes of one.
 
-A program is given as two strings: its head (world, stage, units, regions) and its phases. After a change of the printed
-form, `ZCOMPILE_UPDATE=1 pytest tests/passes` rewrites the expectations in the test files: read the diff.
+A program is given as two strings: its head (axes, stage, units, regions) and its phases. What a pass makes of one says only
+the phases that it changes. After a change of the printed form, `ZCOMPILE_UPDATE=1 pytest tests/passes` rewrites the
+expectations in the test files: read the diff.
 """
 
 from __future__ import annotations
@@ -24,22 +25,28 @@ def parsed(head: str, phases: str) -> Program:
 
 
 def check(step: Callable[[Program], Program], head: str, before: str, after: str, head_after: str = "") -> Program:
-    """`step` turns `before` into `after`, and leaves its argument alone."""
+    """`step` turns the phases `before` into `after`, where one left out is as before, and leaves its argument alone."""
     program = parsed(head, before)
     result = step(program)
-    expect(result, head_after or head, after)
+    expect(result, head_after or head, after, before)
     assert program.text(regions=True).strip("\n") == joined(head, before), "a pass works on a copy"
     return result
 
 
-def expect(program: Program, head: str, phases: str) -> None:
-    """`program` is printed as these two strings."""
+def expect(program: Program, head: str, phases: str, others: str = "") -> None:
+    """`program` is printed as `head` and `phases`; a phase that these leave out as in `others`."""
     text, shown = program.text(regions=True).strip("\n"), str(program).strip("\n")
+    said, printed = functions(phases), functions(shown)
     if UPDATE:
         _rewrite(head.strip("\n"), text.removesuffix(shown).strip("\n"))
-        _rewrite(phases.strip("\n"), shown)
+        _rewrite(phases.strip("\n"), "\n\n\n".join(printed[name] for name in said))
     else:
-        assert text == joined(head, phases)
+        assert text == joined(head, "\n\n\n".join((functions(others) | said).values()))
+
+
+def functions(phases: str) -> dict[str, str]:
+    """The functions of a text, by what they begin with."""
+    return {text.partition("(")[0]: text for text in phases.strip("\n").split("\n\n\n") if text}
 
 
 def joined(head: str, phases: str) -> str:

@@ -8,19 +8,6 @@ from zcompile.facts import ACCUMULATED_ONCE, verify
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 
 HELD = """
-def forward(box):
-    (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
-        c,                #            1 parameters  unit c
-        x,                # f32[8, 4]
-    ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
-    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
-    return [yc], [x, ya, yb]
-
-
 def backward(box):
     (
         a,                              #                       1 parameters  unit a

@@ -87,16 +87,6 @@ def forward(box):
     del y2                     #            -128 B
     release(b_full)            #            -64 B         b
     return [y3], [x]
-
-
-def backward(box):
-    (
-        x,               # f32[8, 4]
-        dy,              # f32[8, 4]         tangent
-    ) = unbox(box)
-    g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy
-    return [g], []
 """
 
 FAR_APART = """
@@ -146,16 +136,6 @@ def forward(box):
     del y2                       #            -128 B
     release(a_full_1)            #            -64 B         a
     return [y3], [x]
-
-
-def backward(box):
-    (
-        x,               # f32[8, 4]
-        dy,              # f32[8, 4]         tangent
-    ) = unbox(box)
-    g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy
-    return [g], []
 """
 
 TWO_UNITS_HEAD = """
@@ -247,16 +227,6 @@ def forward(box):
     del y2                             #            -128 B
     release(b_full)                    #            -64 B         b
     return [y3], [x]
-
-
-def backward(box):
-    (
-        x,               # f32[8, 4]
-        dy,              # f32[8, 4]         tangent
-    ) = unbox(box)
-    g = region_2(dy, x)  # f32[4, 4]  +64 B
-    del x, dy
-    return [g], []
 """
 
 

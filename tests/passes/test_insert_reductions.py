@@ -67,16 +67,6 @@ def backward(box):
 """
 
 MISSING_REDUCED = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
 def backward(box):
     (
         u,                                         #         3 parameters  unit u
@@ -112,16 +102,6 @@ def backward(box):
 """
 
 USED_AGAIN_REDUCED = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
 def backward(box):
     (
         u,                                              #         3 parameters  unit u
@@ -159,16 +139,6 @@ def backward(box):
 """
 
 TWINS_REDUCED = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
 def backward(box):
     (
         u,                                                  #         3 parameters  unit u
@@ -205,16 +175,6 @@ def backward(box):
 """
 
 NOT_ITS_OWN_REDUCED = """
-def forward(box):
-    (
-        u,              #         3 parameters  unit u
-        x,              # f32[8]
-    ) = unbox(box)
-    y = region_0(u, x)  # f32[8]  +32 B         u
-    del x
-    return [y], []
-
-
 def backward(box):
     (
         u,                                                   #                  3 parameters  unit u
@@ -234,19 +194,6 @@ def backward(box):
 """
 
 ALL_REDUCED = """
-def forward(box):
-    (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
-        c,                #            1 parameters  unit c
-        x,                # f32[8, 4]
-    ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
-    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
-    return [yc], [x, ya, yb]
-
-
 def backward(box):
     (
         a,                          #                       1 parameters  unit a

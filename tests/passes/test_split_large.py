@@ -16,19 +16,6 @@ from zcompile.passes.split_large import split_large
 LARGE_A = CHAIN.replace("a.weight f32[4, 4]", "a.weight f32[5, 4]")
 """Padded for two ranks: 96 bytes."""
 SPLIT = """
-def forward(box):
-    (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
-        c,                #            1 parameters  unit c
-        x,                # f32[8, 4]
-    ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
-    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
-    return [yc], [x, ya, yb]
-
-
 def backward(box):
     (
         a,                                         #                       1 parameters  unit a
