@@ -98,8 +98,8 @@ def train(way: Way, folder: str) -> None:
     optimizer = torch.optim.AdamW(compiled.parameters(), **ADAMW)
     counter, seconds, losses, peaks, turns, moved = LiveBytes(), [], [], [], [], 0.0
     for number in range(STEPS + 2):
-        stash = compiled._engine.compiler._session.stashes.get(Away())
-        disk = stash.keeper if stash is not None and isinstance(stash.keeper, DiskKeeper) else None
+        offload = compiled._engine.compiler._session.offloads.get(Away())
+        disk = offload.keeper if offload is not None and isinstance(offload.keeper, DiskKeeper) else None
         moved = disk.seconds if disk is not None else 0.0
         state, _ = counter.live(), counter.peak()
         before = time.perf_counter()

@@ -32,7 +32,7 @@ from benchmarks.protocol import Sizes
 from benchmarks.team import ROOT, on_two_ends
 from benchmarks.workload import ADAMW, batch, make_model
 from zcompile.cost.hardware import Hardware
-from zcompile.cost.memory import Held
+from zcompile.cost.memory import MemoryKind
 from zcompile.tools.doctor import profile_of_ranks
 
 SIZES = Sizes()
@@ -104,7 +104,7 @@ def rank(place: int, store: str, *, counts: bool) -> list[Found]:
         for checkpoint in CHECKPOINTS if counts else CHECKPOINTS[:1]:
             told = forecast(stage, checkpoint, hardware)
             # What stages 1 and 2 keep full is there before a step, whose counting begins behind it.
-            kept = told.held[Held.FULL] if stage in (1, 2) else 0
+            kept = told.held[MemoryKind.FULL] if stage in (1, 2) else 0
             predicted = float(sum(told.held.values()) - kept) if counts else told.seconds
             found.append(Found(stage, checkpoint, predicted, trained(stage, checkpoint, counter)))
     dist.destroy_process_group()

@@ -45,7 +45,7 @@ from zcompile.ir.program import Program
 from zcompile.model.tensor_parallel import divided_parameters
 from zcompile.model.units import axes_over, make_layout
 from zcompile.schedule.options import Options
-from zcompile.tools.gpt import SHAPES, VOCABULARY, Shape
+from zcompile.tools.gpt import SHAPES, VOCABULARY, GPTShape
 from zcompile.tools.planner import RESERVED
 from zcompile.tools.tracing import trace
 
@@ -68,7 +68,7 @@ OPTIONS = Options(
 class Block(nn.Module):
     """A layer whose linear maps `parallelize_module` divides as Megatron does."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         width = shape.width
         self.head_width = width // shape.heads
@@ -93,7 +93,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Its head is divided over the vocabulary, and so, within `loss_parallel`, is the loss."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, shape.width), nn.Embedding(CONTEXT, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -130,7 +130,7 @@ class Point:
     """FLOP/s of a GPU, by how it is simulated."""
 
 
-def program_of(shape: Shape, batch: int, tensor_parallel: DeviceMesh) -> Program:
+def program_of(shape: GPTShape, batch: int, tensor_parallel: DeviceMesh) -> Program:
     """The finished program of one rank's part, laid out for two nodes."""
     with torch.device("meta"):
         model = parallelize_module(GPT(shape), tensor_parallel, PLAN)
@@ -169,7 +169,7 @@ def peak(program: Program) -> int:
     return state.parameters + state.moments + max(sum(held.values()) for held in live_by_kind(program).values())
 
 
-def measure(shape: Shape, largest: int, console: Console) -> list[Point]:
+def measure(shape: GPTShape, largest: int, console: Console) -> list[Point]:
     """For each number of GPUs the largest batch that fits, in steps of STEP."""
     dist.init_process_group("fake", rank=0, world_size=2 * PARTS, store=dist.HashStore())
     mesh = init_device_mesh("cpu", (2, PARTS), mesh_dim_names=("dp", "tp"))

@@ -1,12 +1,12 @@
 """offload_activations: move what is saved for the backward out of the device's memory, and back before it is needed.
 
     ya = region_0(a, x)                         ya = region_0(a, x)
-    yb = region_0(b, ya)                        ya_stashed = stash(ya, away)
+    yb = region_0(b, ya)                        ya_offloaded = offload(ya, away)
     ...                                         yb = region_0(b, ya)
     return [yb], [x, ya]                        ...
-                                    ->          return [yb], [x, ya_stashed]
+                                    ->          return [yb], [x, ya_offloaded]
 
-    db, gc = region_1(c, dy, yb)                ya_fetch = fetch(ya_stashed, away)
+    db, gc = region_1(c, dy, yb)                ya_fetch = fetch(ya_offloaded, away)
     da, gb = region_1(b, db, ya)                db, gc = region_1(c, dy, yb)
                                                 ya_again = wait(ya_fetch)
                                                 da, gb = region_1(b, db, ya_again)

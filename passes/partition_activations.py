@@ -1,12 +1,12 @@
 """partition_activations: of what every tensor-parallel rank saves for the backward, keep a shard on each.
 
     ya = region_0(a, x)     # =f32[8, 4]        ya = region_0(a, x)                 # =f32[8, 4]
-    yb = region_0(b, ya)    # =f32[8, 4]        ya_stashed = stash(ya, tp)          # i64[]@64
+    yb = region_0(b, ya)    # =f32[8, 4]        ya_offloaded = offload(ya, tp)          # i64[]@64
     ...                                         yb = region_0(b, ya)
     return [yb], [x, ya]                        ...
-                                       ->       return [yb], [x, ya_stashed]
+                                       ->       return [yb], [x, ya_offloaded]
 
-    db, gc = region_1(c, dy, yb)                ya_fetch = fetch(ya_stashed, tp)
+    db, gc = region_1(c, dy, yb)                ya_fetch = fetch(ya_offloaded, tp)
     da, gb = region_1(b, db, ya)                db, gc = region_1(c, dy, yb)
                                                 ya_again = wait(ya_fetch)
                                                 da, gb = region_1(b, db, ya_again)

@@ -26,7 +26,7 @@ from zcompile.errors import OptionError
 from zcompile.ir.operation import Phase, data
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.passes.common.checkpoint_choice import Budget, Choice, by_unit
+from zcompile.passes.common.checkpoint_choice import Budget, CheckpointChoice, by_unit
 from zcompile.passes.common.recompute import Turn, recompute
 
 
@@ -65,7 +65,7 @@ def place_checkpoints(
     return replace(result, notes=(*program.notes, _note(program, result, made)))
 
 
-def _note(before: Program, after: Program, made: Choice) -> str:
+def _note(before: Program, after: Program, made: CheckpointChoice) -> str:
     saved, again = (sum(data(node).nbytes for node in program.saved()) for program in (before, after))
     forward = sum(aten_cost(node)[0] for node in before.body(Phase.FORWARD))
     share = f"{made.flops / forward:.1%} of the forward's FLOPs" if forward else "no FLOPs"
@@ -74,7 +74,7 @@ def _note(before: Program, after: Program, made: Choice) -> str:
     return f"checkpoints: {kept}, {share} computed again{gap}"
 
 
-def _within(budget: Budget, checkpoint: int | float) -> tuple[Choice, Program]:
+def _within(budget: Budget, checkpoint: int | float) -> tuple[CheckpointChoice, Program]:
     start = budget.untouched()
     limit = int(checkpoint * start.peak) if isinstance(checkpoint, float) else checkpoint
     if start.peak <= limit:

@@ -19,7 +19,7 @@ from zcompile.runtime.waits import Waits
 
 
 @dataclass
-class Traffic:
+class TrafficMeter:
     """What this rank's collectives sent, and how long it stood waiting for them; all cumulative.
 
     `bytes` counts one direction: (N-1)/N of the payload of a gather or a scatter, twice that for an all_reduce.
@@ -103,7 +103,7 @@ class StreamWork(AsyncWork):
 class HostWork(AsyncWork):
     """A collective whose wait blocks the thread that waits, as gloo's do."""
 
-    def __init__(self, arrive: Callable[[], None], traffic: Traffic, waits: Waits, what: str) -> None:
+    def __init__(self, arrive: Callable[[], None], traffic: TrafficMeter, waits: Waits, what: str) -> None:
         """`arrive` waits for the bytes and does what is to be done with them. It holds the tensors.
 
         `what`: what is waited for, where no line of a program says it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from zcompile.runtime.async_work import AsyncWork, EventWork, HostWork, Traffic
+from zcompile.runtime.async_work import AsyncWork, EventWork, HostWork, TrafficMeter
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.waits import Waits
 
@@ -28,7 +28,7 @@ class Member:
     device: torch.device
     rank: int
     size: int
-    traffic: Traffic
+    traffic: TrafficMeter
     waits: Waits
     recorder: Recorder = field(default_factory=Recorder)
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from zcompile.ir.layout import Param, Unit
-from zcompile.runtime.arena import Places, Stack
+from zcompile.runtime.arena import CheckpointStack, Places
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.shards import Full, UnitShards
-from zcompile.runtime.stash import Arrival, Stash
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def copy(value: torch.Tensor) -> torch.Tensor:
     return value.clone(memory_format=torch.contiguous_format)
 
 
-def store(value: torch.Tensor, stack: Stack) -> torch.Tensor:
+def store(value: torch.Tensor, stack: CheckpointStack) -> torch.Tensor:
     """A copy of a tensor, laid out alike, on top of the stack; beside it, where that is full."""
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     taken = stack.take((last + 1) * value.itemsize) if value.numel() else None
@@ -270,14 +270,14 @@ def store(value: torch.Tensor, stack: Stack) -> torch.Tensor:
     return taken.view(value.dtype).as_strided(value.shape, value.stride()).copy_(value)
 
 
-def stash(value: torch.Tensor, away: Stash) -> torch.Tensor:
+def offload(value: torch.Tensor, away: OffloadedActivations) -> torch.Tensor:
     """Start moving an activation out of the device's memory; gives what stands for it."""
-    return away.stash(value)
+    return away.offload(value)
 
 
-def fetch(stashed: torch.Tensor, away: Stash) -> Arrival:
+def fetch(offloaded: torch.Tensor, away: OffloadedActivations) -> Arrival:
     """Start bringing an activation back."""
-    return away.fetch(stashed)
+    return away.fetch(offloaded)
 
 
 def _reduce(
@@ -438,6 +438,6 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "release": release,
     "copy": copy,
     "store": store,
-    "stash": stash,
+    "offload": offload,
     "fetch": fetch,
 }

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zcompile._torch import close_connections
-from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, Traffic
+from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, TrafficMeter
 from zcompile.runtime.collectives import Collectives, Member, Piece, Shared
 from zcompile.runtime.waits import RankLost
 
@@ -243,7 +243,7 @@ class GlooCollectives(Collectives):
         self._exchange_small(flags.view(-1), _largest).wait()
 
     def _follow(self, arrive: Callable[[], None], what: str, *, metered: bool = True) -> HostWork:
-        traffic = self.member.traffic if metered else Traffic()
+        traffic = self.member.traffic if metered else TrafficMeter()
         assert self._progress is not None, "a rank alone sends nothing"
         return self._progress.follow(HostWork(arrive, traffic, self.member.waits, what))
 

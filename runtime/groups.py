@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile._torch import backend_name, root_mesh
 from zcompile.errors import GroupError
-from zcompile.runtime.async_work import AsyncWork, Traffic
+from zcompile.runtime.async_work import AsyncWork, TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import BACKENDS, GPU, HOST, gpu_count, is_host, own_device
@@ -24,7 +24,7 @@ class Communicator:
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device, self.group = mesh, device, mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.traffic, self.waits = Traffic(self.size), Waits(self.group)
+        self.traffic, self.waits = TrafficMeter(self.size), Waits(self.group)
         member = Member(self.group, device, self.rank, self.size, self.traffic, self.waits)
         self.recorder = member.recorder
         backend = _backend(self.group, device)

@@ -56,7 +56,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """A program that has run: its lines, and when each of them began and ended."""
 
     phase: str
@@ -98,7 +98,7 @@ class StepRecord:
     captures: bool = False
     """True if programs were traced and compiled in it."""
     calls: int = 0
-    runs: list[Run] = field(default_factory=list)
+    runs: list[RecordedRun] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     end: Moment | None = None
@@ -198,7 +198,7 @@ class Recorder:
         """Note a collective that has been waited for."""
         self._step.messages.append(message)
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: RecordedRun) -> None:
         """Note a program that has run."""
         if len(self._step.runs) >= MOST_RUNS:
             self._begin_step(self._step.version)
@@ -245,6 +245,6 @@ class Track:
         start = self.recorder.now()
         result = function(box)
         end = self.recorder.now()
-        run = Run(self.phase, self.program, self.lines, start, end, self._stamps[:], self._events)
+        run = RecordedRun(self.phase, self.program, self.lines, start, end, self._stamps[:], self._events)
         self.recorder.add_run(run)
         return result

@@ -51,7 +51,7 @@ class Full:
 
 
 @dataclass
-class Held:
+class HeldGradient:
     """This rank's own gradient of a parameter, held back by `no_sync` until a later backward reduces it."""
 
     total: torch.Tensor
@@ -85,7 +85,7 @@ class UnitShards:
         """Gathers (`executor.Gather`) on their way for the next step, by the parameters that they bring."""
         self.twins: dict[str, nn.Parameter] = {}
         """Under `torch.compile`: what the user's module holds in place of a shard. It has the same `.grad`."""
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldGradient] = {}
 
     def adopt(self, param: Param, source: nn.Parameter, parallel: ModelParallel | None = None) -> nn.Parameter:
         """Make the parameter that stands for `source` from now on, with the values of the mesh's first rank.
@@ -169,7 +169,7 @@ class UnitShards:
         shown = gradient
         if placing is not None:
             shown = explain(placing.unreduced().place(gradient), self.communicator.waits)
-        self._held[name] = Held(gradient, shown)
+        self._held[name] = HeldGradient(gradient, shown)
         self._show(name, shown)
 
     def _add_averaged(self, name: str, gradient: torch.Tensor, averaged: torch.Tensor) -> None:
@@ -181,7 +181,7 @@ class UnitShards:
         else:
             gradient.add_(local_tensor(averaged))
 
-    def held(self, name: str) -> Held | None:
+    def held(self, name: str) -> HeldGradient | None:
         """What is held back for the parameter `name`, unless the user has dropped it from `.grad`."""
         held = self._held.get(name)
         holders = [parameter for parameter in (self.parameters[name], self.twins.get(name)) if parameter is not None]

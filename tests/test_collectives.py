@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import Ranks
-from zcompile.runtime.async_work import Traffic
+from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member
 from zcompile.runtime.gloo_collectives import GlooCollectives
@@ -20,7 +20,7 @@ def both(name: str) -> tuple[Collectives, Collectives, Member]:
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
     group = mesh.get_group()
-    member = Member(group, HOST, mesh.get_local_rank(), world, Traffic(world), Waits(group))
+    member = Member(group, HOST, mesh.get_local_rank(), world, TrafficMeter(world), Waits(group))
     return GlooCollectives(member), BackendCollectives(member, averages=False), member
 
 

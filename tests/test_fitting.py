@@ -18,7 +18,7 @@ from zcompile.cost.roofline import region_seconds
 from zcompile.engine import calibration
 from zcompile.engine.calibration import Sizes, survey
 from zcompile.runtime.groups import Communicator
-from zcompile.tools.gpt import Shape
+from zcompile.tools.gpt import GPTShape
 from zcompile.tools.profile_fit import Observation, Reference, fit, observe
 
 GUESS = replace(Hardware.of(flops=1e11, memory_bandwidth=2e10), functions=1e9, launch=1e-6)
@@ -45,7 +45,7 @@ def test_rates_stay_within_reach_of_what_was_measured() -> None:
 def test_regions_of_a_reference_are_seen_with_their_times() -> None:
     zcompile.compile(make("mlp"), backend="eager")  # which makes a group, where there is none
     mesh = init_device_mesh("cpu", (1,))
-    seen = observe(mesh, Reference(Shape(2, 64, 1), batch=2, length=16, vocabulary=64), backend="eager")
+    seen = observe(mesh, Reference(GPTShape(2, 64, 1), batch=2, length=16, vocabulary=64), backend="eager")
     assert all(one.seconds > 0 for one in seen)
     assert {one.times for one in seen} >= {1, 2}
 

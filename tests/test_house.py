@@ -226,6 +226,15 @@ def test_functions_fit_on_a_screen() -> None:
     assert found == []
 
 
+def test_one_name_is_one_class() -> None:
+    found: dict[str, list[str]] = {}
+    for file, tree in trees("zcompile", "passes", "runtime"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(file))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
 @pytest.mark.parametrize("path", PASSES, ids=lambda path: path.stem)
 def test_a_pass_has_its_function_its_test_and_a_docstring_named_after_it(path: Path) -> None:
     tree = ast.parse(path.read_text())

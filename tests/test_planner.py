@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 from zcompile import CaptureError, ModelError, OptionError, ProfileError
 from zcompile.cost.forecast import Choice
 from zcompile.cost.hardware import Hardware
-from zcompile.cost.memory import Held, model_state, peak_bytes
+from zcompile.cost.memory import MemoryKind, model_state, peak_bytes
 from zcompile.cost.simulator import simulate
 from zcompile.ir.operation import Phase
 from zcompile.report.plan_page import plan_page_text
@@ -246,5 +246,5 @@ def test_a_gpt_of_ones_own_shape() -> None:
 def test_held_kinds_are_those_of_the_table() -> None:
     plan = zcompile.plan(make("gpt"), batch("gpt", 0, 0), worlds=[2], hardware=RATES, **FEW)
     text = str(plan)
-    for kind in (Held.FULL, Held.ACTIVATIONS):
+    for kind in (MemoryKind.FULL, MemoryKind.ACTIVATIONS):
         assert str(kind).split()[0] in text

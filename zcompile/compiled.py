@@ -34,7 +34,7 @@ from zcompile.model.tensor_parallel import check_replicated, model_parallel
 from zcompile.model.units import make_layout
 from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.async_work import Traffic
+from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.gradients.outside import Outside
 from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
 from zcompile.runtime.offload.host_shards import HostShards
@@ -457,7 +457,7 @@ class CompiledModule(nn.Module):
         return self._engine.reports.programs
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficMeter:
         """What this rank's collectives have sent so far, and how long it waited for them."""
         return self._engine.runtime.communicator.traffic
 

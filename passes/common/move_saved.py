@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zcompile.ir.operation import Data, Phase, data
-from zcompile.ir.ops import Call, Fetch, Stash, WaitFetch
+from zcompile.ir.ops import Call, Fetch, Offload, WaitFetch
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.tensor_type import TensorType
@@ -32,19 +32,19 @@ def movable(program: Program, least: int) -> dict[fx.Node, fx.Node]:
 
 
 def move(program: Program, node: fx.Node, maker: fx.Node, place: fx.Node, ahead: int, *, kept: int = 0) -> None:
-    """Stash `node` at `place` as soon as it is there; the backward reads what is fetched `ahead` regions earlier.
+    """Offload `node` at `place` as soon as it is there; the backward reads what is fetched `ahead` regions earlier.
 
     `kept`: bytes of the device's memory that it takes there.
     """
     readers, held, early = _readers(node), data(node), fetched_at(program, node, ahead)
     first = _first_reader(program, node)
     with program.graph.inserting_after(after_items(maker)):
-        number = Data(Stash(), type=TensorType.make(torch.int64, ()), source=held.source, storage=kept)
-        stashed = program.add((node, place), number, f"{node.name}_stashed")
-    stashed.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64, device="cpu")
+        number = Data(Offload(), type=TensorType.make(torch.int64, ()), source=held.source, storage=kept)
+        offloaded = program.add((node, place), number, f"{node.name}_offloaded")
+    offloaded.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64, device="cpu")
     with program.graph.inserting_before(early):
         moving = Data(Fetch(), Phase.BACKWARD, held.type, held.source)
-        fetch = program.add((stashed, place), moving, f"{node.name}_fetch")
+        fetch = program.add((offloaded, place), moving, f"{node.name}_fetch")
     with program.graph.inserting_before(first):
         back = Data(WaitFetch(), Phase.BACKWARD, held.type, held.source, view=True)
         again = program.add((fetch,), back, f"{node.name}_again")

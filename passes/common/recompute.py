@@ -34,7 +34,7 @@ from zcompile.passes.common.unit_runs import runs
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RegionRun:
     """What becomes a region; `index` counts the runs of the forward, then those of the backward."""
 
     index: int
@@ -49,16 +49,16 @@ class Turn:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.derived = derived_values(program)
-        self.runs: list[Run] = []
+        self.runs: list[RegionRun] = []
         for phase in Phase:
             for nodes in runs([node for node in program.body(phase) if node not in self.derived]):
                 unit = next((data(node).unit for node in nodes if data(node).unit), "")
-                self.runs.append(Run(len(self.runs), phase, unit, nodes))
+                self.runs.append(RegionRun(len(self.runs), phase, unit, nodes))
         self.home = {node: run.index for run in self.runs for node in run.nodes}
         self._reads = {run.index: self._units_read(run) for run in self.runs}
 
     @property
-    def backward(self) -> list[Run]:
+    def backward(self) -> list[RegionRun]:
         return [run for run in self.runs if run.phase is Phase.BACKWARD]
 
     @cached_property
@@ -121,7 +121,7 @@ class Turn:
         views = [source for source in node.all_input_nodes if source not in self.derived and self.is_view(source)]
         return [*parameters_read(node, self.derived), *(p for view in views for p in self._parameters(view))]
 
-    def _units_read(self, run: Run) -> set[str]:
+    def _units_read(self, run: RegionRun) -> set[str]:
         layout = self.program.layout
         read = (p for node in run.nodes for p in parameters_read(node, self.derived))
         return {layout.unit_of(op_of(p, Parameter).name).name for p in read}
@@ -187,14 +187,14 @@ class _Editor:
                 if read is not self.copies[source]:
                     self.copies[node].replace_input_with(self.copies[source], read)
 
-    def _read(self, value: fx.Node, run: Run, before: fx.Node) -> fx.Node:
+    def _read(self, value: fx.Node, run: RegionRun, before: fx.Node) -> fx.Node:
         """`value` as `run` reads it: computed again, or of the forward."""
         derived = value in self.turn.derived and data(value).phase is Phase.FORWARD
         wanted = self.wanted.get(run.index, ())
         again = self.turn.crosses(value) and any(owner.name in wanted for owner in self.turn.owners(value))
         return self._made(value, run, before) if derived or again else self.copies[value]
 
-    def _made(self, value: fx.Node, run: Run, before: fx.Node) -> fx.Node:
+    def _made(self, value: fx.Node, run: RegionRun, before: fx.Node) -> fx.Node:
         """`value` computed again in `run`."""
         if value not in self.again:
             read = self._made if isinstance(data(value).op, Item) else self._read

@@ -16,7 +16,7 @@ import torch
 from zcompile.errors import StateError
 from zcompile.runtime.device import current_stream, new_stream, on_stream
 from zcompile.runtime.offload.unnamed_files import Room, nameless, set_aside
-from zcompile.runtime.stash import Keeper
+from zcompile.runtime.offloaded_activations import Keeper
 
 PENDING = 2
 """Activations that are on their way to the disk at once: more would fill the memory that they are to leave."""
@@ -25,7 +25,7 @@ PENDING = 2
 class HostKeeper(Keeper):
     """Pinned memory of the host, for a model on a GPU: copies run on a stream of their own.
 
-    Hazards: the value is complete when the current stream gets to the stash, which the copying stream waits for; it
+    Hazards: the value is complete when the current stream gets to the offload, which the copying stream waits for; it
     must not be freed for other work before it is read, which `record_stream` sees to. The way back is behind the way
     out in the same stream. What comes back is allocated on the copying stream, and used on the one that waits. The host
     waits for the copy before the last, so that what has been freed by name is not alive in great numbers.
@@ -124,7 +124,7 @@ class DiskKeeper(Keeper):
         self._file = _File(folder)
         self._set_aside = 0
         self._waiting: deque[_Extent] = deque()
-        self._writer, self._reader = (ThreadPoolExecutor(1, f"zcompile {name}") for name in ("stash", "fetch"))
+        self._writer, self._reader = (ThreadPoolExecutor(1, f"zcompile {name}") for name in ("offload", "fetch"))
         weakref.finalize(self, _close, self._writer, self._reader, self._file.number)
 
     @property

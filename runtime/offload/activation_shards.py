@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.stash import Keeper
+from zcompile.runtime.offloaded_activations import Keeper
 
 
 class MemoryKeeper(Keeper):

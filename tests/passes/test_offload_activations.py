@@ -10,47 +10,47 @@ from tests.passes.programs import CHAIN, OUTLINED, check, joined, parsed
 from zcompile import ProgramError, facts, verify
 from zcompile.cost.memory import live_bytes, peak_bytes
 from zcompile.ir.operation import data, set_data
-from zcompile.ir.ops import Stash, WaitFetch
+from zcompile.ir.ops import Offload, WaitFetch
 from zcompile.ir.program import Program
 from zcompile.passes.offload_activations import LEAST, offload_activations
 
 MOVED = """
 def forward(box):
     (
-        a,                        #            1 parameters  unit a
-        b,                        #            1 parameters  unit b
-        c,                        #            1 parameters  unit c
-        away,                     #                          away
-        x,                        # f32[8, 4]
+        a,                            #            1 parameters  unit a
+        b,                            #            1 parameters  unit b
+        c,                            #            1 parameters  unit c
+        away,                         #                          away
+        x,                            # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)           # f32[8, 4]  +128 B        a
-    ya_stashed = stash(ya, away)  # i64[]      +8 B          a
-    yb = region_0(b, ya)          # f32[8, 4]  +128 B        b
-    del ya                        #            -128 B
-    yc = region_0(c, yb)          # f32[8, 4]  +128 B        c
-    return [yc], [x, ya_stashed, yb]
+    ya = region_0(a, x)               # f32[8, 4]  +128 B        a
+    ya_offloaded = offload(ya, away)  # i64[]      +8 B          a
+    yb = region_0(b, ya)              # f32[8, 4]  +128 B        b
+    del ya                            #            -128 B
+    yc = region_0(c, yb)              # f32[8, 4]  +128 B        c
+    return [yc], [x, ya_offloaded, yb]
 
 
 def backward(box):
     (
-        b,                              #                       1 parameters  unit b
-        c,                              #                       1 parameters  unit c
-        away,                           #                                     away
-        x,                              # f32[8, 4]
-        ya_stashed,                     # i64[]                               a
-        yb,                             # f32[8, 4]                           b
-        dy,                             # f32[8, 4]                           tangent
+        b,                                #                       1 parameters  unit b
+        c,                                #                       1 parameters  unit c
+        away,                             #                                     away
+        x,                                # f32[8, 4]
+        ya_offloaded,                     # i64[]                               a
+        yb,                               # f32[8, 4]                           b
+        dy,                               # f32[8, 4]                           tangent
     ) = unbox(box)
-    ya_fetch = fetch(ya_stashed, away)  # f32[8, 4]             +128 B        a
-    del ya_stashed                      #                       -8 B
-    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
-    del yb, dy                          #                       -128 B
-    ya_again = wait(ya_fetch)           # &f32[8, 4]                          a
+    ya_fetch = fetch(ya_offloaded, away)  # f32[8, 4]             +128 B        a
+    del ya_offloaded                      #                       -8 B
+    db, gc = region_1(c, dy, yb)          # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                            #                       -128 B
+    ya_again = wait(ya_fetch)             # &f32[8, 4]                          a
     del ya_fetch
-    da, gb = region_1(b, db, ya_again)  # f32[8, 4], f32[4, 4]  +192 B        b
-    del db, ya_again                    #                       -256 B
-    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
-    del x, da                           #                       -128 B
+    da, gb = region_1(b, db, ya_again)    # f32[8, 4], f32[4, 4]  +192 B        b
+    del db, ya_again                      #                       -256 B
+    ga = region_2(da, x)                  # f32[4, 4]             +64 B         a.lin
+    del x, da                             #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 move = partial(offload_activations, least=1)
@@ -61,13 +61,13 @@ def test_what_is_saved_goes_away_and_comes_back_before_it_is_read() -> None:
 
 
 def test_what_is_small_stays() -> None:
-    assert offload_activations(parsed(CHAIN, OUTLINED)).nodes(Stash) == []
+    assert offload_activations(parsed(CHAIN, OUTLINED)).nodes(Offload) == []
     assert LEAST == 64 * 1024
 
 
 def test_what_is_returned_stays() -> None:
     program = move(zcompile.parse(joined(CHAIN, OUTLINED.replace("return [yc]", "return [yc, ya]"))))
-    assert program.nodes(Stash) == []
+    assert program.nodes(Offload) == []
 
 
 @pytest.mark.parametrize(("ahead", "before"), [(1, "db, gc"), (3, "db, gc"), (0, "da, gb")])
@@ -96,7 +96,7 @@ def reader(program: Program) -> fx.Node:
     return user
 
 
-@pytest.mark.parametrize("given", ["ya_stashed", "ya_fetch"])
+@pytest.mark.parametrize("given", ["ya_offloaded", "ya_fetch"])
 def test_what_is_on_its_way_is_not_read(given: str) -> None:
     program = moved()
     reader(program).replace_input_with(program.node("ya_again"), program.node(given))
@@ -104,10 +104,10 @@ def test_what_is_on_its_way_is_not_read(given: str) -> None:
         verify(program, [facts.FETCHED_BEFORE_USE], "here")
 
 
-def test_what_was_not_stashed_is_not_fetched() -> None:
+def test_what_was_not_offloaded_is_not_fetched() -> None:
     program = moved()
-    program.node("ya_fetch").replace_input_with(program.node("ya_stashed"), program.node("yb"))
-    with pytest.raises(ProgramError, match="has not been stashed"):
+    program.node("ya_fetch").replace_input_with(program.node("ya_offloaded"), program.node("yb"))
+    with pytest.raises(ProgramError, match="has not been offloaded"):
         verify(program, [facts.FETCHED_BEFORE_USE], "here")
 
 
@@ -117,5 +117,5 @@ def test_an_activation_of_another_type_is_refused() -> None:
     other = data(program.node("ga")).type
     held = data(again)
     set_data(again, type(held)(WaitFetch(), held.phase, other, held.source, view=True))
-    with pytest.raises(ProgramError, match="was stashed for it"):
+    with pytest.raises(ProgramError, match="was offloaded for it"):
         verify(program, [facts.FETCHED_BEFORE_USE], "here")

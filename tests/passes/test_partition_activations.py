@@ -8,7 +8,7 @@ from tests.passes.programs import OUTLINED, TENSOR_PARALLEL, check, parsed
 from zcompile import OptionError, ProgramError, facts, verify
 from zcompile.cost.memory import live_bytes
 from zcompile.ir.operation import data
-from zcompile.ir.ops import Stash
+from zcompile.ir.ops import Offload
 from zcompile.passes.offload_activations import offload_activations
 from zcompile.passes.partition_activations import partition_activations
 
@@ -46,18 +46,18 @@ def backward(box):
 PARTED = """
 def forward(box):
     (
-        a,                      #             1 parameters  unit a
-        b,                      #             1 parameters  unit b
-        c,                      #             1 parameters  unit c
-        tp,                     #                           group tp
-        x,                      # f32[8, 4]
+        a,                          #             1 parameters  unit a
+        b,                          #             1 parameters  unit b
+        c,                          #             1 parameters  unit c
+        tp,                         #                           group tp
+        x,                          # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)         # =f32[8, 4]  +128 B        a
-    ya_stashed = stash(ya, tp)  # i64[]@44    +44 B         a
-    yb = region_0(b, ya)        # f32[8, 4]   +128 B        b
-    del ya                      #             -128 B
-    yc = region_0(c, yb)        # f32[8, 4]   +128 B        c
-    return [yc], [x, ya_stashed, yb]
+    ya = region_0(a, x)             # =f32[8, 4]  +128 B        a
+    ya_offloaded = offload(ya, tp)  # i64[]@44    +44 B         a
+    yb = region_0(b, ya)            # f32[8, 4]   +128 B        b
+    del ya                          #             -128 B
+    yc = region_0(c, yb)            # f32[8, 4]   +128 B        c
+    return [yc], [x, ya_offloaded, yb]
 
 
 def backward(box):
@@ -66,12 +66,12 @@ def backward(box):
         c,                              #                       1 parameters  unit c
         tp,                             #                                     group tp
         x,                              # f32[8, 4]
-        ya_stashed,                     # i64[]@44                            a
+        ya_offloaded,                   # i64[]@44                            a
         yb,                             # f32[8, 4]                           b
         dy,                             # f32[8, 4]                           tangent
     ) = unbox(box)
-    ya_fetch = fetch(ya_stashed, tp)    # f32[8, 4]             +128 B        a
-    del ya_stashed                      #                       -44 B
+    ya_fetch = fetch(ya_offloaded, tp)  # f32[8, 4]             +128 B        a
+    del ya_offloaded                    #                       -44 B
     db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
     del yb, dy                          #                       -128 B
     ya_again = wait(ya_fetch)           # &f32[8, 4]                          a
@@ -92,7 +92,7 @@ def test_of_what_all_ranks_have_each_keeps_a_shard() -> None:
 def test_what_is_not_known_to_be_the_same_stays_whole() -> None:
     with pytest.raises(OptionError, match=r"partition_activations: has no effect: nothing of 1 B that is saved"):
         part(parsed(TENSOR_PARALLEL, OUTLINED))
-    assert part(parsed(TENSOR_PARALLEL, OUTLINED), whole=False).nodes(Stash) == []
+    assert part(parsed(TENSOR_PARALLEL, OUTLINED), whole=False).nodes(Offload) == []
 
 
 def test_what_is_small_stays_whole() -> None:
@@ -110,23 +110,23 @@ def test_the_part_counts_as_memory_unless_it_is_moved_away() -> None:
 
 def test_what_is_partitioned_is_not_moved_as_a_whole() -> None:
     program = offload_activations(part(parsed(TENSOR_PARALLEL, SAME)), least=1)
-    assert [node.name for node in program.nodes(Stash)] == ["ya_stashed"]
+    assert [node.name for node in program.nodes(Offload)] == ["ya_offloaded"]
 
 
 def test_parts_of_different_values_are_refused() -> None:
     program = part(parsed(TENSOR_PARALLEL, SAME))
     made = program.node("ya")
-    program.node("ya_stashed").replace_input_with(made, program.node("yb"))
+    program.node("ya_offloaded").replace_input_with(made, program.node("yb"))
     assert not data(program.node("yb")).replicated
     with pytest.raises(ProgramError, match="is not known to be the same on all ranks of tp"):
         verify(program, [facts.SHARDS_REPLICATED], "here")
 
 
-def test_it_is_fetched_from_where_it_was_stashed() -> None:
+def test_it_is_fetched_from_where_it_was_offloaded() -> None:
     program = part(parsed(TENSOR_PARALLEL, SAME))
     fetch, place = program.node("ya_fetch"), program.node("tp")
     with program.graph.inserting_after(place):
         other = program.graph.node_copy(place)
     fetch.replace_input_with(place, other)
-    with pytest.raises(ProgramError, match="it is stashed in tp"):
+    with pytest.raises(ProgramError, match="it is offloaded in tp"):
         verify(program, [facts.FETCHED_BEFORE_USE], "here")

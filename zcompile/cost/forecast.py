@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zcompile.cost.hardware import Hardware
-from zcompile.cost.memory import Held
+from zcompile.cost.memory import MemoryKind
 from zcompile.errors import OptionError
 
 WIDE = 140
@@ -54,7 +54,7 @@ class Forecast:
     """Of this rank's shards, in all of the step."""
     optimizer: int
     """Of two moments (Adam), in all of the step."""
-    held: Mapping[Held, int]
+    held: Mapping[MemoryKind, int]
     """What is held beside them at the peak of the step."""
     seconds: float
     """Of a step, the optimizer's included."""

@@ -37,7 +37,7 @@ Freed = tuple[tuple[fx.Node, ...], int]
 """Placeholders of a region that show one memory, and its bytes."""
 
 
-class Held(StrEnum):
+class MemoryKind(StrEnum):
     """What a step holds beside the shards and the optimizer's state."""
 
     FULL = "full parameters"
@@ -52,24 +52,24 @@ def live_bytes(program: Program) -> dict[fx.Node, int]:
     return {node: sum(held.values()) for node, held in live_by_kind(program).items()}
 
 
-def live_by_kind(program: Program) -> dict[fx.Node, dict[Held, int]]:
+def live_by_kind(program: Program) -> dict[fx.Node, dict[MemoryKind, int]]:
     """`live_bytes` by what the bytes are. What a region holds while it runs counts as activations."""
     ends = last_needs(program)
     dead: dict[fx.Node, list[fx.Node]] = {}
     for node, end in ends.items():
         dead.setdefault(end, []).append(node)
-    live, found = dict.fromkeys(Held, 0), {}
-    live[Held.BUFFERS] = arena_bytes(program) + stack_bytes(program)
+    live, found = dict.fromkeys(MemoryKind, 0), {}
+    live[MemoryKind.BUFFERS] = arena_bytes(program) + stack_bytes(program)
     for node in program.graph.nodes:
         op = data(node).op
         if isinstance(op, Call):
             freed = _freed_within(program, node, ends)
-            gained = dict.fromkeys(Held, 0)
+            gained = dict.fromkeys(MemoryKind, 0)
             for value in values_of(node):
                 gained[_kind_of(value)] += data(value).nbytes
             left = sum(gained.values()) - sum(nbytes for _, nbytes in freed)
             most = max(left, region_bytes(program.regions[op.region], freed))
-            found[node] = {**live, Held.ACTIVATIONS: live[Held.ACTIVATIONS] + most}
+            found[node] = {**live, MemoryKind.ACTIVATIONS: live[MemoryKind.ACTIVATIONS] + most}
             live = {kind: nbytes + gained[kind] for kind, nbytes in live.items()}
         elif node.op == "call_function" and not isinstance(op, Item):
             live[_kind_of(node)] += program.memory(node)
@@ -79,7 +79,7 @@ def live_by_kind(program: Program) -> dict[fx.Node, dict[Held, int]]:
     return found
 
 
-def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, Held, int]]:
+def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, MemoryKind, int]]:
     """What is there when `line` has run: the lines that have made it, what it is, and its bytes, the largest first.
 
     What a region holds for itself while it runs comes on top.
@@ -102,19 +102,19 @@ def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, Held, int]]
     return sorted(alive, key=lambda one: -one[2])
 
 
-def _kind_of(node: fx.Node) -> Held:
+def _kind_of(node: fx.Node) -> MemoryKind:
     """What the memory is that a line takes or gives back."""
     match data(node).op.role:
         case Role.GATHER | Role.FREE:
-            return Held.FULL
+            return MemoryKind.FULL
         case Role.REDUCE | Role.UPDATE:
-            return Held.GRADIENTS
+            return MemoryKind.GRADIENTS
     reduced = any(isinstance(data(user).op, (Reduce, Accumulate)) for user in node.users)
-    return Held.GRADIENTS if reduced else Held.ACTIVATIONS
+    return MemoryKind.GRADIENTS if reduced else MemoryKind.ACTIVATIONS
 
 
 @dataclass(frozen=True)
-class ModelState:
+class ModelStateBytes:
     """Bytes of the model state that a rank keeps from step to step, the moments those of Adam.
 
     In mixed precision with Ψ parameters on N ranks at most (4 + 4 + 8)Ψ/N in stage 3: as many as the (2 + 2 + 12)Ψ/N of
@@ -132,12 +132,12 @@ class ModelState:
         return self.parameters + self.copies + self.gradients + self.moments
 
 
-def model_state(layout: Layout) -> ModelState:
+def model_state(layout: Layout) -> ModelStateBytes:
     """What a rank keeps of a model laid out so, gradients between the backward and the optimizer's step included."""
     shards = sum(param.shard_numel * param.dtype.itemsize for param in layout.params)
     trained = sum(param.shard_numel * param.dtype.itemsize for param in layout.trainable.values())
     kept = () if layout.stage.parameters_sharded else layout.units
-    return ModelState(shards, sum(layout.gathered_bytes(unit.name) for unit in kept), trained, 2 * trained)
+    return ModelStateBytes(shards, sum(layout.gathered_bytes(unit.name) for unit in kept), trained, 2 * trained)
 
 
 def arena_bytes(program: Program) -> int:

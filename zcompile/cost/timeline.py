@@ -31,7 +31,7 @@ from rich.table import Table
 
 from zcompile.ir.operation import Phase
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.runtime.recorder import Line, Moment, Run, StepRecord
+from zcompile.runtime.recorder import Line, Moment, RecordedRun, StepRecord
 
 
 class Spent(StrEnum):
@@ -355,7 +355,7 @@ def _events(step: StepRecord, clock: _Clock) -> Iterator[Event]:
             yield replace(timed, unit=line.unit, is_line=True, node=line.node)
 
 
-def _lines(run: Run) -> Iterator[tuple[Line, Moment, Moment]]:
+def _lines(run: RecordedRun) -> Iterator[tuple[Line, Moment, Moment]]:
     events = run.events if len(run.events) == len(run.stamps) else [None] * len(run.stamps)
     moments = [Moment(host, device) for host, device in zip(run.stamps, events, strict=True)]
     yield from zip(run.lines, moments[::2], moments[1::2], strict=True)

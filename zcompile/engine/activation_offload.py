@@ -11,27 +11,27 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offload.activation_keepers import DiskKeeper, HostKeeper
 from zcompile.runtime.offload.activation_shards import MemoryKeeper, ShardKeeper
-from zcompile.runtime.stash import Keeper, Stash
+from zcompile.runtime.offloaded_activations import Keeper, OffloadedActivations
 from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.schedule.options import Options
 
-Stashes = Mapping[Away | Group, Stash]
+Offloads = Mapping[Away | Group, OffloadedActivations]
 """By the operation of the program's placeholder for each."""
 
 
-def make_stashes(
+def make_offloads(
     options: Options, communicator: Communicator, agreement: Agreement, tensor: TensorParallelGroup | None
-) -> Stashes:
-    """The stashes of a model; what is partitioned over `tensor` goes away in shards. Collective.
+) -> Offloads:
+    """Where activations of a model are offloaded to; what is partitioned over `tensor` goes away in shards. Collective.
 
     Raises:
         OptionError: "cpu" for a model on the CPU, or a disk for one that is elsewhere.
         StateError: on every rank: the folder cannot be written on one.
     """
     away = _keeper(options.offload_activations, communicator, agreement)
-    found: dict[Away | Group, Stash] = {} if away is None else {Away(): Stash(away)}
+    found: dict[Away | Group, OffloadedActivations] = {} if away is None else {Away(): OffloadedActivations(away)}
     if tensor is not None:
-        found[Group(tensor.axis)] = Stash(ShardKeeper(tensor.communicator, away or MemoryKeeper()))
+        found[Group(tensor.axis)] = OffloadedActivations(ShardKeeper(tensor.communicator, away or MemoryKeeper()))
     return found
 
 

@@ -16,7 +16,7 @@ from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.roofline import bucket_for
 from zcompile.engine.calibration import measure
 from zcompile.engine.interception import offer
-from zcompile.engine.lowering import Session, Step
+from zcompile.engine.lowering import CompiledStep, Session
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import AgreementError, OptionError, PipelineError, ProgramError
@@ -62,7 +62,7 @@ class Compiler:
             runtime.freshness.refresh,
             runtime.recorder,
             runtime.arenas,
-            runtime.stashes,
+            runtime.offloads,
         )
 
     def capture(
@@ -121,7 +121,7 @@ class Compiler:
             if updater is None and program.nodes(Update):
                 fix = "leave it out, or call zcompile.train_step"
                 raise PipelineError("insert_updates", "updates parameters, and no optimizer is known", fix)
-            step = Step(traced, program, self.regions, replace(self._session, updater=updater))
+            step = CompiledStep(traced, program, self.regions, replace(self._session, updater=updater))
         self.runtime.steps.append(step)
         self.runtime.recorder.captured()
         self.journals.append(journal)

@@ -13,7 +13,7 @@ from torch import fx
 from zcompile._torch import is_symbolic
 from zcompile.cost.line_calls import lines_of
 from zcompile.cost.memory import arena_bytes
-from zcompile.engine.activation_offload import Stashes
+from zcompile.engine.activation_offload import Offloads
 from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import AgreementError
 from zcompile.facts import verify
@@ -67,13 +67,13 @@ class Session:
     """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
     recorder: Recorder
     arenas: Arenas
-    stashes: Stashes
+    offloads: Offloads
     """Where activations go, by the operation of the program's placeholder for it."""
     updater: Callable[[Gradients], None] | None = None
     """What steps the optimizer for the gradients of a unit, within a train step."""
 
 
-class Step:
+class CompiledStep:
     """A rewritten program that runs: the callables that AOTAutograd calls.
 
     AOTAutograd's boxes hold, for the forward, all inputs of the graph; for the backward, saved sizes, saved tensors,
@@ -138,7 +138,7 @@ class Step:
     def _loan(self, op: Lent, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
         if isinstance(op, (Away, Group)):
-            return self.session.stashes[op]
+            return self.session.offloads[op]
         if isinstance(op, Stack):
             return loans.enter_context(self._lender.stack())
         full = (tensor for value in values if isinstance(value, Full) for tensor in value.tensors)
@@ -161,8 +161,8 @@ class Step:
             self._agree()
         if self._has_copies:
             self.session.refresh()
-        for stash in self.session.stashes.values():
-            stash.sweep()
+        for offload in self.session.offloads.values():
+            offload.sweep()
         placeholders = [box[index] for index in self.reread]
         values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
         box.clear()

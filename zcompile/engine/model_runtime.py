@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from zcompile.engine.activation_offload import make_stashes
-from zcompile.engine.lowering import Step
+from zcompile.engine.activation_offload import make_offloads
+from zcompile.engine.lowering import CompiledStep
 from zcompile.engine.model_calls import ModelCall
 from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.errors import OptionError
@@ -52,7 +52,7 @@ class ModelRuntime:
         self.layout, self.options = layout, options
         self.communicator, self.agreement, self.everyone = communicator, agreement, everyone or agreement
         self.shards: dict[str, UnitShards] = {}
-        self.steps: list[Step] = []
+        self.steps: list[CompiledStep] = []
         """Its programs. A call holds the runtime, so that a loss has them for its backward when the model is gone."""
         self.breaks: list[Break] = []
         """Where graphs break: a model with any runs as several programs."""
@@ -67,7 +67,7 @@ class ModelRuntime:
         self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
         self.arenas = Arenas(communicator.device)
         shared = self.tensor if options.partition_activations else None
-        self.stashes = make_stashes(options, communicator, agreement, shared)
+        self.offloads = make_offloads(options, communicator, agreement, shared)
         self.accumulates = False
         """True within `no_sync`."""
         self._seeded_alike: bool | None = None

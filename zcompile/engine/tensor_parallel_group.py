@@ -70,7 +70,7 @@ def _line(program: Program, node: fx.Node) -> str:
         inside = program.regions[op_of(node, Call).region].graph.nodes
         return ", ".join(str(inner.target) for inner in inside if is_collective(inner))
     if isinstance(op, Fetch):
-        stashed, place = node.all_input_nodes
-        value = data(stashed.all_input_nodes[0])
+        offloaded, place = node.all_input_nodes
+        value = data(offloaded.all_input_nodes[0])
         return f"gather {value.type} {value.replicated}" if isinstance(data(place).op, Group) else ""
     return ""

@@ -10,7 +10,7 @@ from zcompile.cost.memory import arena_bytes, live_bytes
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.arena_places import lifetime, place_bytes
 from zcompile.ir.operation import Operation, data, op_of
-from zcompile.ir.ops import AllGather, ByteRange, Call, Fetch, Group, Reduce, Release, Stash, WaitFetch, WaitGather
+from zcompile.ir.ops import AllGather, ByteRange, Call, Fetch, Group, Offload, Reduce, Release, WaitFetch, WaitGather
 from zcompile.ir.packing import ALIGNMENT, Interval
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
@@ -37,28 +37,28 @@ def _places_disjoint(program: Program) -> Iterator[Violation]:
 
 
 def _fetched_before_use(program: Program) -> Iterator[Violation]:
-    allowed: dict[type[Operation], tuple[type[Operation], ...]] = {Stash: (Fetch,), Fetch: (WaitFetch,)}
-    for node in program.nodes(Stash, Fetch):
+    allowed: dict[type[Operation], tuple[type[Operation], ...]] = {Offload: (Fetch,), Fetch: (WaitFetch,)}
+    for node in program.nodes(Offload, Fetch):
         wanted = allowed[type(data(node).op)]
         for user in node.users:
             if not isinstance(data(user).op, wanted):
                 yield Violation(user, f"{label(user)} reads {node.name}, which stands for an activation on its way")
-        if isinstance(data(node).op, Stash):
+        if isinstance(data(node).op, Offload):
             continue
-        stashed, place = node.all_input_nodes
-        if data(stashed).op != Stash():
-            yield Violation(node, f"{node.name} fetches {stashed.name}, which has not been stashed")
-        elif stashed.all_input_nodes[1] is not place:
-            found = f"{node.name} fetches {stashed.name} from {place.name}"
-            yield Violation(node, f"{found}; it is stashed in {stashed.all_input_nodes[1].name}")
+        offloaded, place = node.all_input_nodes
+        if data(offloaded).op != Offload():
+            yield Violation(node, f"{node.name} fetches {offloaded.name}, which has not been offloaded")
+        elif offloaded.all_input_nodes[1] is not place:
+            found = f"{node.name} fetches {offloaded.name} from {place.name}"
+            yield Violation(node, f"{found}; it is offloaded in {offloaded.all_input_nodes[1].name}")
     for node in program.nodes(WaitFetch):
         fetched = node.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
         if data(fetched).type != data(node).type:
-            yield Violation(node, f"{node.name} is {data(node).type}, and {fetched.name} was stashed for it")
+            yield Violation(node, f"{node.name} is {data(node).type}, and {fetched.name} was offloaded for it")
 
 
 def _shards_replicated(program: Program) -> Iterator[Violation]:
-    for node in program.nodes(Stash):
+    for node in program.nodes(Offload):
         value, place = node.all_input_nodes
         if isinstance(data(place).op, Group) and not data(value).replicated:
             yield Violation(

@@ -90,7 +90,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TracedInput:
     """An input of a graph of Dynamo's: what it is called, the parameter that it is, and else what `Input.held` says."""
 
     readable: str
@@ -105,7 +105,7 @@ class Capture:
     names: Names
     layout: Layout
     lower: Lowering
-    inputs: list[Entry] = field(default_factory=list)
+    inputs: list[TracedInput] = field(default_factory=list)
     """The inputs of the Dynamo graph."""
     runner: Runner | None = None
 
@@ -116,7 +116,7 @@ class Capture:
             other = self.names.others.get(id(value))
             is_argument = re.match(r"L_(args|kwargs)_", str(node.target)) and id(value) not in self.names.apart
             held = "" if is_argument else other or "?"
-            self.inputs.append(Entry(name or other or self.names.of_input(str(node.target)), name, held))
+            self.inputs.append(TracedInput(name or other or self.names.of_input(str(node.target)), name, held))
         _make_dense(module, {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)})
         frontend = aot_autograd(
             fw_compiler=self._forward,
@@ -174,7 +174,7 @@ def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
 
 
 def read_joint(
-    joint: fx.GraphModule, num_outputs: int, inputs: Sequence[Entry], names: Names, layout: Layout
+    joint: fx.GraphModule, num_outputs: int, inputs: Sequence[TracedInput], names: Names, layout: Layout
 ) -> Program:
     """The joint graph (or a forward graph alone) of AOTAutograd as a Program.
 
@@ -186,7 +186,7 @@ def read_joint(
 
 
 class _Reader:
-    def __init__(self, joint: fx.GraphModule, inputs: Sequence[Entry], names: Names) -> None:
+    def __init__(self, joint: fx.GraphModule, inputs: Sequence[TracedInput], names: Names) -> None:
         self.joint, self.inputs, self.names = joint, inputs, names
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
@@ -222,7 +222,7 @@ class _Reader:
             return self._copy(node, Data(op, Phase.BACKWARD), node.name)
         # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors say which one it means.
         index = getattr(node.meta.get("desc"), "idx", None)
-        entry = self.inputs[index] if index is not None else Entry(node.name, held="?")
+        entry = self.inputs[index] if index is not None else TracedInput(node.name, held="?")
         data_input = Input(Kind.DATA, len(self.primals), index in self.mutated, entry.held)
         held = Data(Parameter(entry.parameter) if entry.parameter else data_input)
         self.primals.append((node, entry.parameter))

@@ -409,11 +409,11 @@ class Store(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Stash(Operation):
+class Offload(Operation):
     """What stands for an activation from where it is on its way out, until it is fetched."""
 
     role = Role.MOVE
-    functions = ("stash",)
+    functions = ("offload",)
     takes = (ANY, (Away, Group))
 
 
@@ -464,7 +464,7 @@ _LINES: tuple[type[Operation], ...] = (
     Accumulate,
     Copy,
     Store,
-    Stash,
+    Offload,
     Fetch,
     WaitFetch,
 )

@@ -108,7 +108,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TextLine:
     """One line: the code, and the three columns at its right margin."""
 
     code: str
@@ -197,9 +197,9 @@ def _param_text(param: Param, unused: frozenset[str]) -> str:
     return f"{escaped(param.name)} {TensorType.make(param.dtype, param.shape)}{flags}"
 
 
-def _function(name: str, arguments: list[Line], body: list[Line]) -> Function:
+def _function(name: str, arguments: list[TextLine], body: list[TextLine]) -> Function:
     lines = [*arguments, *body]
-    codes = [*(Line(f"    {line.code}", line.type, line.delta, line.source) for line in arguments), *body]
+    codes = [*(TextLine(f"    {line.code}", line.type, line.delta, line.source) for line in arguments), *body]
     usual = [len(line.code) for line in codes if line.type or line.delta or line.source]
     aligned = min(WIDTH, _WITH_SOURCE - max((len(line.source) for line in lines), default=0))
     type_ = max((len(line.type) for line in lines if len(line.type) <= _TYPE), default=0)
@@ -239,14 +239,14 @@ def _result_nodes(program: ProgramGraph, phase: Phase) -> Iterator[fx.Node]:
         yield from program.kept()
 
 
-def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[Line], list[Line]]:
+def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[TextLine], list[TextLine]]:
     bundles: dict[fx.Node, Bundle] = _if_sound(bundles_of, program, {})
     inputs = list(grouped(inputs_of(program, phase), bundles))
     arguments = [_bundle_argument(one) if isinstance(one, Bundle) else _argument(program, one) for one in inputs]
     body = program.body(phase)
     deaths = _deaths(program, phase, body)
     freed: dict[fx.Node, int] = _if_sound(_freed, program, {})
-    lines: list[Line] = []
+    lines: list[TextLine] = []
     for node in body:
         end = _if_sound(after_items, node, node)
         if not isinstance(data(node).op, Item):
@@ -256,7 +256,7 @@ def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[Line], list[
             lines += [replace(line, node=node.name) for line in _statement(node, delta, bundles)]
         if dead := _dead(deaths, node, bundles):
             lines += _delete(dead, freed.get(node, 0))
-    return arguments, [*lines, *_wrapped(Line(_return(program, phase, bundles)))]
+    return arguments, [*lines, *_wrapped(TextLine(_return(program, phase, bundles)))]
 
 
 def _dead(deaths: Mapping[fx.Node, list[fx.Node]], node: fx.Node, bundles: Mapping[fx.Node, Bundle]) -> list[str]:
@@ -283,30 +283,30 @@ def _freed(program: ProgramGraph) -> dict[fx.Node, int]:
     return freed
 
 
-def _argument(program: ProgramGraph, node: fx.Node) -> Line:
+def _argument(program: ProgramGraph, node: fx.Node) -> TextLine:
     held = data(node)
     match held.op:
         case Shards(unit):
             count = len(program.layout.unit(unit).params)
-            return Line(f"{node.name},", delta=f"{count} parameters", source=f"unit {escaped(unit)}")
+            return TextLine(f"{node.name},", delta=f"{count} parameters", source=f"unit {escaped(unit)}")
         case Parameter(name):
-            return Line(f"{node.name},", _type_text(held), source=f"parameter {escaped(name)}")
+            return TextLine(f"{node.name},", _type_text(held), source=f"parameter {escaped(name)}")
         case WaitGather(unit):
-            return Line(f"{node.name},", source=f"full unit {escaped(unit)}")
+            return TextLine(f"{node.name},", source=f"full unit {escaped(unit)}")
         case Lent() as lent:
             type_ = _type_text(held) if held.type else ""
-            return Line(f"{node.name},", type_, source=" ".join([lent.label, *map(escaped, astuple(lent))]))  # type: ignore[call-overload]
+            return TextLine(f"{node.name},", type_, source=" ".join([lent.label, *map(escaped, astuple(lent))]))  # type: ignore[call-overload]
         case Input(held="mesh"):
-            return Line(f"{node.name},", source="mesh")
+            return TextLine(f"{node.name},", source="mesh")
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
-            return Line(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
+            return TextLine(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
         case _:
-            return Line(f"{node.name},", _type_text(held), source=_source_text(held))
+            return TextLine(f"{node.name},", _type_text(held), source=_source_text(held))
 
 
-def _bundle_argument(bundle: Bundle) -> Line:
+def _bundle_argument(bundle: Bundle) -> TextLine:
     source = _source_text(data(bundle.members[0]))
-    return Line(f"{bundle.name},", _count_text(bundle), human_bytes(bundle.nbytes), source)
+    return TextLine(f"{bundle.name},", _count_text(bundle), human_bytes(bundle.nbytes), source)
 
 
 def _count_text(bundle: Bundle) -> str:
@@ -330,33 +330,33 @@ def _source_text(held: Data) -> str:
     return " + ".join(map(escaped, words))
 
 
-def _statement(node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle]) -> list[Line]:
+def _statement(node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle]) -> list[TextLine]:
     """The line of a call; where it gives many values, their names and types over several lines."""
     held, call = data(node), _call_text(node, bundles)
     items = sorted(items_of(node), key=lambda item: op_of(item, Item).index)
     margin = (_delta_text(delta), _source_text(held))
     if not held.op.gives:
-        return _wrapped(Line(call, "", *margin))
+        return _wrapped(TextLine(call, "", *margin))
     if not items:
         type_ = _type_text(held) if held.type else ""
-        return _wrapped(Line(f"{node.name} = {call}", type_, *margin))
+        return _wrapped(TextLine(f"{node.name} = {call}", type_, *margin))
     bundle = bundles.get(items[-1])
     alone = items[: -len(bundle.members)] if bundle else items
     names = [*_item_names(alone, ends=not bundle), *([f"{'*' if alone else ''}{bundle.name}"] if bundle else [])]
     types = [*(_type_text(data(item)) for item in alone), *([_count_text(bundle)] if bundle else [])]
     targets = ", ".join(names)
-    line = Line(f"{targets} = {call}", ", ".join(types), *margin)
+    line = TextLine(f"{targets} = {call}", ", ".join(types), *margin)
     if not alone or len(f"{targets} = {call.partition('(')[0]}(") <= line.room:
         return _wrapped(line)
-    end = Line(f") = {call}", "", *margin)
-    return [Line("("), *_targets(names, types), *_wrapped(end)]
+    end = TextLine(f") = {call}", "", *margin)
+    return [TextLine("("), *_targets(names, types), *_wrapped(end)]
 
 
-def _targets(names: list[str], types: list[str]) -> Iterator[Line]:
+def _targets(names: list[str], types: list[str]) -> Iterator[TextLine]:
     """Names to unpack into, a few on a line, with the types of those that are used."""
     left = iter(types)
     for few in _filled(names, 48):
-        yield Line(f"    {', '.join(few)},", ", ".join(next(left) for name in few if name not in ("_", "*_")))
+        yield TextLine(f"    {', '.join(few)},", ", ".join(next(left) for name in few if name not in ("_", "*_")))
 
 
 def _filled(parts: list[str], width: int) -> Iterator[list[str]]:
@@ -371,7 +371,7 @@ def _filled(parts: list[str], width: int) -> Iterator[list[str]]:
         yield group
 
 
-def _wrapped(line: Line) -> list[Line]:
+def _wrapped(line: TextLine) -> list[TextLine]:
     """`line` broken at its commas where it is long; the margin stays on its first part."""
     if len(line.code) <= line.room or "'" in line.code or '"' in line.code:
         return [line]
@@ -386,7 +386,7 @@ def _wrapped(line: Line) -> list[Line]:
     ends = [*("," for _ in groups[1:]), ""]
     return [
         replace(line, code=begin),
-        *(Line(f"        {group}{end}") for group, end in zip(groups, ends, strict=False)),
+        *(TextLine(f"        {group}{end}") for group, end in zip(groups, ends, strict=False)),
     ]
 
 
@@ -438,9 +438,9 @@ def _deaths(program: ProgramGraph, phase: Phase, body: list[fx.Node]) -> dict[fx
     return deaths
 
 
-def _delete(dead: list[str], freed: int) -> list[Line]:
+def _delete(dead: list[str], freed: int) -> list[TextLine]:
     """`del` of values that die, a few on a line, and what all of them give back."""
-    lines = [Line(f"del {', '.join(names)}") for names in _filled(dead, WIDTH)]
+    lines = [TextLine(f"del {', '.join(names)}") for names in _filled(dead, WIDTH)]
     return [replace(line, delta="" if index else _delta_text(-freed)) for index, line in enumerate(lines)]
 
 
@@ -461,16 +461,16 @@ def _list(values: Iterable[Any]) -> str:
 # -- a region ---------------------------------------------------------------------------------------------------------
 
 
-def _region_lines(found: Region) -> tuple[list[Line], list[Line]]:
+def _region_lines(found: Region) -> tuple[list[TextLine], list[TextLine]]:
     arguments = []
     for node, (argument, item) in zip(found.graph.find_nodes(op="placeholder"), found.takes, strict=True):
         origin = f"argument {argument}" + (f" item {item}" if item is not None else "")
-        arguments.append(Line(f"{node.name},", _type_text(data(node)), source=origin))
+        arguments.append(TextLine(f"{node.name},", _type_text(data(node)), source=origin))
     body = []
     for node in found.graph.nodes:
         if node.op == "call_function" and not isinstance(data(node).op, Item):
             body += _statement(node, data(node).nbytes + sum(data(item).nbytes for item in items_of(node)), {})
-    return arguments, [*body, *_wrapped(Line(f"return {_list(found.outputs)}"))]
+    return arguments, [*body, *_wrapped(TextLine(f"return {_list(found.outputs)}"))]
 
 
 # -- expressions ------------------------------------------------------------------------------------------------------

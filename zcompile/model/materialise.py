@@ -30,7 +30,7 @@ Method = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """A place in the module tree that holds a parameter or a buffer; what is tied has several."""
 
     path: str
@@ -205,7 +205,7 @@ class InitCode:
             hook = _method(module, "_init_weights", module)
             self.hooks[path] = hook or (self.hooks[_parent(path)] if path else None)
 
-    def turn(self, place: Place) -> str | None:
+    def turn(self, place: TensorPlace) -> str | None:
         """On whose turn the value of a place is made."""
         if isinstance(place.value, nn.Parameter):
             return self.layout.unit_of(place.name).name
@@ -253,18 +253,18 @@ class InitCode:
 # -- the module tree --------------------------------------------------------------------------------------------------
 
 
-def _places(model: nn.Module) -> Iterator[Place]:
+def _places(model: nn.Module) -> Iterator[TensorPlace]:
     """Every parameter and buffer under each of its names."""
     for path, module in model.named_modules(remove_duplicate=False):
         tables: tuple[dict[str, Any], dict[str, Any]] = (parameters_of(module), buffers_of(module))
         for table in tables:
             for key, value in table.items():
                 if value is not None:
-                    yield Place(path, key, table, value, is_persistent(module, key))
+                    yield TensorPlace(path, key, table, value, is_persistent(module, key))
 
 
-def _first_places(places: list[Place]) -> dict[int, Place]:
-    first: dict[int, Place] = {}
+def _first_places(places: list[TensorPlace]) -> dict[int, TensorPlace]:
+    first: dict[int, TensorPlace] = {}
     for place in places:
         first.setdefault(id(place.value), place)
     return first
@@ -366,7 +366,7 @@ def _has_nan(value: torch.Tensor) -> bool:
     return value.is_complex() or (value.is_floating_point() and value.dtype.itemsize > 1)
 
 
-def _found(place: Place) -> torch.Tensor:
+def _found(place: TensorPlace) -> torch.Tensor:
     """What stands in a place after the model's code has run, which may have put a tensor of its own there."""
     value, wanted = place.table[place.key], place.value
     kind = "nothing" if value is None else f"{list(value.shape)} {value.dtype}{' on meta' if value.is_meta else ''}"
@@ -425,7 +425,7 @@ def check_weights(weights: Weights, model: nn.Module) -> str:
     return f"rounded from {weights.dtypes[rounded[0]]} to the model's {kept}: {_some(rounded)} of {weights.source}"
 
 
-def _match(weights: Weights, places: list[Place]) -> dict[int, str]:
+def _match(weights: Weights, places: list[TensorPlace]) -> dict[int, str]:
     """For each parameter and persistent buffer, by identity, the name under which the weights have it.
 
     Raises:

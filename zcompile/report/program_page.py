@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import fx
 
 from zcompile.cost.hardware import Hardware
-from zcompile.cost.memory import Held, alive_at, live_by_kind, model_state
+from zcompile.cost.memory import MemoryKind, alive_at, live_by_kind, model_state
 from zcompile.cost.simulator import simulate
 from zcompile.cost.timeline import Spent, Timeline
 from zcompile.ir.operation import Phase, data, op_of
@@ -25,7 +25,7 @@ from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.dumps import difference
 from zcompile.report.explain import model_line, state_line, volume_line
 from zcompile.report.pages import rendered, write
-from zcompile.schedule.pipeline import Entry, Journal
+from zcompile.schedule.pipeline import Journal, JournalEntry
 
 WIDTH = 100_000
 """Of charts, in their own units; on the screen they are as wide as the page."""
@@ -91,10 +91,10 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Step:
+class PageStep:
     """A pass: what it needs and leaves, and what it has changed."""
 
-    entry: Entry
+    entry: JournalEntry
     diff: Sequence[tuple[str, str]]
     """Lines of the difference, each with what it is: added, removed, a place, or context."""
 
@@ -185,7 +185,7 @@ def _curve(program: Program) -> Curve | None:
         return None
     always = {"optimizer state": state.moments, "shards": state.parameters}
     kinds = {name: [nbytes] * len(nodes) for name, nbytes in always.items()}
-    kinds |= {str(kind): [held[kind] for held in live.values()] for kind in Held}
+    kinds |= {str(kind): [held[kind] for held in live.values()] for kind in MemoryKind}
     most = sum(always.values()) + max(totals)
     across = [(index + 0.5) / len(nodes) * WIDTH for index in range(len(nodes))]
     below, bands = [0.0] * len(nodes), {}
@@ -233,11 +233,11 @@ def _collectives(program: Program, told: Timeline) -> Iterator[tuple[fx.Node, Se
             yield node, (str(phase), function_text(node.target), unit, messages, sent, *times)
 
 
-def _step(entry: Entry) -> Step:
+def _step(entry: JournalEntry) -> PageStep:
     before, after = entry.before.text(), entry.after.text()
     kinds = {"+": "added", "-": "removed", "@": "place"}
     lines = difference(before, after, "before", "after").splitlines()[2:]
     shown = [(kinds.get(line[:1], "context"), line) for line in lines[:MOST_CHANGED]]
     if more := len(lines) - len(shown):
         shown.append(("place", f"... and {more} lines more: they are in what dump() writes"))
-    return Step(entry, shown)
+    return PageStep(entry, shown)

@@ -59,7 +59,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """One line of the journal: a pass, the programs before and after it, and the seconds it and its checks took."""
 
     step: Pass
@@ -77,7 +77,7 @@ class Entry:
 class Journal:
     """What a pipeline did to one program, pass by pass."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[JournalEntry] = field(default_factory=list)
 
 
 def _applied(step: Pass, program: Program) -> Program:
@@ -122,7 +122,9 @@ class Verified:
             facts = tuple(dict.fromkeys((*found.facts, *step.ensures)))
             verify(after, facts, f"after {step.name}")
             if journal is not None:
-                journal.entries.append(Entry(step, found.program, after, ran - started, time.perf_counter() - ran))
+                journal.entries.append(
+                    JournalEntry(step, found.program, after, ran - started, time.perf_counter() - ran)
+                )
             found = Verified(after, facts)
         return found
 

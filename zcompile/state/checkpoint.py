@@ -43,8 +43,8 @@ Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one save writes; the first rank makes it, by `Place.begin`.
+class CheckpointFolder:
+    """Where one save writes; the first rank makes it, by `CheckpointFolder.begin`.
 
     Attributes:
         folder: The checkpoint's, links resolved.
@@ -57,7 +57,7 @@ class Place:
     fresh: bool
 
     @classmethod
-    def begin(cls, folder: Path) -> Place:
+    def begin(cls, folder: Path) -> CheckpointFolder:
         """Make room for a save: what failed saves left goes, the last complete checkpoint stays.
 
         Raises:
@@ -143,7 +143,7 @@ class _Written(WriteResult):
 class Writer(FileSystemWriter):
     """Writes to the place; when all ranks have written, the first one completes the checkpoint."""
 
-    def __init__(self, place: Place, about: Mapping[str, Any]) -> None:
+    def __init__(self, place: CheckpointFolder, about: Mapping[str, Any]) -> None:
         super().__init__(place.at)
         self.place, self.about = place, about
 

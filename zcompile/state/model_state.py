@@ -26,8 +26,8 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.placement import part_of, whole_of
-from zcompile.state.checkpoint import Place, Writer, check_files, clear, read_manifest, typed
-from zcompile.state.optimizer_state import Shape, Slots, empty_slots, put_together, take_apart
+from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
+from zcompile.state.optimizer_state import Slots, SlotShape, empty_slots, put_together, take_apart
 from zcompile.state.whole_files import real, whole_file
 
 Result = TypeVar("Result")
@@ -206,18 +206,18 @@ class ModelState:
         self._end(done, place, None)
         return save
 
-    def _place(self, what: str, folder: Path) -> Place:
+    def _place(self, what: str, folder: Path) -> CheckpointFolder:
         """Where this save writes: the first rank makes room for it."""
 
         def begin() -> list[Any]:
             if self.communicator.rank:
                 return []
-            place = Place.begin(folder)
+            place = CheckpointFolder.begin(folder)
             return [place.token, place.fresh]
 
-        return Place(folder, *self._share(what, begin)[0])
+        return CheckpointFolder(folder, *self._share(what, begin)[0])
 
-    def _end(self, done: Future[None], place: Place, failure: BaseException | None) -> None:
+    def _end(self, done: Future[None], place: CheckpointFolder, failure: BaseException | None) -> None:
         """Let a save be done, once what a failed one has written is gone."""
         if failure is None:
             done.set_result(None)
@@ -293,8 +293,8 @@ class ModelState:
         They are new ones: if loading fails halfway, the model and the optimizer are as they were.
         """
         folder, metadata = str(reader.path), reader.read_metadata()
-        saved: dict[tuple[str, ...], Shape] = {
-            tuple(metadata.planner_data[key]): Shape(tuple(value.size), value.properties.dtype)
+        saved: dict[tuple[str, ...], SlotShape] = {
+            tuple(metadata.planner_data[key]): SlotShape(tuple(value.size), value.properties.dtype)
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
@@ -305,7 +305,7 @@ class ModelState:
             if ("optimizer", "about") not in saved:
                 fix = f"load the model alone: load_checkpoint({folder!r})"
                 raise StateError(folder, "holds no optimizer state", fix)
-            slots: dict[str, dict[str, Shape]] = {}
+            slots: dict[str, dict[str, SlotShape]] = {}
             for path, shape in saved.items():
                 if path[:2] == ("optimizer", "state"):
                     slots.setdefault(path[2], {})[path[3]] = shape
@@ -382,7 +382,7 @@ def _check(targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool, s
 
 
 def _check_value(name: str, target: torch.Tensor, value: Any, source: str) -> None:
-    if not isinstance(value, (torch.Tensor, Shape)):
+    if not isinstance(value, (torch.Tensor, SlotShape)):
         raise StateError(name, f"is a {type(value).__name__} in {source}, not a tensor", "give a tensor")
     if tuple(value.shape) != tuple(target.shape):
         found = f"has shape {list(value.shape)} in {source}, and {list(target.shape)} in the model"
@@ -453,7 +453,7 @@ def _unblob(folder: Path, blob: torch.Tensor) -> Any:
         raise StateError(str(folder), found, "load it where the classes that it was made of can be imported") from error
 
 
-def _empty_blob(saved: Shape) -> torch.Tensor:
+def _empty_blob(saved: SlotShape) -> torch.Tensor:
     return torch.empty(saved.shape, dtype=saved.dtype)
 
 

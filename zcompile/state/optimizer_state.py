@@ -22,7 +22,7 @@ HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
-class Shape:
+class SlotShape:
     """A tensor of a checkpoint."""
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ def ordered_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
     return names
 
 
-def empty_slots(saved: Mapping[str, Mapping[str, Shape]], optimizer: Optimizer, model: nn.Module) -> Slots:
+def empty_slots(saved: Mapping[str, Mapping[str, SlotShape]], optimizer: Optimizer, model: nn.Module) -> Slots:
     """Tensors to load the saved ones into, as the optimizer would make them in this stage and world.
 
     Raises:
@@ -137,7 +137,7 @@ def _compare_groups(saved: list[dict[str, Any]], optimizer: Optimizer, names: li
                 raise StateError(name, f"is {where} group {number} of the optimizer", fix)
 
 
-def _scalar_slots(saved: Mapping[str, Mapping[str, Shape]]) -> set[str]:
+def _scalar_slots(saved: Mapping[str, Mapping[str, SlotShape]]) -> set[str]:
     """Slots that hold one number however large the parameter is: no DTensors in any stage.
 
     The moments of a parameter without dimensions are not among them: elsewhere they have the parameter's shape.
@@ -149,7 +149,7 @@ def _scalar_slots(saved: Mapping[str, Mapping[str, Shape]]) -> set[str]:
     return {slot for slot, scalar in shapes.items() if scalar == {True}}
 
 
-def _empty(value: Shape, param: torch.Tensor | None) -> torch.Tensor:
+def _empty(value: SlotShape, param: torch.Tensor | None) -> torch.Tensor:
     """An uninitialised tensor; of a sharded parameter a DTensor, divided like it where it has its shape."""
     if not isinstance(param, DTensor):
         return torch.empty(value.shape, dtype=value.dtype, device=None if param is None else param.device)

@@ -15,7 +15,7 @@ VOCABULARY = 50304
 
 
 @dataclass(frozen=True)
-class Shape:
+class GPTShape:
     """Layers, channels and attention heads."""
 
     layers: int
@@ -24,25 +24,25 @@ class Shape:
 
 
 SHAPES = {
-    "124m": Shape(12, 768, 12),
-    "350m": Shape(24, 1024, 16),
-    "774m": Shape(36, 1280, 20),
-    "1.5b": Shape(48, 1600, 25),
-    "2.7b": Shape(32, 2560, 32),
-    "6.7b": Shape(32, 4096, 32),
-    "7.5b": Shape(36, 4096, 32),
-    "13b": Shape(40, 5120, 40),
-    "60b": Shape(75, 8192, 64),
-    "128b": Shape(101, 10240, 80),
-    "175b": Shape(96, 12288, 96),
-    "1t": Shape(127, 25600, 160),
+    "124m": GPTShape(12, 768, 12),
+    "350m": GPTShape(24, 1024, 16),
+    "774m": GPTShape(36, 1280, 20),
+    "1.5b": GPTShape(48, 1600, 25),
+    "2.7b": GPTShape(32, 2560, 32),
+    "6.7b": GPTShape(32, 4096, 32),
+    "7.5b": GPTShape(36, 4096, 32),
+    "13b": GPTShape(40, 5120, 40),
+    "60b": GPTShape(75, 8192, 64),
+    "128b": GPTShape(101, 10240, 80),
+    "175b": GPTShape(96, 12288, 96),
+    "1t": GPTShape(127, 25600, 160),
 }
 
 
 class GPT(nn.Module):
     """A decoder without dropout; its forward gives the loss of the next tokens."""
 
-    def __init__(self, shape: Shape, context: int, vocabulary: int = VOCABULARY) -> None:
+    def __init__(self, shape: GPTShape, context: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, shape.width)
         self.positions = nn.Embedding(context, shape.width)
@@ -62,13 +62,13 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _block(shape: Shape) -> nn.Module:
+def _block(shape: GPTShape) -> nn.Module:
     return nn.TransformerEncoderLayer(
         shape.width, shape.heads, 4 * shape.width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
     )
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> GPTShape:
     """The shape called `name`: a size such as "7.5b", or layers x width such as "48x1600".
 
     Raises:
@@ -77,6 +77,6 @@ def shape_of(name: str) -> Shape:
     if shape := SHAPES.get(name.lower()):
         return shape
     if (found := re.fullmatch(r"(\d+)x(\d+)", name)) and int(found[1]) and int(found[2]) % 64 == 0 and int(found[2]):
-        return Shape(int(found[1]), int(found[2]), int(found[2]) // 64)
+        return GPTShape(int(found[1]), int(found[2]), int(found[2]) // 64)
     fix = f"{nearest(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 64, such as gpt:48x1600"
     raise OptionError("model", f"gpt:{name} is no size", fix)

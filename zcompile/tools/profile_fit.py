@@ -22,7 +22,7 @@ from zcompile.cost.hardware import Hardware
 from zcompile.cost.roofline import region_seconds
 from zcompile.cost.timeline import Spent
 from zcompile.ir.region import Region
-from zcompile.tools.gpt import GPT, Shape
+from zcompile.tools.gpt import GPT, GPTShape
 
 FITTED = ("flops", "elementwise", "attention", "functions", "launch")
 MOST = 8.0
@@ -35,15 +35,15 @@ STEPS = 5
 class Reference:
     """A model whose regions are timed."""
 
-    shape: Shape
+    shape: GPTShape
     batch: int
     length: int
     vocabulary: int
 
 
 REFERENCES = (
-    Reference(Shape(2, 512, 8), batch=4, length=256, vocabulary=8192),
-    Reference(Shape(2, 256, 4), batch=8, length=512, vocabulary=2048),
+    Reference(GPTShape(2, 512, 8), batch=4, length=256, vocabulary=8192),
+    Reference(GPTShape(2, 256, 4), batch=8, length=512, vocabulary=2048),
 )
 
 

@@ -1,4 +1,4 @@
-"""Stashes: where activations wait for the backward if the device has no memory for them.
+"""Offloaded activations: where they wait for the backward if the device has no memory for them.
 
 What stands for an activation meanwhile is a tensor of one number, that of its slot: autograd saves it like any other.
 When it is gone without having been fetched, the graph was dropped, and the slot is free again.
@@ -57,7 +57,7 @@ class Keeper(ABC):
         """Nobody will ask for it."""
 
 
-class Stash:
+class OffloadedActivations:
     """Slots for activations of one model, which `keeper` keeps."""
 
     def __init__(self, keeper: Keeper) -> None:
@@ -66,7 +66,7 @@ class Stash:
         self._tokens: dict[int, StorageWeakRef] = {}
         self._number = 0
 
-    def stash(self, value: torch.Tensor) -> torch.Tensor:
+    def offload(self, value: torch.Tensor) -> torch.Tensor:
         """Start moving `value` away; gives what stands for it.
 
         Raises:

@@ -21,131 +21,131 @@ from tests.ranks import Ranks
 from zcompile import OptionError, StateError
 from zcompile.cost.memory import peak_bytes
 from zcompile.ir.ops import Away
-from zcompile.ir.ops import Stash as Stashed
-from zcompile.runtime import stash as runtime_stash
+from zcompile.ir.ops import Offload as OffloadOperation
+from zcompile.runtime import offloaded_activations
 from zcompile.runtime.offload.activation_keepers import DiskKeeper
 from zcompile.runtime.offload.unnamed_files import Room
-from zcompile.runtime.stash import Stash
+from zcompile.runtime.offloaded_activations import OffloadedActivations
 
 
-def disk_of(stash: Stash) -> DiskKeeper:
-    assert isinstance(stash.keeper, DiskKeeper)
-    return stash.keeper
+def disk_of(offload: OffloadedActivations) -> DiskKeeper:
+    assert isinstance(offload.keeper, DiskKeeper)
+    return offload.keeper
 
 
-# -- stashes ----------------------------------------------------------------------------------------------------------
+# -- offloads ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_what_comes_back_is_what_went_away_and_laid_out_alike(tmp_path: Path, dtype: torch.dtype) -> None:
-    stash = Stash(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskKeeper(tmp_path))
     values = [torch.randn(7, 5, 3).to(dtype), torch.randn(9, 4).t().to(dtype), torch.ones(()).to(dtype)]
     values.append(torch.randn(100, 8)[3:].to(dtype))
-    tokens = [stash.stash(value) for value in values]
+    tokens = [offload.offload(value) for value in values]
     for value, token in reversed(list(zip(values, tokens, strict=True))):
-        back = stash.fetch(token).wait()
+        back = offload.fetch(token).wait()
         assert torch.equal(back, value)
         assert back.stride() == value.stride()
         assert back.dtype is dtype
 
 
 def test_room_is_used_again(tmp_path: Path) -> None:
-    stash = Stash(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskKeeper(tmp_path))
     for _ in range(20):
-        tokens = [stash.stash(torch.ones(1000)) for _ in range(3)]
+        tokens = [offload.offload(torch.ones(1000)) for _ in range(3)]
         for token in tokens:
-            stash.fetch(token).wait()
-    assert disk_of(stash).nbytes <= 8 * 4000
+            offload.fetch(token).wait()
+    assert disk_of(offload).nbytes <= 8 * 4000
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_dropped_is_forgotten(tmp_path: Path) -> None:
-    stash = Stash(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskKeeper(tmp_path))
     for _ in range(20):
-        stash.stash(torch.ones(1000))
-    assert len(stash._slots) <= 1
-    assert disk_of(stash).nbytes <= 5 * 4000
+        offload.offload(torch.ones(1000))
+    assert len(offload._slots) <= 1
+    assert disk_of(offload).nbytes <= 5 * 4000
 
 
 def test_what_is_not_written_yet_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stash, write = Stash(DiskKeeper(tmp_path)), os.pwrite
+    offload, write = OffloadedActivations(DiskKeeper(tmp_path)), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.2), write(*args))[1])
-    first, second = stash.stash(torch.ones(10)), stash.stash(torch.full((10,), 2.0))
-    assert torch.equal(stash.fetch(second).wait(), torch.full((10,), 2.0))
-    assert torch.equal(stash.fetch(first).wait(), torch.ones(10))
+    first, second = offload.offload(torch.ones(10)), offload.offload(torch.full((10,), 2.0))
+    assert torch.equal(offload.fetch(second).wait(), torch.full((10,), 2.0))
+    assert torch.equal(offload.fetch(first).wait(), torch.ones(10))
 
 
 def test_short_writes_and_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stash, write, read = Stash(DiskKeeper(tmp_path)), os.pwrite, os.preadv
+    offload, write, read = OffloadedActivations(DiskKeeper(tmp_path)), os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:7], at))
     monkeypatch.setattr(os, "preadv", lambda file, parts, at: read(file, [parts[0][:5]], at))
     value = torch.arange(50.0)
-    token = stash.stash(value)
-    disk_of(stash)._waiting[-1].written.result()
-    assert torch.equal(stash.fetch(token).wait(), value)
+    token = offload.offload(value)
+    disk_of(offload)._waiting[-1].written.result()
+    assert torch.equal(offload.fetch(token).wait(), value)
 
 
 def test_a_disk_that_fails_is_an_error_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    stash = Stash(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskKeeper(tmp_path))
     monkeypatch.setattr(os, "pwrite", failing)
     kept = []
     with pytest.raises(StateError, match=rf"{tmp_path}: failed to keep activations: Input/output error"):
-        kept += [stash.stash(torch.ones(10)) for _ in range(5)]
+        kept += [offload.offload(torch.ones(10)) for _ in range(5)]
 
 
 def test_sizes_that_vary_share_their_room(tmp_path: Path) -> None:
-    stash = Stash(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskKeeper(tmp_path))
     for size in range(1, 100):
-        held = [stash.stash(torch.ones(100 * size)) for _ in range(3)]
+        held = [offload.offload(torch.ones(100 * size)) for _ in range(3)]
         for token in held:
-            stash.fetch(token).wait()
-    assert disk_of(stash).nbytes <= 3 * 3 * 400 * 99
+            offload.fetch(token).wait()
+    assert disk_of(offload).nbytes <= 3 * 3 * 400 * 99
 
 
 def test_what_was_fetched_and_not_waited_for_gives_its_room_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_stash, "keeps_graph", lambda: False)  # as within a backward
-    stash = Stash(DiskKeeper(tmp_path))
+    monkeypatch.setattr(offloaded_activations, "keeps_graph", lambda: False)  # as within a backward
+    offload = OffloadedActivations(DiskKeeper(tmp_path))
     for _ in range(20):
-        token = stash.stash(torch.ones(1000))
-        disk_of(stash)._waiting[-1].written.result()
-        stash.fetch(token)
+        token = offload.offload(torch.ones(1000))
+        disk_of(offload)._waiting[-1].written.result()
+        offload.fetch(token)
         time.sleep(0.02)  # in which a busy machine reads it
-    assert disk_of(stash).nbytes <= 5 * 4000
+    assert disk_of(offload).nbytes <= 5 * 4000
 
 
 def test_what_was_fetched_before_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_stash, "keeps_graph", lambda: False)  # as within a backward
-    stash = Stash(DiskKeeper(tmp_path))
-    token = stash.stash(torch.ones(10))
-    stash.fetch(token).wait()
+    monkeypatch.setattr(offloaded_activations, "keeps_graph", lambda: False)  # as within a backward
+    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    token = offload.offload(torch.ones(10))
+    offload.fetch(token).wait()
     with pytest.raises(StateError, match="saved_tensors_hooks"):
-        stash.fetch(token)
+        offload.fetch(token)
 
 
-def test_a_stash_that_is_dropped_while_it_writes_closes_its_file(
+def test_a_place_that_is_dropped_while_it_writes_closes_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stash, write = Stash(DiskKeeper(tmp_path)), os.pwrite
+    offload, write = OffloadedActivations(DiskKeeper(tmp_path)), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.2), write(*args))[1])
-    stash.stash(torch.ones(10))
-    file = disk_of(stash)._file.number
-    del stash
+    offload.offload(torch.ones(10))
+    file = disk_of(offload)._file.number
+    del offload
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
 
 
 def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
-    stash = Stash(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskKeeper(tmp_path))
     value = torch.ones(10)
     with torch.device("meta"):
-        token = stash.stash(value)
-        disk_of(stash)._waiting[-1].written.result()
-        assert torch.equal(stash.fetch(token).wait(), value)
+        token = offload.offload(value)
+        disk_of(offload)._waiting[-1].written.result()
+        assert torch.equal(offload.fetch(token).wait(), value)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 5)), max_size=60))
@@ -189,8 +189,8 @@ def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.T
         optimizer.step()
         optimizer.zero_grad()
     values = compiled.full_state_dict(rank0_only=False)
-    stash = compiled._engine.compiler._session.stashes.get(Away())
-    return [values[name] for name in sorted(values)], 0 if stash is None else disk_of(stash).nbytes  # type: ignore[attr-defined]
+    offload = compiled._engine.compiler._session.offloads.get(Away())
+    return [values[name] for name in sorted(values)], 0 if offload is None else disk_of(offload).nbytes  # type: ignore[attr-defined]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -286,7 +286,7 @@ def limited(folder: Path, limit: int | None) -> tuple[int, int, list[torch.Tenso
     compiled(given, given).backward()
     program = compiled._engine.runtime.steps[0].program
     grads = [param.grad.to_local() for param in compiled.parameters() if param.grad is not None]
-    return peak_bytes(program), len(program.nodes(Stashed)), grads
+    return peak_bytes(program), len(program.nodes(OffloadOperation)), grads
 
 
 @pytest.mark.slow
