@@ -33,7 +33,7 @@ demo: $(READY) ## Train a small GPT on RANKS processes; ARGS goes to examples/tr
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 .PHONY: test
-test: $(READY) ## Run the tests but the slow ones, JOBS at a time; ARGS goes to pytest
+test: $(READY) ## Run all but the slow tests, JOBS at a time; ARGS goes to pytest
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: test-all

@@ -100,7 +100,7 @@ def _statements(program: Program) -> Iterator[str]:
     statement, gained = "", ""
     for text, following in itertools.pairwise([*body, "    "]):
         code, _, margin = text.partition("  #")
-        statement = f"{statement} {code.strip()}".strip()
+        statement = f"{statement}{'' if statement.endswith('(') else ' '}{code.strip()}".strip()
         gained = gained or next(iter(_BYTES.findall(margin)), "")
         if statement and not following.startswith((" " * 8, "    )")):
             yield f"`{statement}`{f' {gained}' if gained else ''}"

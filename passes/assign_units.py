@@ -3,7 +3,7 @@
 An operation belongs to the unit whose parameters it reads, else to the unit whose module it comes from (its forward's,
 in the backward). What belongs to none is glue: it joins the region beside it. Operations that read no parameter and
 stand within the run of another unit join that: a mask or rotary table that several blocks share, computed again in the
-backward of the last of them, would part its run in two, and the unit would be gathered for each.
+backward of the last of them, would split its run, and the unit would be gathered for each piece.
 """
 
 from __future__ import annotations

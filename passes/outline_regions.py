@@ -179,7 +179,7 @@ class _Outer:
 
     def begin(self, phase: Phase) -> None:
         """Take in what the program is given; the gradients of results when these are known."""
-        outputs = [self._outer(value) for value in self.program.results.outputs]
+        outputs = [self.values.get(value) for value in self.program.results.outputs]
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         with self.graph.inserting_before(first) if first else nullcontext():
             for node in self.program.nodes(Input):
@@ -238,4 +238,4 @@ class _Outer:
 
     def _outer(self, value: Any) -> Any:
         """What stands for a value of the traced program, once a region has given it."""
-        return self.values.get(value) if isinstance(value, fx.Node) else value
+        return self.values[value] if isinstance(value, fx.Node) else value

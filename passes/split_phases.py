@@ -49,7 +49,7 @@ def split_phases(program: Program, *, partition: Literal["min_cut", "default"] =
 
 
 def _undetached(program: Program) -> Program:
-    """A copy of `program` that reads values themselves where it read them detached, which is nothing to a graph.
+    """A copy of `program` that reads values themselves where it read them detached: within a graph that means nothing.
 
     Attention's kernels leave such views of their results to the backward: each would be a region of its own.
     """
@@ -57,7 +57,8 @@ def _undetached(program: Program) -> Program:
     ends = {*program.results.outputs, *program.results.backward_nodes()}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         (source,) = node.all_input_nodes
-        if node not in ends and isinstance(data(source).op, (Compute, Item)):
+        op = data(source).op
+        if node not in ends and (isinstance(op, (Compute, Item)) or (isinstance(op, Input) and not op.mutated)):
             node.replace_all_uses_with(source)
             program.graph.erase_node(node)
     return program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -158,6 +159,33 @@ def test_values_that_are_not_read_in_their_order_are_printed_one_by_one(order: t
     assert zcompile.parse(text).text(regions=True) == text
 
 
+def test_a_value_that_nobody_reads_any_more_is_left_out_and_the_rest_stays_together() -> None:
+    """A pass that reads something in place of the first, and one that erases it."""
+    for erases in (False, True):
+        found = program().copy()
+        reader = found.nodes(Call)[1]
+        first, second = found.node("a_saved_1"), found.node("a_saved_2")
+        reader.replace_input_with(first, second)
+        assert "a_saved" not in names(found), "a value is given twice"
+        reader.replace_input_with(second, found.node("x"))
+        reader.args = (*reader.args[:3], found.node("x"), second, found.node("a_saved_3"))
+        if erases:
+            found.graph.erase_node(first)
+        assert names(found)["a_saved"] == ["a_saved_2", "a_saved_3"]
+        text = found.text(regions=True)
+        assert f"a_out, {'_' if erases else 'a_saved_1'}, *a_saved = region_0" in text
+        assert zcompile.parse(text).text(regions=True) == text
+        verify(zcompile.parse(text), ALWAYS, "")
+
+
+def test_all_but_the_first_result_may_be_a_list() -> None:
+    forward = FORWARD.replace("a_out, *a_saved", "_, *a_saved").replace("f32[8, 4], 3 values", "3 values")
+    found = program(forward.replace("return [a_out]", "return []"))
+    text = found.text(regions=True)
+    assert "_, *a_saved = region_0(a_full, x)" in text
+    assert zcompile.parse(text).text(regions=True) == text
+
+
 def test_a_name_that_a_value_has_is_no_bundles() -> None:
     found = program(FORWARD.replace(" x,", " a_saved_input,").replace(", x)", ", a_saved_input)").replace("del x", ""))
     placeholder = found.node("a_saved_input")
@@ -191,6 +219,15 @@ def test_values_of_which_tensor_parallel_ranks_have_only_some_alike_are_not_mixe
 def test_a_star_takes_results_of_regions_only() -> None:
     with pytest.raises(zcompile.ParseError, match="no region"):
         program(FORWARD.replace("a_out, *a_saved = region_0(a_full, x)", "a_out, *a_saved = aten.topk.default(x, 2)"))
+
+
+def test_lists_and_values_are_not_taken_for_each_other() -> None:
+    with pytest.raises(zcompile.ParseError, match=r"'\*dy' spreads what is one value"):
+        program(backward=BACKWARD.replace("a_full, dy, *a_saved", "a_full, *dy, *a_saved"))
+    with pytest.raises(zcompile.ParseError, match="region_1 is given the list a_saved"):
+        program(backward=BACKWARD.replace("*a_saved)", "a_saved)"))
+    with pytest.raises(zcompile.ParseError, match="has no function `forward`"):
+        zcompile.parse(f"{HEAD}{BACKWARD}")
 
 
 def test_all_results_of_a_region_are_one_list() -> None:
@@ -305,6 +342,53 @@ def test_values_are_called_by_their_module_and_what_they_are_there() -> None:
     assert all("model" not in name for name in named), "what all units have in front is left out"
     again = zcompile.parse(found.text(regions=True))
     assert again.text(regions=True) == found.text(regions=True)
+
+
+class OfWeight(torch.autograd.Function):
+    """x (4, 3) and w (3, 4) to x, whose gradient is said to be w transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(w)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0].t(), None
+
+
+class Straight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return OfWeight.apply(x, self.weight)
+
+
+def test_a_gradient_that_is_a_view_of_a_parameter_reaches_the_input() -> None:
+    compiled = zcompile.compile(Straight(), backend="eager")
+    want = compiled.full_state_dict()["weight"].t().clone()
+    x = torch.randn(4, 3, requires_grad=True)
+    compiled(x).sum().backward()
+    assert torch.equal(x.grad, want)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        return h, (h > 0).sum()
+
+
+def test_a_number_without_gradients_is_no_loss() -> None:
+    traced = trace(Counted(), (torch.randn(2, 3),))
+    named = {node.name for node in Options(stage=3).pipeline().run(traced).graph.nodes}
+    assert "linear_out" in named
+    assert "loss" not in named
 
 
 def test_the_common_module_leaves_no_number_in_front() -> None:

@@ -315,8 +315,9 @@ def modules_given_to(backends: Sequence[object]) -> Iterator[torch.nn.Module]:
 
     They are looked for among all objects that live, which takes a tenth of a second.
     """
-    kinds = {FunctionType} | _subclasses(OptimizedModule)
-    for found in [found for found in gc.get_objects() if type(found) in kinds]:
+    # By their identity: a metaclass may leave its classes without a hash.
+    kinds = {id(FunctionType), *map(id, _subclasses(OptimizedModule))}
+    for found in [found for found in gc.get_objects() if id(type(found)) in kinds]:
         contexts: Iterable[Any] = ()
         module = None
         if type(found) is not FunctionType:

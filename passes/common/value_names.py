@@ -20,6 +20,7 @@ from zcompile.ir.bundles import FULL_GRADS, SAVED, member_name
 from zcompile.ir.operation import Phase, data
 from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import TensorType
 
 
 class Use(IntEnum):
@@ -37,7 +38,7 @@ class ValueNames:
         self.units = units
         """What each unit is called."""
         results = program.results
-        scalars = [v for v in results.outputs if isinstance(v, fx.Node) and (t := data(v).type) and not t.dims]
+        scalars = [v for v in results.outputs if isinstance(v, fx.Node) and _is_number(data(v).type)]
         self.loss = scalars[0] if len(set(scalars)) == 1 and scalars[0].op != "placeholder" else None
         self.unit_of_gradient = {node: program.layout.unit_of(name).name for name, node in results.gradients.items()}
         self.gradients = _from_tangents(program)
@@ -53,12 +54,12 @@ class ValueNames:
         self.runs[phase, where] += 1
         number = self.runs[phase, where]
         stem = where if number == 1 else _joined(where, f"run{number}")
-        numbered = Counter(uses)
+        given = list(zip(gives, uses, strict=True))
+        stems = [self._unit(node, number) if use is Use.GRADIENT else stem for node, use in given]
+        numbered = Counter(zip(stems, uses, strict=True))
         return [
-            self._plain(phase, where, node)
-            if use is Use.ANY
-            else _numbered(stem if use is Use.SAVED else self._unit(node, number), use, numbered[use] > 1, index)
-            for index, (node, use) in enumerate(zip(gives, uses, strict=True))
+            self._plain(phase, where, node) if use is Use.ANY else _numbered(of, use, numbered[of, use] > 1, index)
+            for index, (node, use, of) in enumerate(zip(gives, uses, stems, strict=True))
         ]
 
     def _plain(self, phase: Phase, where: str, node: fx.Node) -> str:
@@ -71,6 +72,11 @@ class ValueNames:
     def _unit(self, gradient: fx.Node, number: int) -> str:
         name = self.units[self.unit_of_gradient[gradient]]
         return name if number == 1 else f"{name}_run{number}"
+
+
+def _is_number(type_: TensorType | None) -> bool:
+    """True for a scalar that has gradients."""
+    return type_ is not None and not type_.dims and type_.dtype.is_floating_point
 
 
 def _numbered(stem: str, use: Use, several: bool, index: int) -> str:

@@ -83,9 +83,11 @@ class CompiledStep:
 
     def __init__(self, traced: Program, program: Program, regions: RegionCache, session: Session) -> None:
         self.program, self.session = program, session
-        self.saved: Sequence[fx.Node] = program.saved()
-        groups = grouped(self.saved, bundles_of(program))
+        groups = list(grouped(program.saved(), bundles_of(program)))
         self._groups = [len(one.members) if isinstance(one, Bundle) else None for one in groups]
+        self.saved: Sequence[fx.Node] = [
+            node for one in groups for node in (one.members if isinstance(one, Bundle) else [one])
+        ]
         inputs = traced.nodes(Parameter, Input)
         primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
         self._position = {
@@ -243,7 +245,7 @@ class CompiledStep:
     def _accumulating(self) -> Callable[[list[Any]], Any]:
         """The backward that holds gradients back; made when it is first needed."""
         if self._accumulate is None:
-            self.accumulating = ACCUMULATE(self.program)
+            self.accumulating = ACCUMULATE(self.program)  # what is saved, and by which names, stays as it is
             verify(self.accumulating, (*ALWAYS, *ACCUMULATE.ensures), f"after {ACCUMULATE.name}")
             self._accumulate = self._load(self.accumulating, Phase.BACKWARD)
         return self._accumulate

@@ -1,13 +1,13 @@
 """Bundles: what one line leaves for one other line, printed as one value.
 
-    h, *layers_0_saved = region_0(layers_0_full, x)
+    layers_0_out, *layers_0_saved = region_0(layers_0_full, x)
     ...
-    dx, *layers_0_full_grads = region_1(layers_0_full_1, dy, *layers_0_saved)
+    layers_0_grad_input, *layers_0_full_grads = region_1(layers_0_full_1, layers_1_grad_input, *layers_0_saved)
     layers_0_reduce = reduce_scatter(layers_0, layers_0_full_grads)
 
-A program's graph holds each of these values by itself, so passes move, check and count them one by one; one that a pass
-has given another reader is printed by its own name. What is left together is a list in the text that runs. It says how
-many values there are; which ones, the text of the region does.
+A program's graph holds each of these values by itself, so passes move, check and count them one by one. A value to
+which a pass has given another reader is printed by its own name. The others are a list in the text that runs, which
+says how many there are; the text of the region shows which ones.
 """
 
 from __future__ import annotations
@@ -96,11 +96,13 @@ def _last_of_one_name(program: ProgramGraph, call: fx.Node) -> Sequence[fx.Node]
 
 def _bundle(members: Sequence[fx.Node]) -> Bundle | None:
     """`members` as a bundle, if one line reads them all, in their order and beside each other."""
-    readers = {user for member in members for user in member.users}
+    readers = {user for member in members for user in member.users or (None,)}
     alike = len({(bool(data(member).replicated), data(member).type is None) for member in members}) == 1
     if len(readers) != 1 or not alike or data(members[0]).type is None:
         return None
     (reader,) = readers
+    if reader is None:
+        return None
     listed = isinstance(data(reader).op, GRADIENT_LISTS)
     if not (listed or isinstance(data(reader).op, Call)):
         return None

@@ -33,9 +33,9 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def derived_values(program: Program) -> set[fx.Node]:
-    """All nodes cheaply derived from parameters and from nothing else; what the model returns is left out."""
+    """All nodes cheaply derived from parameters and from nothing else; what the step hands back is left out."""
     found: set[fx.Node] = set()
-    returned = program.results.outputs
+    returned = {*program.results.outputs, *program.results.backward_nodes()}
     for node in program.graph.nodes:
         sources = node.all_input_nodes
         from_parameters = all(source in found or isinstance(data(source).op, Parameter) for source in sources)

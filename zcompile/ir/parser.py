@@ -133,14 +133,14 @@ class _Parser:
         for function in self.functions:
             if function.name not in ("forward", "backward"):
                 self.regions[function.name] = self._region(function)
+        if "forward" not in {function.name for function in self.functions}:
+            raise ParseError("the text", "has no function `forward`", "parse what Program.text(regions=True) printed")
         graph, results = fx.Graph(), dict[str, Any]()
         scope = _Scope(graph, Phase.FORWARD)
         for function in self.functions:
             if function.name in ("forward", "backward"):
                 scope.phase = Phase(function.name)
                 self._phase(function, scope, results)
-        if "outputs" not in results:
-            raise ParseError("the text", "has no function `forward`", "parse what Program.text(regions=True) printed")
         for unit in self.layout.units if self.regions else ():
             if unit.name not in {op_of(n, Shards).unit for n in graph.find_nodes(op="placeholder") if _is_shards(n)}:
                 name = identifier(unit.name.removeprefix(common_module(unit.name for unit in self.layout.units)))
@@ -291,6 +291,9 @@ class _Parser:
         text = ast.unparse(call.func)
         target: Callable[..., Any]
         if text in self.regions:
+            names = (argument.id for argument in call.args if isinstance(argument, ast.Name))
+            if listed := next((name for name in names if isinstance(scope.names.get(name), list)), ""):
+                raise ParseError(f"line {call.lineno}", f"{text} is given the list {listed}", f"write *{listed}")
             target, args = ops.region, [text, *args]
         elif text in ops.FUNCTIONS:
             target = ops.FUNCTIONS[text]
@@ -334,10 +337,14 @@ class _Parser:
         """What is given, or listed; of `*name` the values of the bundle."""
         values = []
         for expression in expressions:
-            if isinstance(expression, ast.Starred):
-                values += self._value(expression.value, scope)
+            value = self._value(expression.value if isinstance(expression, ast.Starred) else expression, scope)
+            if not isinstance(expression, ast.Starred):
+                values.append(value)
+            elif isinstance(value, list):
+                values += value
             else:
-                values.append(self._value(expression, scope))
+                found = f"{ast.unparse(expression)!r} spreads what is one value"
+                raise ParseError(f"line {expression.lineno}", found, "leave out the *")
         return values
 
     # -- values ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
         ) = unbox(box)
         blocks_0_gather = all_gather(blocks_0)          #                  +195 KiB          blocks.0
         blocks_0_full = wait(blocks_0_gather)           #                                    blocks.0
-        h = region_0(blocks_0_full, x)                  # f32[8, 64]       +2 KiB            blocks.0
+        blocks_0_out = region_0(blocks_0_full, x)       # f32[8, 64]       +2 KiB            blocks.0
         release(blocks_0_full)                          #                  -195 KiB          blocks.0
 
 At the right margin stand the type of each value (`&`: it shares the memory of another one), the bytes gained or freed
@@ -342,11 +342,13 @@ def _statement(node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle]) -> 
         return _wrapped(TextLine(f"{node.name} = {call}", type_, *margin))
     bundle = bundles.get(items[-1])
     alone = items[: -len(bundle.members)] if bundle else items
-    names = [*_item_names(alone, ends=not bundle), *([f"{'*' if alone else ''}{bundle.name}"] if bundle else [])]
+    whole = bundle is not None and op_of(bundle.members[0], Item).index == 0
+    names = _item_names(alone, None if bundle is None else op_of(bundle.members[0], Item).index)
+    names += [bundle.name if whole else f"*{bundle.name}"] if bundle else []
     types = [*(_type_text(data(item)) for item in alone), *([_count_text(bundle)] if bundle else [])]
     targets = ", ".join(names)
     line = TextLine(f"{targets} = {call}", ", ".join(types), *margin)
-    if not alone or len(f"{targets} = {call.partition('(')[0]}(") <= line.room:
+    if whole or len(f"{targets} = {call.partition('(')[0]}(") <= line.room:
         return _wrapped(line)
     end = TextLine(f") = {call}", "", *margin)
     return [TextLine("("), *_targets(names, types), *_wrapped(end)]
@@ -404,11 +406,11 @@ def _bracketed_parts(code: str) -> list[str]:
     return parts
 
 
-def _item_names(items: list[fx.Node], *, ends: bool) -> list[str]:
-    """Names to unpack a tuple into; `_` for results that nobody uses. `ends`: they are the last of these."""
+def _item_names(items: list[fx.Node], count: int | None) -> list[str]:
+    """Names to unpack a tuple into; `_` for results that nobody uses. `count`: how many there are before a bundle."""
     by_index = {op_of(item, Item).index: item.name for item in items}
-    names = [by_index.get(index, "_") for index in range(max(by_index, default=-1) + 1)]
-    if not ends:
+    names = [by_index.get(index, "_") for index in range(max(by_index) + 1 if count is None else count)]
+    if count is not None:
         return names
     of_region = isinstance(data(items[0].all_input_nodes[0]).op, Call)
     return [*names, *([] if of_region and len(names) > 1 else ["*_"])]
