@@ -484,3 +484,14 @@ def explained(rank: int, folder: str) -> str:
 def test_a_graph_without_parameters_is_explained_and_dumped(ranks: Ranks, tmp_path: Path) -> None:
     for text in ranks.run(2, explained, str(tmp_path)):
         assert "volume: each rank sends 0 B; this program has no parameters" in text
+
+
+def test_an_optimizer_over_more_than_the_model_steps_the_shards() -> None:
+    backend = zcompile.backend(stage=3, backend="eager")
+    model, extra = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+    before = model.weight.detach().clone()
+    compiled = torch.compile(model, backend=backend)
+    compiled(torch.ones(4, 3)).sum().backward()
+    torch.optim.SGD([*model.parameters(), extra], lr=0.5).step()
+    assert torch.allclose(full(backend.shards()["weight"]), before - 0.5 * 4)
+    assert torch.equal(extra, torch.ones(2)), "it has no gradient"
