@@ -12,6 +12,7 @@ import zcompile
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, OUTLINED, joined
 from zcompile import Fact, OptionError, Pass, Pipeline, PipelineError, Program, ProgramError, Violation, facts
+from zcompile.errors import nearest
 from zcompile.ir.layout import STAGES
 from zcompile.schedule.pipeline import Journal, Trait
 
@@ -285,3 +286,8 @@ def test_what_is_no_prefetch_is_refused(prefetch: Any) -> None:
     with pytest.raises(OptionError) as caught:
         zcompile.pipeline(prefetch=prefetch)
     assert (caught.value.subject, caught.value.found) == ("prefetch", f"{prefetch!r} is no number of units")
+
+
+def test_of_many_choices_a_dozen_is_listed() -> None:
+    assert nearest("x", map(str, range(12))).endswith("'9'")
+    assert nearest("x", map(str, range(13))).endswith("'8' and 1 more")

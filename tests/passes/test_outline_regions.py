@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.passes.programs import PAIR, check, parsed
 from zcompile import Program
+from zcompile.ir.operation import data, set_data
+from zcompile.ir.ops import Call
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.outline_regions import outline_regions
 
@@ -397,3 +401,11 @@ def test_regions_do_not_depend_on_the_stage() -> None:
         for stage in range(4)
     ]
     assert len(set(regions)) == 1
+
+
+def test_a_region_comes_from_its_unit_or_else_from_the_module_of_its_operations() -> None:
+    program = parsed(PAIR, GLUE)
+    for name, source in (("y1", "a.inner"), ("dx", "loss")):
+        node = program.node(name)
+        set_data(node, replace(data(node), source=source))
+    assert [data(call).source for call in outlined(program).nodes(Call)] == ["a", "b", "loss"]
