@@ -133,6 +133,7 @@ def reserved(rank: int) -> list[int]:
     return kept
 
 
+@pytest.mark.slow
 def test_arenas_stop_growing_once_they_have_seen_the_largest_batch(ranks: Ranks) -> None:
     for kept in ranks.run(2, reserved):
         assert len(set(kept[10:])) == 1

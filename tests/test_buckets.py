@@ -101,6 +101,7 @@ def trained(rank: int, stage: int, options: dict[str, Any]) -> list[torch.Tensor
     return list(compiled.full_state_dict(rank0_only=False).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_model_trains_to_the_same_bits_with_any_bucket(ranks: Ranks, stage: int) -> None:
     mixed = {"dtype": torch.bfloat16}

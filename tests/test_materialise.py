@@ -640,6 +640,7 @@ def llama() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_starts_from_its_own_code_and_from_its_own_folder(tmp_path: Path) -> None:
     tokens = torch.randint(0, 64, (2, 8))
     compiled = compiled_from_meta(llama)

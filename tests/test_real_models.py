@@ -150,6 +150,7 @@ def broken(rank: int, kind: str) -> str:
     return compiled.explain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "where", "why"),
     [

@@ -359,6 +359,7 @@ def scale_of(rank: int, folder: str) -> float:
     return loaded
 
 
+@pytest.mark.slow
 def test_the_previous_checkpoint_survives_a_kill(ranks: Ranks, tmp_path: Path) -> None:
     doomed = Ranks(2)
     with pytest.raises(RankError):
@@ -1039,5 +1040,6 @@ def write_slowly(rank: int, folder: str) -> float:
     return time.perf_counter() - started
 
 
+@pytest.mark.slow
 def test_a_rank_may_write_for_longer_than_a_message_may_take(ranks: Ranks, tmp_path: Path) -> None:
     assert min(ranks.run(2, write_slowly, str(tmp_path / "c"))) >= 5

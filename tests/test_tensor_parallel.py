@@ -265,6 +265,7 @@ def test_a_plan_is_of_a_part_of_the_model(ranks: Ranks) -> None:
     assert whole / 2 < part < whole  # norms and biases are not divided
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice",
     [Choice(3, 1, None, None), pytest.param(Choice(2, 0, "unit", torch.bfloat16), marks=pytest.mark.slow)],
@@ -550,6 +551,7 @@ def optimizer_from_before(rank: int) -> float:
     return largest_difference(*found)
 
 
+@pytest.mark.slow
 def test_an_optimizer_from_before_keeps_its_state(ranks: Ranks) -> None:
     assert max(ranks.run(4, optimizer_from_before)) < 2e-6
 

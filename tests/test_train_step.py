@@ -78,6 +78,7 @@ def with_all_optimizers(rank: int) -> list[str]:
     return [name for kind in OPTIMIZERS for name in against_the_loop(rank, "mlp", kind, 3)]
 
 
+@pytest.mark.slow
 def test_a_step_is_the_loop_with_any_optimizer(ranks: Ranks) -> None:
     assert ranks.run(2, with_all_optimizers) == [[], []]
 
@@ -166,6 +167,7 @@ def outside_the_model(rank: int, stage: int, clip: float | None) -> list[str]:
     return [*differing, *(name for name in want if not torch.equal(got[name], want[name]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "clip"),
     [(1, None), *(pytest.param(*rare, marks=pytest.mark.slow) for rare in [(1, 0.05), (3, None), (3, 0.05)])],
