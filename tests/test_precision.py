@@ -151,7 +151,7 @@ def test_an_overflow_in_one_shard_is_seen_by_all_ranks(ranks: Ranks) -> None:
     assert ranks.run(3, one_shard_overflows) == [(True, 512.0)] * 3
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_autocast_around_the_call(backend: str) -> None:
     model = make("gpt")
     compiled = zcompile.compile(copy.deepcopy(model), backend=backend)

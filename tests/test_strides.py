@@ -54,6 +54,7 @@ class Decoder(nn.Module):
         return x.square().mean(), kept
 
 
+@pytest.mark.slow
 def test_attention_with_a_cache_trains_as_eager_and_returns_its_strides() -> None:
     torch.manual_seed(0)
     model = Decoder()
