@@ -7,7 +7,6 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,6 +19,8 @@ from zcompile.runtime.waits import named
 
 T = TypeVar("T")
 
+FIRST_LOOK = 0.001
+"""Seconds after which the store is asked again for what the other ranks write; then twice as many each time."""
 _ALIKE = "run the same code, options and environment on every rank"
 
 
@@ -129,11 +130,14 @@ class Agreement:
             return [rank for rank in waits.ranks if rank != waits.rank]  # the store is gone with its host
 
         def done(seconds: float) -> bool:
-            started = time.perf_counter()
-            with contextlib.suppress(RuntimeError):  # a DistStoreError from a TCPStore, a plain one from a FileStore
-                store.wait(keys, timedelta(seconds=seconds))
-                return True
-            time.sleep(max(0.0, seconds - (time.perf_counter() - started)))  # a store that is gone fails at once
+            end, pause = time.perf_counter() + seconds, FIRST_LOOK
+            while (left := end - time.perf_counter()) > 0:
+                # Not `store.wait`: each time that it ends without an answer, a TCPStore writes two warnings.
+                with contextlib.suppress(RuntimeError):  # of a store that is gone
+                    if store.check(keys):
+                        return True
+                time.sleep(min(pause, left))
+                pause *= 2
             return time.perf_counter() > deadline
 
         waits.until(done, what, missing)

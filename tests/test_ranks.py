@@ -51,6 +51,23 @@ def test_ranks_with_different_options(ranks: Ranks) -> None:
     assert all("stage 2" in message and "stage 3" in message for _, message, _ in ranks.run(2, different_options))
 
 
+def one_rank_late(rank: int) -> int:
+    """How often a rank waited by the store's own function, which has warnings written when it ends in vain."""
+    called, wait = [], dist.PrefixStore.wait
+    dist.PrefixStore.wait = lambda *args: called.append(args) or wait(*args)  # type: ignore[method-assign, func-returns-value]
+    try:
+        if rank == 1:
+            time.sleep(0.5)
+        zcompile.compile(make("mlp"), backend="eager")
+    finally:
+        dist.PrefixStore.wait = wait  # type: ignore[method-assign]
+    return len(called)
+
+
+def test_a_rank_that_comes_late_is_waited_for_without_a_word(ranks: Ranks) -> None:
+    assert ranks.run(2, one_rank_late) == [0, 0]
+
+
 def one_rank_missing(rank: int) -> tuple[str, str, float]:
     if rank == 1:
         time.sleep(3)
