@@ -178,6 +178,16 @@ def test_a_value_that_nobody_reads_any_more_is_left_out_and_the_rest_stays_toget
         verify(zcompile.parse(text), ALWAYS, "")
 
 
+def test_a_last_result_that_nobody_reads_is_unpacked_all_the_same() -> None:
+    found = program().copy()
+    last = found.node("a_saved_3")
+    found.nodes(Call)[1].replace_input_with(last, found.node("x"))
+    found.graph.erase_node(last)
+    text = found.text(regions=True)
+    assert "a_out, a_saved_1, a_saved_2, _ = region_0(a_full, x)" in text
+    assert zcompile.parse(text).text(regions=True) == text
+
+
 def test_all_but_the_first_result_may_be_a_list() -> None:
     forward = FORWARD.replace("a_out, *a_saved", "_, *a_saved").replace("f32[8, 4], 3 values", "3 values")
     found = program(forward.replace("return [a_out]", "return []"))

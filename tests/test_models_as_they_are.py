@@ -28,7 +28,6 @@ Values = dict[str, torch.Tensor]
 both = pytest.mark.parametrize("stage", [0, 3])
 rarely = [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)]
 every = pytest.mark.parametrize("stage", [0, *rarely, 3])
-worlds = pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -253,10 +253,18 @@ def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[TextLine], l
             # What nobody can name any more may be freed later: a view shows it, or it is being sent.
             at_once = 0 if _dead(deaths, end, bundles) else freed.get(end, 0)
             delta = _if_sound(program.memory, node, 0) - at_once
-            lines += [replace(line, node=node.name) for line in _statement(node, delta, bundles)]
+            count = _results_of(program, node)
+            lines += [replace(line, node=node.name) for line in _statement(node, delta, bundles, count)]
         if dead := _dead(deaths, node, bundles):
             lines += _delete(dead, freed.get(node, 0))
     return arguments, [*lines, *_wrapped(TextLine(_return(program, phase, bundles)))]
+
+
+def _results_of(program: ProgramGraph, node: fx.Node) -> int | None:
+    """How many results the region gives that `node` calls; None of anything else."""
+    op = data(node).op
+    region = program.regions.get(op.region) if isinstance(op, Call) else None
+    return len(region.outputs) if region else None
 
 
 def _dead(deaths: Mapping[fx.Node, list[fx.Node]], node: fx.Node, bundles: Mapping[fx.Node, Bundle]) -> list[str]:
@@ -330,8 +338,10 @@ def _source_text(held: Data) -> str:
     return " + ".join(map(escaped, words))
 
 
-def _statement(node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle]) -> list[TextLine]:
-    """The line of a call; where it gives many values, their names and types over several lines."""
+def _statement(
+    node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle], count: int | None = None
+) -> list[TextLine]:
+    """The line of a call; where it gives many values, `count` if known, their names and types over several lines."""
     held, call = data(node), _call_text(node, bundles)
     items = sorted(items_of(node), key=lambda item: op_of(item, Item).index)
     margin = (_delta_text(delta), _source_text(held))
@@ -343,7 +353,7 @@ def _statement(node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle]) -> 
     bundle = bundles.get(items[-1])
     alone = items[: -len(bundle.members)] if bundle else items
     whole = bundle is not None and op_of(bundle.members[0], Item).index == 0
-    names = _item_names(alone, None if bundle is None else op_of(bundle.members[0], Item).index)
+    names = _item_names(alone, count if bundle is None else op_of(bundle.members[0], Item).index)
     names += [bundle.name if whole else f"*{bundle.name}"] if bundle else []
     types = [*(_type_text(data(item)) for item in alone), *([_count_text(bundle)] if bundle else [])]
     targets = ", ".join(names)
@@ -407,9 +417,9 @@ def _bracketed_parts(code: str) -> list[str]:
 
 
 def _item_names(items: list[fx.Node], count: int | None) -> list[str]:
-    """Names to unpack a tuple into; `_` for results that nobody uses. `count`: how many there are before a bundle."""
+    """Names to unpack a tuple into; `_` for results that nobody uses. `count`: how many there are, if known."""
     by_index = {op_of(item, Item).index: item.name for item in items}
-    names = [by_index.get(index, "_") for index in range(max(by_index) + 1 if count is None else count)]
+    names = [by_index.get(index, "_") for index in range(max(max(by_index, default=-1) + 1, count or 0))]
     if count is not None:
         return names
     of_region = isinstance(data(items[0].all_input_nodes[0]).op, Call)
