@@ -39,6 +39,8 @@ class Ranks:
                 self.workers[rank][1].send((rank, *job))
             answers = [self._receive(rank, timeout) for rank in range(world)]
         if failed := [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]:
+            # Ranks of which one failed may disagree in what torch counts, as the names of groups.
+            self.close()
             raise RankError("\n".join(failed))
         return [value for _, value in answers]
 
@@ -92,6 +94,8 @@ def _work(connection: Connection) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=group),
             )
+            # A rank that is done at once would close its connections while others are still connecting.
+            dist.barrier()
             value: Any = importlib.import_module(module)
             for part in name.split("."):
                 value = getattr(value, part)
