@@ -69,9 +69,9 @@ CONFIGURATIONS = (
 BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
 
 
-def peers(stage: int) -> tuple[str, ...]:
+def peers(stage: int, among: Sequence[Configuration] = CONFIGURATIONS) -> tuple[str, ...]:
     """The names of the other ways to train at `stage`."""
-    return tuple(c.name for c in CONFIGURATIONS if c.stage == stage and c.communicates and not c.ours)
+    return tuple(c.name for c in among if c.stage == stage and c.communicates and not c.ours)
 
 
 def groups(names: Iterable[str], largest: int) -> list[tuple[Configuration, ...]]:

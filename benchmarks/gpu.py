@@ -28,12 +28,10 @@ from benchmarks.gpu_protocol import (
     BY_NAME,
     LARGE,
     PRECISIONS,
+    RATE,
     TINY,
-    Device,
     Inspect,
-    Precision,
     Run,
-    Start,
     WarmUp,
     chosen,
     reference,
@@ -42,7 +40,7 @@ from benchmarks.gpu_protocol import (
 from benchmarks.gpu_report import write
 from benchmarks.gpu_results import Entry, Part, Result, fail_other_losses, name_gaps
 from benchmarks.links import LOOPBACK, End
-from benchmarks.protocol import Sizes
+from benchmarks.protocol import Device, Precision, Sizes, Start
 from benchmarks.rounds import Say, failures_of
 from benchmarks.team import Team, TeamError
 
@@ -236,8 +234,11 @@ class Group:
         environment = partial(surroundings, device=plan.device, world=plan.world)
         ends = [LOOPBACK] * plan.world
         team = Team("benchmarks.gpu_worker", ends, logs / name, plan.timeout, environment=environment)
-        shared = (plan.world, plan.device, configuration, self.part.precision, plan.sizes, plan.seed)
-        team.tell(*(Start(rank, *shared, folder / name, plan.timeout) for rank in range(plan.world)))
+        first = Start(
+            0, plan.world, configuration, plan.sizes, plan.seed, folder / name, plan.timeout,
+            device=plan.device, precision=self.part.precision, rate=RATE,
+        )  # fmt: skip
+        team.tell(*(replace(first, rank=rank) for rank in range(plan.world)))
         return team
 
     def warm_up(self) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from benchmarks.configurations import Configuration
-from benchmarks.protocol import Sizes
+from benchmarks.protocol import Precision, Sizes
 
-Precision = Literal["bf16", "tf32", "fp32"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "tf32", "fp32")
 """bf16: autocast; tf32: float32 whose products may use TF32; fp32: float32 throughout."""
-Device = Literal["cuda", "cpu"]
 
 LARGE = Sizes(blocks=24, width=1024, heads=16, vocabulary=50304, sequence=1024, batch=8)
 TINY = Sizes(blocks=2, width=32, heads=2, vocabulary=64, sequence=16, batch=2)
+RATE = 1e-4
+"""Slower than on the CPU: rounding of 16 bits is to stay rounding over all steps of a run."""
 
 ALONE, TOGETHER = "compile", "ddp-compiled"
 """What every time is also shown as a multiple of, and whose losses the others are held against: in a world of one, and
@@ -57,25 +56,8 @@ def chosen(names: list[str], precision: Precision) -> list[Configuration]:
 
 
 @dataclass(frozen=True)
-class Start:
-    """The first message to a worker: who it is and what it trains. It answers `Built`."""
-
-    rank: int
-    world: int
-    device: Device
-    configuration: Configuration
-    precision: Precision
-    sizes: Sizes
-    seed: int
-    store: Path
-    """A file through which the ranks find each other."""
-    timeout: float
-    """Seconds after which a rank gives up waiting for another."""
-
-
-@dataclass(frozen=True)
 class Built:
-    """The model is there, nothing is compiled yet."""
+    """The answer to `Start`: the model is there, nothing is compiled yet."""
 
     parameters: int
     device: str

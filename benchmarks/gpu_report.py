@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from benchmarks.gpu_protocol import CONFIGURATIONS, reference
 from benchmarks.gpu_results import MIB, TOLERANCES, WINDOW, Entry, Part, Result, outcomes, utilisation
+from benchmarks.report import print_wide, verdict_text
 from benchmarks.results import Spread, ratio, spread
 
 WIDTH = 210  # columns
@@ -125,22 +126,19 @@ def targets_table(result: Result) -> Table:
     table = Table(title="\ntargets", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("precision", "what", "configuration", "at most", "of", "measured", ""):
         table.add_column(column, no_wrap=True)
-    for found in outcomes(result):
-        style = {"met": "green", "NOT MET": "red"}.get(found.verdict.split(",")[0], "dim")
+    for precision, found in outcomes(result):
         table.add_row(
-            found.precision,
+            precision,
             "memory" if found.target.memory else "time",
             found.target.subject,
             f"{found.target.limit:.2f}",
             found.against,
             f"{found.found.median:.3f}" if found.found and found.target.memory else shown(found.found, 1.0, 3),
-            Text(found.verdict, style=style),
+            verdict_text(found.verdict),
         )
     return table
 
 
 def write(result: Result, file: TextIO) -> None:
     """Write the tables to a file, or to the screen."""
-    console = Console(file=file)
-    console.width = max(WIDTH, console.width)
-    console.print(report(result), highlight=False, soft_wrap=False)
+    print_wide(report(result), WIDTH, file)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_protocol import (
-    BY_NAME,
-    CONFIGURATIONS,
-    PRECISIONS,
-    Built,
-    Inspection,
-    Precision,
-    Turn,
-    Warm,
-    reference,
-)
-from benchmarks.protocol import Sizes
-from benchmarks.results import Spread, ratio, spread
+from benchmarks.configurations import peers
+from benchmarks.gpu_protocol import BY_NAME, CONFIGURATIONS, PRECISIONS, Built, Inspection, Turn, Warm, reference
+from benchmarks.protocol import Precision, Sizes
+from benchmarks.results import Spread, ratio, spread, usable, write_json
+from benchmarks.targets import Outcome, Target, hardest
 
 WINDOW = 5
 """Steps whose losses are compared by their mean: what rounding does to one step says little."""
@@ -113,8 +104,7 @@ class Part:
 
     def healthy(self, name: str) -> Entry | None:
         """The entry whose figures may be used."""
-        entry = self.entries.get(name)
-        return entry if entry and entry.seconds and not entry.failure else None
+        return usable(self.entries.get(name))
 
     @property
     def reference(self) -> Entry | None:
@@ -144,10 +134,8 @@ class Result:
         return self.sizes.batch * self.sizes.sequence * self.world
 
     def write(self, path: Path) -> None:
-        whole = path.with_suffix(".new")
-        found = dataclasses.asdict(self) | {"targets": [dataclasses.asdict(one) for one in outcomes(self)]}
-        whole.write_text(json.dumps(found, indent=1, default=str) + "\n")
-        whole.rename(path)
+        targets = [{"precision": precision, **asdict(one), "verdict": one.verdict} for precision, one in outcomes(self)]
+        write_json(asdict(self) | {"targets": targets}, path)
 
 
 def flops(sizes: Sizes) -> int:
@@ -209,62 +197,27 @@ def means(losses: Sequence[float]) -> list[float]:
     return [statistics.fmean(losses[at : at + WINDOW]) for at in range(0, len(losses), WINDOW)]
 
 
-@dataclass(frozen=True)
-class Target:
-    """`subject` takes at most `limit` times what each of `against` takes, in every precision that has them."""
-
-    world: str
-    """`one` or `several` ranks."""
-    subject: str
-    against: tuple[str, ...]
-    limit: float
-    memory: bool = False
-    """Whether the peak of bytes in tensors is compared, in whole MiB, not time."""
-
-
-def peers(stage: int) -> tuple[str, ...]:
-    return tuple(c.name for c in CONFIGURATIONS if c.stage == stage and c.communicates and not c.ours)
-
-
 OURS = tuple(c for c in CONFIGURATIONS if c.ours)
 TARGETS = (
     *(Target("one", c.name, ("compile",), 1.02) for c in OURS),
     *(Target("one", c.name, ("compile",), 1.0, memory=True) for c in OURS),
-    *(Target("several", c.name, peers(c.stage), 1.0) for c in OURS),
-    *(Target("several", c.name, peers(c.stage), 1.0, memory=True) for c in OURS),
+    *(Target("several", c.name, peers(c.stage, CONFIGURATIONS), 1.0) for c in OURS),
+    *(Target("several", c.name, peers(c.stage, CONFIGURATIONS), 1.0, memory=True) for c in OURS),
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a target came out in one precision: against the strongest of those it is measured against."""
-
-    precision: str
-    target: Target
-    against: str
-    found: Spread | None
-    verdict: str
-
-
-def outcomes(result: Result) -> list[Outcome]:
-    """Of all targets whose subject was asked for."""
+def outcomes(result: Result) -> list[tuple[str, Outcome]]:
+    """Of all targets whose subject was asked for, by precision."""
     world = "one" if result.world == 1 else "several"
-    wanted = [target for target in TARGETS if target.world == world]
+    wanted = [target for target in TARGETS if target.where == world]
     parts = [result.parts[precision] for precision in PRECISIONS if precision in result.parts]
-    return [outcome(target, part) for part in parts for target in wanted if target.subject in part.entries]
+    return [(part.precision, outcome(target, part)) for part in parts for target in wanted
+            if target.subject in part.entries]  # fmt: skip
 
 
 def outcome(target: Target, part: Part) -> Outcome:
-    """Compare with the one of `target.against` that is hardest to beat."""
-    compared = {name: quotient(target, part, name) for name in target.against}
-    measured = {name: found for name, found in compared.items() if found}
-    if not measured:
-        return Outcome(part.precision, target, " / ".join(target.against), None, "not measured")
-    hardest = max(measured, key=lambda name: measured[name].median)
-    verdict = "met" if measured[hardest].median <= target.limit else "NOT MET"
-    gaps = [name for name in compared if name not in measured]
-    without = f", without {', '.join(gaps)}" if gaps else ""
-    return Outcome(part.precision, target, hardest, measured[hardest], verdict + without)
+    """In one precision."""
+    return hardest(target, partial(quotient, target, part))
 
 
 def quotient(target: Target, part: Part, against: str) -> Spread | None:

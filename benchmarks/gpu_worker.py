@@ -7,38 +7,24 @@ be alive on one device while one of them runs.
 from __future__ import annotations
 
 import gc
-import sys
 import time
-import traceback
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.accelerators import meet, opened
 from benchmarks.gpu_counts import counts, read
-from benchmarks.gpu_devices import Accelerator, meet, opened
-from benchmarks.gpu_peers import build
-from benchmarks.gpu_protocol import Built, Inspect, Inspection, Run, Start, Turn, Warm, WarmUp
-from benchmarks.protocol import Failed
-from benchmarks.worker import versions
-from benchmarks.workload import batch, make_model
+from benchmarks.gpu_protocol import Built, Inspect, Inspection, Run, Turn, Warm, WarmUp
+from benchmarks.protocol import Start
+from benchmarks.worker import Trainer, join, run, versions
 from zcompile import CompiledModule
 
 
-class Worker:
-    """Trains step after step; `step` counts them, and chooses the data."""
-
-    def __init__(self, start: Start, accelerator: Accelerator) -> None:
-        self.start, self.accelerator, self.step = start, accelerator, 0
-        with accelerator.device:
-            model = make_model(start.sizes, start.seed)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.train, self.compiled = build(model, start)
-        self.accelerator.rest()
+class Worker(Trainer):
+    """One that is timed by the clocks of host and device, and looked into."""
 
     def built(self) -> Built:
         machine = self.accelerator
@@ -149,30 +135,9 @@ class Worker:
             self.train(*data)
         self.accelerator.synchronize()
 
-    def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
-        """The data of the next steps, on the device."""
-        start, first = self.start, self.step
-        self.step += steps
-        given = [batch(start.sizes, start.seed, start.rank, first + index) for index in range(steps)]
-        device = self.accelerator.device
-        return [(tokens.to(device), targets.to(device)) for tokens, targets in given]
-
 
 def values(losses: list[Tensor]) -> list[float]:
     return [float(loss) for loss in losses]
-
-
-def join(start: Start, accelerator: Accelerator) -> None:
-    """Join the process group of all ranks. A world of one makes its own where it wants one."""
-    if start.world > 1 or (start.configuration.communicates and not start.configuration.ours):
-        dist.init_process_group(
-            accelerator.backend,
-            init_method=f"file://{start.store}",
-            rank=start.rank,
-            world_size=start.world,
-            timeout=timedelta(seconds=start.timeout),
-            device_id=accelerator.device if start.device == "cuda" else None,
-        )
 
 
 def serve(connection: Connection) -> None:
@@ -182,23 +147,11 @@ def serve(connection: Connection) -> None:
     torch.set_float32_matmul_precision("highest" if start.precision == "fp32" else "high")
     join(start, accelerator)
     worker = Worker(start, accelerator)
+    accelerator.rest()
     connection.send(worker.built())
     while True:
         connection.send(worker.answer(connection.recv()))
 
 
-def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    try:
-        serve(connection)
-    except EOFError:
-        return  # the command has what it wanted, or is gone
-    except BaseException as error:
-        traceback.print_exc()
-        lines = str(error).strip().splitlines() or [""]
-        connection.send(Failed(f"{type(error).__name__}: {lines[0]}"))
-        raise SystemExit(1) from error
-
-
 if __name__ == "__main__":
-    main()
+    run(serve)

@@ -100,7 +100,7 @@ def weigh(name: str, configuration: Configuration, sizes: Sizes, library: Path, 
     with Team("benchmarks.worker", ends, logs / name, options.timeout, environment=environment) as team:
         store = library.parent / name
         try:
-            team.tell(*(Start(rank, 2, configuration, sizes, 0, 2, store, options.timeout) for rank in range(2)))
+            team.tell(*(Start(rank, 2, configuration, sizes, 0, store, options.timeout, warmup=2) for rank in range(2)))
             ready: list[Ready] = team.hear()
             team.tell(*[Weigh(2)] * len(ready))
             answers: list[Weighed] = team.hear()

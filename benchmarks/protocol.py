@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.configurations import Configuration
+
+Device = Literal["cuda", "cpu"]
+Precision = Literal["bf16", "tf32", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,16 @@ class Start:
     configuration: Configuration
     sizes: Sizes
     seed: int
-    warmup: int
-    """Steps before the first answer: they compile, and fill caches and optimizer state."""
     store: Path
     """A file through which the ranks find each other, whatever namespaces they are in."""
     timeout: float
-    """Seconds after which a rank gives up waiting for the other."""
+    """Seconds after which a rank gives up waiting for another."""
+    warmup: int = 0
+    """Steps before the first answer: they compile, and fill caches and optimizer state."""
+    device: Device = "cpu"
+    precision: Precision = "fp32"
+    rate: float = 3e-4
+    """What the optimizer learns at."""
 
 
 @dataclass(frozen=True)

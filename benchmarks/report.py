@@ -108,26 +108,34 @@ def targets_table(result: Result) -> Table:
     for column in ("link", "what", "configuration", "at most", "of", "measured", ""):
         table.add_column(column, no_wrap=column != "of")
     for target in TARGETS:
-        link = result.links.get(target.link)
+        link = result.links.get(target.where)
         if link is None or (target.subject not in link.entries and not link.left_out):
             continue
         found = outcome(target, result)
         measured = "-" if found.found is None else f"{found.found.median:.2f}" if target.memory else str(found.found)
-        style = {"met": "green", "NOT MET": "red"}.get(found.verdict.split(",")[0], "dim")
         table.add_row(
-            target.link,
+            target.where,
             "memory" if target.memory else "time",
             target.subject,
             f"{target.limit:.2f}",
             found.against,
             measured,
-            Text(found.verdict, style=style),
+            verdict_text(found.verdict),
         )
     return table
 
 
 def write(result: Result, file: TextIO) -> None:
-    """Write the tables to a file, or to the screen, which wraps lines by itself where it is narrow."""
+    """Write the tables to a file, or to the screen."""
+    print_wide(report(result), WIDTH, file)
+
+
+def print_wide(report: RenderableType, width: int, file: TextIO) -> None:
+    """At least `width` columns wide; a narrow screen wraps lines by itself."""
     console = Console(file=file)
-    console.width = max(WIDTH, console.width)
-    console.print(report(result), highlight=False, soft_wrap=False)
+    console.width = max(width, console.width)
+    console.print(report, highlight=False, soft_wrap=False)
+
+
+def verdict_text(verdict: str) -> Text:
+    return Text(verdict, style={"met": "green", "NOT MET": "red"}.get(verdict.split(",")[0], "dim"))

@@ -7,7 +7,7 @@ import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.configurations import BASELINE, BY_NAME, CONFIGURATIONS
 from benchmarks.protocol import Ready, Turn
@@ -96,8 +96,7 @@ class LinkResult:
 
     def healthy(self, name: str) -> Entry | None:
         """The entry whose figures may be used."""
-        entry = self.entries.get(name)
-        return entry if entry and entry.seconds and not entry.failure else None
+        return usable(self.entries.get(name))
 
 
 @dataclass
@@ -111,9 +110,29 @@ class Result:
     links: dict[str, LinkResult] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        whole = path.with_suffix(".new")
-        whole.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        whole.rename(path)
+        write_json(dataclasses.asdict(self), path)
+
+
+class Measured(Protocol):
+    """A configuration."""
+
+    seconds: dict[str, float]
+    failure: str | None
+
+
+M = TypeVar("M", bound=Measured)
+
+
+def usable(entry: M | None) -> M | None:
+    """`entry` if its figures may be used."""
+    return entry if entry and entry.seconds and not entry.failure else None
+
+
+def write_json(found: dict[str, Any], path: Path) -> None:
+    """Write a file as a whole, or not at all."""
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    whole.rename(path)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def trained(place: Place, configuration: Configuration, plan: Plan) -> Team:
     store = place.folder / configuration.name
     team.tell(
         *(
-            Start(rank, RANKS, configuration, plan.sizes, plan.seed, plan.warmup, store, plan.timeout)
+            Start(rank, RANKS, configuration, plan.sizes, plan.seed, store, plan.timeout, plan.warmup)
             for rank in range(RANKS)
         )
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.configurations import BASELINE, peers
 from benchmarks.floor import floors
@@ -13,15 +15,16 @@ FLOOR = "floor"
 
 @dataclass(frozen=True)
 class Target:
-    """`subject` takes at most `limit` times what each of `against` takes over `link`."""
+    """`subject` takes at most `limit` times what each of `against` takes."""
 
-    link: str
+    where: str
+    """The link; on devices `one` or `several` ranks."""
     subject: str
     against: tuple[str, ...]
     """Configurations, or the floor."""
     limit: float
     memory: bool = False
-    """Whether peak resident memory is compared, not time."""
+    """Whether peaks of memory are compared, not time."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,24 @@ TARGETS = (
 
 
 def outcome(target: Target, result: Result) -> Outcome:
-    """Compare, in every round of one run, with the one of `target.against` that is hardest to beat."""
-    found = {name: compared(target, name, result) for name in target.against}
+    """Compare in every round of one run."""
+    return hardest(target, partial(compared, target, result))
+
+
+def hardest(target: Target, compared: Callable[[str], Spread | None]) -> Outcome:
+    """How it came out against the one of `target.against` that is hardest to beat, by the ratio to each."""
+    found = {name: compared(name) for name in target.against}
     measured = {name: figures for name, figures in found.items() if figures}
     gaps = tuple(name for name in found if name not in measured)
     if not measured:
         return Outcome(target, " / ".join(target.against), None, gaps)
-    hardest = max(measured, key=lambda name: measured[name].median)
-    return Outcome(target, hardest, measured[hardest], gaps)
+    best = max(measured, key=lambda name: measured[name].median)
+    return Outcome(target, best, measured[best], gaps)
 
 
-def compared(target: Target, against: str, result: Result) -> Spread | None:
+def compared(target: Target, result: Result, against: str) -> Spread | None:
     """The ratio of the target's subject to one other; None where one of them has no figures."""
-    link = result.links.get(target.link)
+    link = result.links.get(target.where)
     subject = link.healthy(target.subject) if link else None
     if link is None or subject is None:
         return None

@@ -11,8 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -21,35 +20,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from benchmarks.accelerators import Accelerator, opened
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.peers import build
 from benchmarks.protocol import Failed, Ready, Run, Start, Trace, Turn, Weigh, Weighed
 from benchmarks.workload import batch, make_model
 
 
-class Worker:
+class Trainer:
     """Trains step after step; `step` counts them, and chooses the data."""
 
-    def __init__(self, start: Start) -> None:
-        self.before = counter().live() if "LD_PRELOAD" in os.environ else 0
-        model = make_model(start.sizes, start.seed)
-        self.start, self.step = start, 0
+    def __init__(self, start: Start, accelerator: Accelerator) -> None:
+        self.start, self.accelerator, self.step = start, accelerator, 0
+        with accelerator.device:
+            model = make_model(start.sizes, start.seed)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.train = build(model, start.configuration)
+        self.train, self.compiled = build(model, start)
+
+    def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """The data of the next steps, on the device."""
+        start, first = self.start, self.step
+        self.step += steps
+        given = [batch(start.sizes, start.seed, start.rank, first + index) for index in range(steps)]
+        device = self.accelerator.device
+        return [(tokens.to(device), targets.to(device)) for tokens, targets in given]
+
+
+class Worker(Trainer):
+    """One that is timed step by step, and whose process is weighed."""
+
+    def __init__(self, start: Start, accelerator: Accelerator) -> None:
+        self.before = counter().live() if "LD_PRELOAD" in os.environ else 0
+        super().__init__(start, accelerator)
 
     def ready(self) -> Ready:
         """Train the steps of the warm-up; the peak of memory counts anew from here."""
         found = Ready(self.run(self.start.warmup), self.parameters, versions(self.start.configuration.family))
-        Path("/proc/self/clear_refs").write_text("5")
+        self.accelerator.reset_peak()
         return found
 
     def run(self, steps: int) -> Turn:
         """Train `steps` steps one after the other, begun together with the other rank."""
-        start = self.start
-        batches = [batch(start.sizes, start.seed, start.rank, self.step + index) for index in range(steps)]
-        self.step += steps
-        losses = []
+        batches, losses = self.batches(steps), []
         dist.barrier()
         cpu, marks = time.process_time(), [time.perf_counter()]
         for tokens, targets in batches:
@@ -57,7 +71,7 @@ class Worker:
             marks.append(time.perf_counter())
         cpu = time.process_time() - cpu
         seconds = [after - before for before, after in pairwise(marks)]
-        return Turn(seconds, [loss.item() for loss in losses], cpu, peak())
+        return Turn(seconds, [loss.item() for loss in losses], cpu, self.accelerator.peak()[0])
 
     def trace(self, path: Path) -> Turn:
         """Train one step under torch's profiler, and write the trace of rank 0 for Perfetto."""
@@ -93,41 +107,38 @@ def counter() -> LiveBytes:
     return LiveBytes()
 
 
-def peak() -> int:
-    """Bytes: the largest resident memory of this process since it was last reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
 def versions(family: str) -> dict[str, str]:
     """Of torch, and of the distribution that this family comes from if it is another one."""
     names = {"torch"} | ({family} & {"deepspeed", "zcompile"})
     return {name: importlib.metadata.version(name) for name in names}
 
 
-@contextmanager
-def joined(start: Start) -> Iterator[None]:
-    """Join the process group of both ranks, over gloo."""
-    deadline = timedelta(seconds=start.timeout)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{start.store}", rank=start.rank, world_size=start.world, timeout=deadline
-    )
-    yield
-    dist.destroy_process_group()
+def join(start: Start, accelerator: Accelerator) -> None:
+    """Join the process group of all ranks. A world of one makes its own where it wants one."""
+    if start.world > 1 or (start.configuration.communicates and not start.configuration.ours):
+        dist.init_process_group(
+            accelerator.backend,
+            init_method=f"file://{start.store}",
+            rank=start.rank,
+            world_size=start.world,
+            timeout=timedelta(seconds=start.timeout),
+            device_id=accelerator.device if start.device == "cuda" else None,
+        )
 
 
 def serve(connection: Connection) -> None:
     """Answer message after message until the other end closes."""
-    start = connection.recv()
-    torch.set_num_threads(1)
-    with joined(start):
-        worker = Worker(start)
-        connection.send(worker.ready())
-        while True:
-            connection.send(worker.answer(connection.recv()))
+    start: Start = connection.recv()
+    accelerator = opened(start.device, start.rank)
+    join(start, accelerator)
+    worker = Worker(start, accelerator)
+    connection.send(worker.ready())
+    while True:
+        connection.send(worker.answer(connection.recv()))
 
 
-def main() -> None:
+def run(serve: Callable[[Connection], None]) -> None:
+    """Serve the pipe at the descriptor of the command line; an error is the last answer."""
     connection = Connection(int(sys.argv[1]))
     try:
         serve(connection)
@@ -141,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(serve)

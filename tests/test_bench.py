@@ -133,7 +133,7 @@ def test_targets_compare_memory_and_the_floor_too() -> None:
 
 def test_targets_name_configurations_and_links_that_exist() -> None:
     for target in TARGETS:
-        assert target.link in LINKS
+        assert target.where in LINKS
         assert target.subject in BY_NAME
         assert all(name == "floor" or name in BY_NAME for name in target.against)
     assert all(peers(stage) for stage in range(4))

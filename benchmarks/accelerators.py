@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_protocol import Device
+from benchmarks.protocol import Device
 
 
 class Accelerator(Protocol):
