@@ -33,7 +33,7 @@ from benchmarks.memory import MIB, SIZES
 from benchmarks.team import ROOT
 from benchmarks.workload import ADAMW, batch, make_model
 from zcompile.ir.ops import Away
-from zcompile.runtime.offload.activation_keepers import DiskKeeper
+from zcompile.runtime.offload.activation_storage import DiskStorage
 
 STEPS = 5
 
@@ -99,7 +99,7 @@ def train(way: Way, folder: str) -> None:
     counter, seconds, losses, peaks, turns, moved = LiveBytes(), [], [], [], [], 0.0
     for number in range(STEPS + 2):
         offload = compiled._engine.compiler._session.offloads.get(Away())
-        disk = offload.keeper if offload is not None and isinstance(offload.keeper, DiskKeeper) else None
+        disk = offload.storage if offload is not None and isinstance(offload.storage, DiskStorage) else None
         moved = disk.seconds if disk is not None else 0.0
         state, _ = counter.live(), counter.peak()
         before = time.perf_counter()

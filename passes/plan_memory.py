@@ -10,7 +10,7 @@
 
 What regions take and give back in between then comes out of memory without long-lived islands in it: the
 defragmentation of ZeRO-R (Rajbhandari et al. 2020, section 6.3). Places are those of gathered parameters and of
-gradients copied to be sent, packed by their lifetimes; checkpoints, whose sizes vary, are copied onto a stack.
+gradients copied to be sent, packed by their lifetimes; saved activations, whose sizes vary, are copied onto a stack.
 
 Not placed is what outlives the step: copies that are kept, what is gathered ahead, and gradients, which users may hold.
 
@@ -35,10 +35,10 @@ from zcompile.ir.tensor_type import TensorType, human_bytes
 from zcompile.passes.common.saved_values import maker_of
 
 
-def plan_memory(program: Program, *, checkpoints: bool = False) -> Program:
-    """A program whose gathers and reductions have places in an arena; with `checkpoints`, these go onto a stack."""
+def plan_memory(program: Program, *, activations: bool = False) -> Program:
+    """Gathers and reductions get places in an arena; with `activations`, what is saved goes onto a stack."""
     program = program.copy()
-    if checkpoints and program.has_backward:
+    if activations and program.has_backward:
         _store(program)
     spans = placeable(program)
     if not spans:
@@ -56,7 +56,7 @@ def plan_memory(program: Program, *, checkpoints: bool = False) -> Program:
 
 
 def _store(program: Program) -> None:
-    """Let everything behind it read the copy of a checkpoint on the stack, so that the checkpoint itself is freed."""
+    """Let everything behind it read the copy of a saved activation on the stack, so that the first one is freed."""
     found = [(node, call) for node in program.saved() if (call := maker_of(program, node)) is not None]
     if not found:
         return

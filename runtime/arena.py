@@ -59,7 +59,7 @@ class Places:
         return self._at[start:stop].view(dtype)
 
 
-class CheckpointStack:
+class ActivationStack:
     """Memory that is filled from one end to the other in the order of `take`; what is beyond it is allocated."""
 
     def __init__(self, loan: Loan | None) -> None:
@@ -139,9 +139,9 @@ class Lender:
         return (None if keeps_graph() else self._arenas.loan_of(full)) or self._arenas.lend(self._arena)
 
     @contextlib.contextmanager
-    def stack(self) -> Iterator[CheckpointStack]:
+    def stack(self) -> Iterator[ActivationStack]:
         """The stack for a phase. Sizes vary: what it would have taken is what the next one gets."""
-        stack = CheckpointStack(self._arenas.lend(self._stack) if self._stack else None)
+        stack = ActivationStack(self._arenas.lend(self._stack) if self._stack else None)
         try:
             yield stack
         finally:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zcompile.ir.layout import Param, Unit
-from zcompile.runtime.arena import CheckpointStack, Places
+from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
@@ -261,7 +261,7 @@ def copy(value: torch.Tensor) -> torch.Tensor:
     return value.clone(memory_format=torch.contiguous_format)
 
 
-def store(value: torch.Tensor, stack: CheckpointStack) -> torch.Tensor:
+def store(value: torch.Tensor, stack: ActivationStack) -> torch.Tensor:
     """A copy of a tensor, laid out alike, on top of the stack; beside it, where that is full."""
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     taken = stack.take((last + 1) * value.itemsize) if value.numel() else None

@@ -30,7 +30,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of one activation: `held` by the keeper, for a tensor laid out like this."""
+    """What is kept of one activation: `held` by the storage, for a tensor laid out like this."""
 
     held: Any
     shape: torch.Size
@@ -41,7 +41,7 @@ class _Kept:
         return flat.as_strided(self.shape, self.stride)
 
 
-class Keeper(ABC):
+class ActivationStorage(ABC):
     """Keeps flat tensors elsewhere."""
 
     @abstractmethod
@@ -58,10 +58,10 @@ class Keeper(ABC):
 
 
 class OffloadedActivations:
-    """Slots for activations of one model, which `keeper` keeps."""
+    """Slots for activations of one model, which `storage` keeps."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self.keeper = keeper
+    def __init__(self, storage: ActivationStorage) -> None:
+        self.storage = storage
         self._slots: dict[int, _Kept] = {}
         self._tokens: dict[int, StorageWeakRef] = {}
         self._number = 0
@@ -74,7 +74,7 @@ class OffloadedActivations:
         """
         self.sweep()
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        held = self.keeper.put(value.as_strided((last + 1,), (1,)))
+        held = self.storage.put(value.as_strided((last + 1,), (1,)))
         self._number += 1
         self._slots[self._number] = _Kept(held, value.shape, value.stride(), value.dtype)
         token = torch.tensor(self._number, device="cpu")
@@ -92,7 +92,7 @@ class OffloadedActivations:
             found = "stands for an activation that is gone: hooks on saved tensors copy, or a backward failed before"
             raise StateError("offload_activations", found, "leave it out, or torch.autograd.graph.saved_tensors_hooks")
         kept = self._slots[number]
-        arrive = self.keeper.get(kept.held, kept.dtype, last=not keeps_graph())
+        arrive = self.storage.get(kept.held, kept.dtype, last=not keeps_graph())
         if not keeps_graph():
             self._forget(number)
         return Arrival(lambda: kept.laid_out(arrive()))
@@ -100,7 +100,7 @@ class OffloadedActivations:
     def sweep(self) -> None:
         """Give up what stands for nothing any more: its graph was dropped."""
         for number in [number for number, token in self._tokens.items() if token.expired()]:
-            self.keeper.drop(self._slots[number].held)
+            self.storage.drop(self._slots[number].held)
             self._forget(number)
 
     def _forget(self, number: int) -> None:

@@ -21,8 +21,8 @@ from zcompile.cost.memory import peak_bytes
 from zcompile.cost.roofline import aten_cost
 from zcompile.ir.operation import Phase, op_of
 from zcompile.ir.ops import Call
-from zcompile.passes.common.checkpoint_choice import GAP, CheckpointChoice, Problem, choice
 from zcompile.passes.common.recompute import Turn
+from zcompile.passes.common.recompute_choice import GAP, Problem, RecomputeChoice, choice
 from zcompile.schedule.option_checks import checkpoint_of
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def assigned(model: nn.Module, *inputs: torch.Tensor) -> Program:
     return next(entry.after for entry in compiled.journals[0].entries if entry.name == "assign_units")
 
 
-def seconds(problem: Problem, made: CheckpointChoice) -> float:
+def seconds(problem: Problem, made: RecomputeChoice) -> float:
     return sum(problem.again_seconds(operation) for operation, run in problem.again if made.runs_again(operation, run))
 
 

@@ -23,14 +23,14 @@ from zcompile.cost.memory import peak_bytes
 from zcompile.ir.ops import Away
 from zcompile.ir.ops import Offload as OffloadOperation
 from zcompile.runtime import offloaded_activations
-from zcompile.runtime.offload.activation_keepers import DiskKeeper
+from zcompile.runtime.offload.activation_storage import DiskStorage
 from zcompile.runtime.offload.unnamed_files import Room
 from zcompile.runtime.offloaded_activations import OffloadedActivations
 
 
-def disk_of(offload: OffloadedActivations) -> DiskKeeper:
-    assert isinstance(offload.keeper, DiskKeeper)
-    return offload.keeper
+def disk_of(offload: OffloadedActivations) -> DiskStorage:
+    assert isinstance(offload.storage, DiskStorage)
+    return offload.storage
 
 
 # -- offloads ----------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def disk_of(offload: OffloadedActivations) -> DiskKeeper:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_what_comes_back_is_what_went_away_and_laid_out_alike(tmp_path: Path, dtype: torch.dtype) -> None:
-    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskStorage(tmp_path))
     values = [torch.randn(7, 5, 3).to(dtype), torch.randn(9, 4).t().to(dtype), torch.ones(()).to(dtype)]
     values.append(torch.randn(100, 8)[3:].to(dtype))
     tokens = [offload.offload(value) for value in values]
@@ -50,7 +50,7 @@ def test_what_comes_back_is_what_went_away_and_laid_out_alike(tmp_path: Path, dt
 
 
 def test_room_is_used_again(tmp_path: Path) -> None:
-    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskStorage(tmp_path))
     for _ in range(20):
         tokens = [offload.offload(torch.ones(1000)) for _ in range(3)]
         for token in tokens:
@@ -60,7 +60,7 @@ def test_room_is_used_again(tmp_path: Path) -> None:
 
 
 def test_what_is_dropped_is_forgotten(tmp_path: Path) -> None:
-    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskStorage(tmp_path))
     for _ in range(20):
         offload.offload(torch.ones(1000))
     assert len(offload._slots) <= 1
@@ -68,7 +68,7 @@ def test_what_is_dropped_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_what_is_not_written_yet_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    offload, write = OffloadedActivations(DiskKeeper(tmp_path)), os.pwrite
+    offload, write = OffloadedActivations(DiskStorage(tmp_path)), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.2), write(*args))[1])
     first, second = offload.offload(torch.ones(10)), offload.offload(torch.full((10,), 2.0))
     assert torch.equal(offload.fetch(second).wait(), torch.full((10,), 2.0))
@@ -76,7 +76,7 @@ def test_what_is_not_written_yet_is_taken_back(tmp_path: Path, monkeypatch: pyte
 
 
 def test_short_writes_and_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    offload, write, read = OffloadedActivations(DiskKeeper(tmp_path)), os.pwrite, os.preadv
+    offload, write, read = OffloadedActivations(DiskStorage(tmp_path)), os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:7], at))
     monkeypatch.setattr(os, "preadv", lambda file, parts, at: read(file, [parts[0][:5]], at))
     value = torch.arange(50.0)
@@ -89,7 +89,7 @@ def test_a_disk_that_fails_is_an_error_with_its_path(tmp_path: Path, monkeypatch
     def failing(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskStorage(tmp_path))
     monkeypatch.setattr(os, "pwrite", failing)
     kept = []
     with pytest.raises(StateError, match=rf"{tmp_path}: failed to keep activations: Input/output error"):
@@ -97,7 +97,7 @@ def test_a_disk_that_fails_is_an_error_with_its_path(tmp_path: Path, monkeypatch
 
 
 def test_sizes_that_vary_share_their_room(tmp_path: Path) -> None:
-    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskStorage(tmp_path))
     for size in range(1, 100):
         held = [offload.offload(torch.ones(100 * size)) for _ in range(3)]
         for token in held:
@@ -109,7 +109,7 @@ def test_what_was_fetched_and_not_waited_for_gives_its_room_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offloaded_activations, "keeps_graph", lambda: False)  # as within a backward
-    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskStorage(tmp_path))
     for _ in range(20):
         token = offload.offload(torch.ones(1000))
         disk_of(offload)._waiting[-1].written.result()
@@ -120,7 +120,7 @@ def test_what_was_fetched_and_not_waited_for_gives_its_room_back(
 
 def test_what_was_fetched_before_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded_activations, "keeps_graph", lambda: False)  # as within a backward
-    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskStorage(tmp_path))
     token = offload.offload(torch.ones(10))
     offload.fetch(token).wait()
     with pytest.raises(StateError, match="saved_tensors_hooks"):
@@ -130,7 +130,7 @@ def test_what_was_fetched_before_is_an_error(tmp_path: Path, monkeypatch: pytest
 def test_a_place_that_is_dropped_while_it_writes_closes_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload, write = OffloadedActivations(DiskKeeper(tmp_path)), os.pwrite
+    offload, write = OffloadedActivations(DiskStorage(tmp_path)), os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.2), write(*args))[1])
     offload.offload(torch.ones(10))
     file = disk_of(offload)._file.number
@@ -140,7 +140,7 @@ def test_a_place_that_is_dropped_while_it_writes_closes_its_file(
 
 
 def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
-    offload = OffloadedActivations(DiskKeeper(tmp_path))
+    offload = OffloadedActivations(DiskStorage(tmp_path))
     value = torch.ones(10)
     with torch.device("meta"):
         token = offload.offload(value)

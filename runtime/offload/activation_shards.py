@@ -1,4 +1,4 @@
-"""Parts: activations that all ranks of a model-parallel mesh have, of which each keeps one part."""
+"""Activations that all ranks of a model-parallel mesh have, of which each keeps a shard."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.offloaded_activations import Keeper
+from zcompile.runtime.offloaded_activations import ActivationStorage
 
 
-class MemoryKeeper(Keeper):
+class DeviceStorage(ActivationStorage):
     """Where they are."""
 
     def put(self, flat: torch.Tensor) -> torch.Tensor:
@@ -26,42 +26,42 @@ class MemoryKeeper(Keeper):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Shard:
     held: Any
     numel: int
     """Of the whole."""
 
 
-class ShardKeeper(Keeper):
+class ShardStorage(ActivationStorage):
     """Keeps this rank's shard of what every rank of `group` has, by `inner`; all of it is gathered when it is wanted.
 
-    `get` is collective. With the part in memory the gather starts there; where it has to be fetched first, when it is
-    waited for: that is when all ranks have come so far, in the order of their program. Hazards on CUDA: the part is a
+    `get` is collective. With the shard in memory the gather starts there; where it has to be fetched first, when it is
+    waited for: that is when all ranks have come so far, in the order of their program. Hazards on CUDA: the shard is a
     copy, made behind what computes the value in the current stream; the gather starts behind that stream, and its
-    work holds the part and what arrives until the stream has waited for it.
+    work holds the shard and what arrives until the stream has waited for it.
     """
 
-    def __init__(self, group: Communicator, inner: Keeper) -> None:
+    def __init__(self, group: Communicator, inner: ActivationStorage) -> None:
         self.group, self.inner = group, inner
 
-    def put(self, flat: torch.Tensor) -> _Part:
+    def put(self, flat: torch.Tensor) -> _Shard:
         each = -(-flat.numel() // self.group.size)
         mine = flat[self.group.rank * each : (self.group.rank + 1) * each]
-        part = flat.new_empty(each)
-        part[: mine.numel()].copy_(mine)
-        part[mine.numel() :].zero_()
-        return _Part(self.inner.put(part), flat.numel())
+        shard = flat.new_empty(each)
+        shard[: mine.numel()].copy_(mine)
+        shard[mine.numel() :].zero_()
+        return _Shard(self.inner.put(shard), flat.numel())
 
-    def get(self, held: _Part, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
+    def get(self, held: _Shard, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
         arrive = self.inner.get(held.held, dtype, last=last)
-        if isinstance(self.inner, MemoryKeeper):
+        if isinstance(self.inner, DeviceStorage):
             return self._gathered(arrive(), held.numel)
         return lambda: self._gathered(arrive(), held.numel)()
 
-    def _gathered(self, part: torch.Tensor, numel: int) -> Callable[[], torch.Tensor]:
+    def _gathered(self, shard: torch.Tensor, numel: int) -> Callable[[], torch.Tensor]:
         """Start gathering; what is returned waits for it."""
-        whole = part.new_empty(part.numel() * self.group.size)
-        work = self.group.all_gather(whole, part)
+        whole = shard.new_empty(shard.numel() * self.group.size)
+        work = self.group.all_gather(whole, shard)
 
         def land() -> torch.Tensor:
             work.wait()
@@ -69,5 +69,5 @@ class ShardKeeper(Keeper):
 
         return land
 
-    def drop(self, held: _Part) -> None:
+    def drop(self, held: _Shard) -> None:
         self.inner.drop(held.held)

@@ -123,12 +123,12 @@ def test_gathers_have_places_that_later_ones_have_again() -> None:
 
 
 def test_checkpoints_are_stored_and_read_from_there() -> None:
-    check(partial(plan_memory, checkpoints=True), CHAIN, GATHERED, PLACED_AND_STORED)
+    check(partial(plan_memory, activations=True), CHAIN, GATHERED, PLACED_AND_STORED)
 
 
 def test_what_is_returned_or_comes_from_the_caller_is_not_stored() -> None:
     program = plan_memory(
-        zcompile.parse(joined(CHAIN, GATHERED.replace("return [yc]", "return [yc, ya]"))), checkpoints=True
+        zcompile.parse(joined(CHAIN, GATHERED.replace("return [yc]", "return [yc, ya]"))), activations=True
     )
     assert [node.name for node in program.nodes(Store)] == ["yb_stored"]
 

@@ -146,7 +146,7 @@ def arena_bytes(program: Program) -> int:
 
 
 def stack_bytes(program: Program) -> int:
-    """Bytes of the stack that checkpoints are copied onto."""
+    """Bytes of the stack that saved activations are copied onto."""
     return sum(data(node).nbytes for node in program.nodes(Store))
 
 

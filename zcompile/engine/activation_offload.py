@@ -9,9 +9,9 @@ from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.ir.ops import Away, Group
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.offload.activation_keepers import DiskKeeper, HostKeeper
-from zcompile.runtime.offload.activation_shards import MemoryKeeper, ShardKeeper
-from zcompile.runtime.offloaded_activations import Keeper, OffloadedActivations
+from zcompile.runtime.offload.activation_shards import DeviceStorage, ShardStorage
+from zcompile.runtime.offload.activation_storage import DiskStorage, HostStorage
+from zcompile.runtime.offloaded_activations import ActivationStorage, OffloadedActivations
 from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.schedule.options import Options
 
@@ -28,18 +28,18 @@ def make_offloads(
         OptionError: "cpu" for a model on the CPU, or a disk for one that is elsewhere.
         StateError: on every rank: the folder cannot be written on one.
     """
-    away = _keeper(options.offload_activations, communicator, agreement)
+    away = _storage(options.offload_activations, communicator, agreement)
     found: dict[Away | Group, OffloadedActivations] = {} if away is None else {Away(): OffloadedActivations(away)}
     if tensor is not None:
-        found[Group(tensor.axis)] = OffloadedActivations(ShardKeeper(tensor.communicator, away or MemoryKeeper()))
+        found[Group(tensor.axis)] = OffloadedActivations(ShardStorage(tensor.communicator, away or DeviceStorage()))
     return found
 
 
-def _keeper(asked: str | None, communicator: Communicator, agreement: Agreement) -> Keeper | None:
+def _storage(asked: str | None, communicator: Communicator, agreement: Agreement) -> ActivationStorage | None:
     place = offload_of("offload_activations", asked)
     if place is None:
         return None
     check_place("offload_activations", place, communicator.device)
     if not isinstance(place, Path):
-        return HostKeeper(communicator.device)
-    return agreement.together("the file of activations", str(place), lambda: DiskKeeper(place))
+        return HostStorage(communicator.device)
+    return agreement.together("the file of activations", str(place), lambda: DiskStorage(place))

@@ -106,8 +106,8 @@ class CompiledStep:
         self._flows = Flows(traced)
         keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
         self._has_copies = keeps or (session.updater is not None and program.layout.stage.optimizer_sharded)
-        checkpoints = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
-        self._lender = Lender(session.arenas, arena_bytes(program), checkpoints)
+        stacked = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
+        self._lender = Lender(session.arenas, arena_bytes(program), stacked)
         self._regions = regions.get_all(program.regions)
         self._forward = self._load(program, Phase.FORWARD)
         self._backward = self._load(program, Phase.BACKWARD) if program.has_backward else None

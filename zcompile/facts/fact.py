@@ -74,7 +74,7 @@ def label(node: fx.Node) -> str:
 
 
 def in_training(fact: Fact) -> Fact:
-    """`fact` of programs with a backward; without one nothing is saved, so that no checkpoint could bring it about."""
+    """`fact` of programs with a backward: without one nothing is saved that could be computed again."""
 
     def violations(program: Program) -> Iterator[Violation]:
         if program.has_backward:

@@ -100,7 +100,7 @@ class Arena(Lent):
 
 @dataclass(frozen=True, slots=True)
 class Stack(Lent):
-    """Memory that is kept from step to step, in which checkpoints lie one behind the other."""
+    """Memory that is kept from step to step, in which saved activations lie one behind the other."""
 
     label = "stack"
 
@@ -397,7 +397,7 @@ class Copy(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Store(Operation):
-    """A checkpoint copied onto the stack, so that its own memory is free again."""
+    """A saved activation copied onto the stack, so that its own memory is free again."""
 
     role = Role.VALUE
     functions = ("store",)

@@ -25,8 +25,8 @@ from zcompile.passes.offload_activations import offload_activations as offload_a
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.partition_activations import partition_activations as partition_activations_pass
-from zcompile.passes.place_checkpoints import place_checkpoints
 from zcompile.passes.plan_memory import plan_memory
+from zcompile.passes.recompute_activations import recompute_activations
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.passes.sink_waits import sink_waits
 from zcompile.passes.split_large import split_large
@@ -80,7 +80,7 @@ def pipeline(
             holds at most so many bytes ("512 MiB", a number), or this share of the peak (a float).
         whole: False for programs that are parts of a model, where a checkpoint setting may be without effect.
         updates: Let the optimizer use gradients as they arrive; for `zcompile.train_step`.
-        arenas: Give what is gathered, copied to be sent or saved as a checkpoint places in memory that is kept.
+        arenas: Give what is gathered, copied to be sent or saved places in memory that is kept.
         offload_activations: "cpu" or "disk:FOLDER": keep what is saved for the backward there.
         partition_activations: Keep of what all tensor-parallel ranks save a shard on each.
 
@@ -105,8 +105,8 @@ def pipeline(
     within = [_within(limit, kept)] if limit else []
     behind = [*(UPDATES[: 2 if prefetch else 1] if updates else ())]
     budget = checkpoint_of(checkpoint)
-    behind += [_places(checkpoints=budget is not None)] if arenas else []
-    place = _checkpoints(budget, [*passes, *behind], fuses=partition == "min_cut", whole=whole)
+    behind += [_places(activations=budget is not None)] if arenas else []
+    place = _recomputes(budget, [*passes, *behind], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes, *within, *behind), (facts.VOLUME_RIGHT, *goals))
 
@@ -129,9 +129,9 @@ def _messages(small: int, bucket: int) -> tuple[Pass, Pass]:
     )
 
 
-def _places(*, checkpoints: bool) -> Pass:
+def _places(*, activations: bool) -> Pass:
     """The pass that comes behind all that gather, reduce or release."""
-    plan = partial(plan_memory, checkpoints=checkpoints)
+    plan = partial(plan_memory, activations=activations)
     return Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
 
 
@@ -152,10 +152,10 @@ def _within(limit: int, kept: Sequence[str] | None) -> Pass:
     return Pass("keep_within", within, (facts.WAITS_SUNK,), fits, _FULL)
 
 
-def _checkpoints(
+def _recomputes(
     checkpoint: Literal["unit", "auto"] | int | float | None, following: Sequence[Pass], *, fuses: bool, whole: bool
 ) -> list[Pass]:
-    """The pass that places checkpoints, if any, before those that are `following`.
+    """The pass that has activations computed again, if any, before those that are `following`.
 
     What is kept full within a memory limit is not among them: it comes on top of a budget.
     """
@@ -169,5 +169,5 @@ def _checkpoints(
             program = step(program)
         return program
 
-    place = partial(place_checkpoints, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
-    return [Pass("place_checkpoints", place, (facts.UNITS_ASSIGNED,))]
+    place = partial(recompute_activations, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
+    return [Pass("recompute_activations", place, (facts.UNITS_ASSIGNED,))]

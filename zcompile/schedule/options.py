@@ -99,7 +99,7 @@ class Options:
 
     @property
     def has_budget(self) -> bool:
-        """True where checkpoints are placed so that memory suffices."""
+        """True where what is saved depends on the memory."""
         return checkpoint_of(self.checkpoint) not in (None, "unit")
 
     @property

@@ -1,4 +1,4 @@
-"""Keepers of activations: the memory of the host, and a file on a disk."""
+"""Where activations are kept: the memory of the host, and a file on a disk."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 from zcompile.errors import StateError
 from zcompile.runtime.device import current_stream, new_stream, on_stream
 from zcompile.runtime.offload.unnamed_files import Room, nameless, set_aside
-from zcompile.runtime.offloaded_activations import Keeper
+from zcompile.runtime.offloaded_activations import ActivationStorage
 
 PENDING = 2
 """Activations that are on their way to the disk at once: more would fill the memory that they are to leave."""
 
 
-class HostKeeper(Keeper):
+class HostStorage(ActivationStorage):
     """Pinned memory of the host, for a model on a GPU: copies run on a stream of their own.
 
     Hazards: the value is complete when the current stream gets to the offload, which the copying stream waits for; it
@@ -73,7 +73,7 @@ class _Extent:
 
 
 class _File:
-    """What the threads work on. They must not hold the keeper: its end waits for them."""
+    """What the threads work on. They must not hold the storage: its end waits for them."""
 
     def __init__(self, folder: Path) -> None:
         self.number = nameless(folder)
@@ -109,7 +109,7 @@ class _File:
             extent.written.add_done_callback(lambda _: self.room.give(extent.offset, extent.nbytes))
 
 
-class DiskKeeper(Keeper):
+class DiskStorage(ActivationStorage):
     """A nameless file in `folder`, written and read by threads, for a model on the CPU.
 
     The disk has set aside what is written before it is: a full disk is an error of the forward, when nothing has been

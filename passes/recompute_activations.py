@@ -1,4 +1,4 @@
-"""place_checkpoints: save less for the backward, and compute the rest again when it is needed.
+"""recompute_activations: save less for the backward, and compute the rest again when it is needed.
 
 With checkpoint="unit", of two units that each multiply and apply a sine:
 
@@ -11,7 +11,7 @@ With checkpoint="unit", of two units that each multiply and apply a sine:
     dh = aten.mul.Tensor(dya, c)                       c = aten.cos.default(h_1)
                                                        dh = aten.mul.Tensor(dya, c)
 
-A budget chooses value by value (`zcompile.passes.common.checkpoint_choice`), so that the step holds no more and the
+A budget chooses value by value (`zcompile.passes.common.recompute_choice`), so that the step holds no more and the
 least time is lost.
 """
 
@@ -26,11 +26,11 @@ from zcompile.errors import OptionError
 from zcompile.ir.operation import Phase, data
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.passes.common.checkpoint_choice import Budget, CheckpointChoice, by_unit
 from zcompile.passes.common.recompute import Turn, recompute
+from zcompile.passes.common.recompute_choice import Budget, RecomputeChoice, by_unit
 
 
-def place_checkpoints(
+def recompute_activations(
     program: Program,
     *,
     checkpoint: Literal["unit"] | int | float,
@@ -43,7 +43,7 @@ def place_checkpoints(
     Args:
         program: With phases split and units assigned.
         checkpoint: "unit" saves the input of each unit; a number of bytes bounds what the finished program holds
-            beside shards and optimizer state, a float that as a share of what it holds without checkpoints.
+            beside shards and optimizer state, a float that as a share of what it holds with nothing computed again.
         finish: The passes that follow.
         fuses: Of what compiles the regions, see `zcompile.cost.fusion`.
         whole: False for a part of a model, which may have nothing to save.
@@ -65,16 +65,16 @@ def place_checkpoints(
     return replace(result, notes=(*program.notes, _note(program, result, made)))
 
 
-def _note(before: Program, after: Program, made: CheckpointChoice) -> str:
+def _note(before: Program, after: Program, made: RecomputeChoice) -> str:
     saved, again = (sum(data(node).nbytes for node in program.saved()) for program in (before, after))
     forward = sum(aten_cost(node)[0] for node in before.body(Phase.FORWARD))
     share = f"{made.flops / forward:.1%} of the forward's FLOPs" if forward else "no FLOPs"
     gap = f", within {made.gap:.1%} of the least time" if made.gap else ""
     kept = f"{human_bytes(again)} of activations saved in place of {human_bytes(saved)}"
-    return f"checkpoints: {kept}, {share} computed again{gap}"
+    return f"activation checkpointing: {kept}, {share} computed again{gap}"
 
 
-def _within(budget: Budget, checkpoint: int | float) -> tuple[CheckpointChoice, Program]:
+def _within(budget: Budget, checkpoint: int | float) -> tuple[RecomputeChoice, Program]:
     start = budget.untouched()
     limit = int(checkpoint * start.peak) if isinstance(checkpoint, float) else checkpoint
     if start.peak <= limit:

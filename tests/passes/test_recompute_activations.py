@@ -9,7 +9,7 @@ from zcompile import OptionError, Program
 from zcompile.cost.memory import peak_bytes
 from zcompile.passes.assign_units import assign_units
 from zcompile.passes.outline_regions import outline_regions
-from zcompile.passes.place_checkpoints import place_checkpoints
+from zcompile.passes.recompute_activations import recompute_activations
 
 BEFORE = """
 def forward(box):
@@ -269,7 +269,7 @@ def forward(box):
 
 
 def placed(program: Program, **options: object) -> Program:
-    return place_checkpoints(assign_units(program), **options)  # type: ignore[arg-type]
+    return recompute_activations(assign_units(program), **options)  # type: ignore[arg-type]
 
 
 def outlined(program: Program) -> Program:

@@ -44,7 +44,7 @@ CLOSE = 0.98
 
 
 @dataclass(frozen=True)
-class CheckpointChoice:
+class RecomputeChoice:
     """What the backward computes again: for each of its runs, the values by name."""
 
     again: Mapping[int, frozenset[str]]
@@ -60,7 +60,7 @@ class CheckpointChoice:
         return any(value.name in self.again[run] for value in values_of(operation))
 
 
-def choice(turn: Turn, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.0) -> CheckpointChoice:
+def choice(turn: Turn, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.0) -> RecomputeChoice:
     """All that must run again where `is_saved(value, run)` says what a run of the backward reads of the forward."""
     again: dict[int, frozenset[str]] = {}
     saved: set[fx.Node] = set()
@@ -79,10 +79,10 @@ def choice(turn: Turn, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.
                 waiting += turn.sources(value)
         again[run] = frozenset(value.name for value in found)
         flops += sum(aten_cost(operation)[0] for operation in {turn.operation(value) for value in found})
-    return CheckpointChoice(again, frozenset(saved), flops, gap)
+    return RecomputeChoice(again, frozenset(saved), flops, gap)
 
 
-def by_unit(turn: Turn) -> CheckpointChoice:
+def by_unit(turn: Turn) -> RecomputeChoice:
     """Each unit's input is saved and the rest of it computed again (Chen et al. 2016, section 4).
 
     Of the unit whose backward comes first nothing is: it would be computed twice and in memory all the same. Nor is
@@ -155,7 +155,7 @@ class Problem:
         """Bytes of the largest value, in which memory is counted: for the same reason."""
         return float(max((data(value).nbytes for value in self.saved), default=0) or 1)
 
-    def held(self, made: CheckpointChoice) -> dict[int, int]:
+    def held(self, made: RecomputeChoice) -> dict[int, int]:
         """Bytes of what each run holds of saved values and of what it computes again, as this problem counts them."""
         count = {run.index: 0 for run in self.turn.runs}
         for value, end in self.ends.items():
@@ -168,7 +168,7 @@ class Problem:
 
     # -- solving --------------------------------------------------------------------------------------------------
 
-    def solve(self, budget: float | None, beside: Mapping[int, float]) -> CheckpointChoice | None:
+    def solve(self, budget: float | None, beside: Mapping[int, float]) -> RecomputeChoice | None:
         """The cheapest choice in which no run holds more than `budget` bytes, if there is one.
 
         `beside` is what each run holds that is not chosen here. Without a budget: the choice whose peak is least.
@@ -254,7 +254,7 @@ class _Rows:
 class Outcome:
     """A choice and what comes of it."""
 
-    made: CheckpointChoice
+    made: RecomputeChoice
     program: Program
     """Rewritten by it, not finished."""
     peak: int
@@ -270,7 +270,7 @@ class Budget:
         """`finish` rewrites a program as the passes do that follow the choice."""
         self.turn, self.finish, self.problem = turn, finish, Problem(turn, fused=fused)
 
-    def outcome(self, made: CheckpointChoice) -> Outcome:
+    def outcome(self, made: RecomputeChoice) -> Outcome:
         """What a run holds beside what is chosen (full parameters, gradients, values that come and go) is read off."""
         program = recompute(self.turn, made.again)
         finished = self.finish(program)
