@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.cases import quickly
 from tests.models import GPT, batch, make
 
 
@@ -208,7 +209,7 @@ class Checkpointed(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@quickly("backend", ["eager", "inductor"], ["eager"])
 def test_checkpointed_dropout_has_the_same_mask_when_recomputed(backend: str) -> None:
     torch.manual_seed(0)
     model = Checkpointed()

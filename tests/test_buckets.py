@@ -22,7 +22,7 @@ from zcompile.runtime.executor import BoundUnit, reduce_scatter
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import UnitShards
 
-SHAPES = [(1001, 33), (12, 8), (1, 50), (200, 7, 3), (5,)]
+SHAPES = [(301, 33), (12, 8), (1, 50), (200, 7, 3), (5,)]
 
 
 def bound(shape: tuple[int, ...], world: int, *, casts: bool) -> BoundUnit:

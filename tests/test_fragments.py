@@ -176,6 +176,7 @@ def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: in
     assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
 
 
+@pytest.mark.slow
 def test_inductor_compiles_fragments(ranks: Ranks) -> None:
     assert ranks.run(2, train, "Between", 2, 3, "inductor") == [[]] * 2
 

@@ -119,7 +119,7 @@ def trained(rank: int, kind: str, away: bool, whole_step: bool, options: dict[st
 @pytest.mark.parametrize(
     ("world", "kind", "whole_step", "options"),
     [
-        (2, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}),
+        pytest.param(2, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow),
         (3, "mlp", False, {"stage": 2}),
         pytest.param(2, "gpt", True, {"stage": 3, "arenas": True}, marks=pytest.mark.slow),
         pytest.param(1, "gpt", False, {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow),

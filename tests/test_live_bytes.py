@@ -44,7 +44,7 @@ print(json.dumps(found))
 )
 def test_the_predicted_peak_is_what_a_step_takes(tmp_path: Path, backend: str, tolerance: float) -> None:
     environment = {**os.environ, "LD_PRELOAD": str(build(tmp_path)), "OMP_NUM_THREADS": "1"}
-    settings = [None, "unit", 0.7]
+    settings = [None, 0.7]
     command = [sys.executable, "-c", SCRIPT, json.dumps(settings), backend]
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

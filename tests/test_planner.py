@@ -41,7 +41,7 @@ def texts(rank: int, kind: str, choice: Choice) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "choice"),
     [
-        (2, Choice(3, 2, None, None)),
+        pytest.param(2, Choice(3, 2, None, None), marks=pytest.mark.slow),
         (3, Choice(1, 1, "unit", torch.bfloat16)),
         (1, Choice(2, 0, None, None)),
     ],

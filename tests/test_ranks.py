@@ -117,12 +117,12 @@ def test_one_rank_trains_while_the_other_evaluates(ranks: Ranks) -> None:
 
 
 def batches_of_different_sizes(rank: int, stage: int) -> float:
-    compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager")
-    reference = DistributedDataParallel(make("gpt"))
+    compiled = zcompile.compile(make("mlp"), stage=stage, backend="eager")
+    reference = DistributedDataParallel(make("mlp"))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (compiled, reference)]
     for step in range(5):
         # Sizes change at different times on the two ranks: one meets a new program when the other does not.
-        data = batch("gpt", rank, step, size=3 + rank + (step >= 2 + rank))
+        data = batch("mlp", rank, step, size=3 + rank + (step >= 2 + rank))
         for model, optimizer in zip((compiled, reference), optimizers, strict=True):
             model(*data).backward()
             optimizer.step()

@@ -113,14 +113,14 @@ def usually(kinds: set[str]) -> list[Any]:
     return [pytest.param(kind, marks=[] if kind in kinds else pytest.mark.slow) for kind in sorted(zoo.MODELS)]
 
 
-@pytest.mark.parametrize("kind", usually({"llama", "mixtral_loop"}))
+@pytest.mark.parametrize("kind", usually({"llama"}))
 def test_two_ranks_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str) -> None:
     for answer in check(ranks, 2, kind, 3):
         if kind in WHOLE:
             assert answer["programs"] == 2, "one forward and one backward"
 
 
-@pytest.mark.parametrize("kind", usually({"transformer"}))
+@pytest.mark.parametrize("kind", usually(set()))
 def test_two_ranks_without_sharding(ranks: Ranks, kind: str) -> None:
     check(ranks, 2, kind, 0)
 

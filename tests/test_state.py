@@ -108,11 +108,12 @@ def load_every_stage(rank: int, folder: str, kind: str, stages: list[int]) -> li
     return losses
 
 
-def test_training_continues_in_every_stage_and_world(ranks: Ranks, tmp_path: Path) -> None:
+@quickly("stages", [[0, 3], [1, 2]], [[0, 3]])
+def test_training_continues_in_every_stage_and_world(ranks: Ranks, tmp_path: Path, stages: list[int]) -> None:
     want, _ = ranks.run(2, save_every_stage, str(tmp_path), "mlp")
     assert want == [want[0]] * 4
-    again, _ = ranks.run(2, load_every_stage, str(tmp_path), "mlp", [0, 1, 2, 3])
-    assert again == [want[0]] * 16, "bit for bit in the same world"
+    again, _ = ranks.run(2, load_every_stage, str(tmp_path), "mlp", stages)
+    assert again == [want[0]] * 8, "bit for bit in the same world"
     for world, stages in ((4, [2]), (1, [0]), (3, [1, 3])):
         for losses in ranks.run(world, load_every_stage, str(tmp_path), "mlp", stages)[0]:
             assert losses == pytest.approx(want[0], rel=1e-5), (world, losses)

@@ -150,19 +150,20 @@ def test_training_equals_that_on_one_device(ranks: Ranks, data: int, model: int,
         assert max(found) < 2e-6
 
 
-def stages_apart(rank: int) -> list[str]:
+def stages_apart(rank: int, stages: list[int]) -> list[str]:
     """Bits of the parameters in each stage against those of stage 0; names of what differs."""
     dp, tp = meshes(2, 2)
     want = train(dp, tp, "everything", clip=False, stage=0).full_state_dict(rank0_only=False)
     differing = []
-    for stage in (1, 3):
+    for stage in stages:
         got = train(dp, tp, "everything", clip=False, stage=stage).full_state_dict(rank0_only=False)
         differing += [f"stage {stage} {name}" for name in want if not torch.equal(got[name], want[name])]
     return differing
 
 
-def test_every_stage_has_the_same_bits(ranks: Ranks) -> None:
-    assert ranks.run(4, stages_apart) == [[]] * 4
+@quickly("stages", [[3], [1, 2]], [[3]])
+def test_every_stage_has_the_same_bits(ranks: Ranks, stages: list[int]) -> None:
+    assert ranks.run(4, stages_apart, stages) == [[]] * 4
 
 
 def planned(rank: int, choices: list[Choice]) -> list[tuple[str, str]]:
@@ -252,12 +253,14 @@ def chosen(rank: int) -> tuple[list[int], list[float]]:
     return [link.members for link in links], [link.bandwidth for link in links]
 
 
+@pytest.mark.slow
 def test_both_links_are_measured_where_the_schedule_is_chosen(ranks: Ranks) -> None:
     for members, bandwidths in ranks.run(4, chosen):
         assert members == [2, 0]
         assert all(1e5 < bandwidth < 1e13 for bandwidth in bandwidths)
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_a_part_of_the_model(ranks: Ranks) -> None:
     text, whole, part = ranks.run(4, forecast)[0]
     assert "fastest that fits: zcompile.compile(model, mesh=mesh['dp'], stage=3, prefetch=1)" in text

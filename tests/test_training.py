@@ -186,6 +186,6 @@ def test_training_after_inference_mode_uses_what_it_kept(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("sweep_of", SWEEPS)
-@pytest.mark.parametrize("kind", ["gpt", pytest.param("conv", marks=pytest.mark.slow)])
+@quickly("kind", ["gpt", "conv", "mlp"], ["mlp"])
 def test_inductor_stages_equal_stage_0_bit_for_bit(ranks: Ranks, kind: str, sweep_of: list[tuple[int, int]]) -> None:
     assert ranks.run(2, sweep, kind, "inductor", sweep_of, timeout=600) == [[], []]
