@@ -114,7 +114,7 @@ def looped(rank: int, stage: int) -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@quickly("stage", [0, 3], [3])
 def test_equal_blocks_that_share_a_graph_keep_parameters_of_their_own(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, looped, stage) == [[], []]
 

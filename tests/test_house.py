@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import tomllib
@@ -48,11 +49,16 @@ ROOMS = {
 """What each room may import beside itself; all may import `_torch` and `errors`."""
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def trees(*rooms: str) -> Iterator[tuple[str, ast.Module]]:
     for path in SOURCES:
         name = str(path.relative_to(ROOT))
         if any(name == room or name.startswith(f"{room}/") for room in rooms):
-            yield name, ast.parse(path.read_text())
+            yield name, parsed(path)
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
@@ -237,7 +243,7 @@ def test_one_name_is_one_class() -> None:
 
 @pytest.mark.parametrize("path", PASSES, ids=lambda path: path.stem)
 def test_a_pass_has_its_function_its_test_and_a_docstring_named_after_it(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     assert path.stem in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert (ast.get_docstring(tree) or "").startswith(f"{path.stem}: ")
     assert (ROOT / "tests" / "passes" / f"test_{path.stem}.py").exists()

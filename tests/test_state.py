@@ -108,14 +108,20 @@ def load_every_stage(rank: int, folder: str, kind: str, stages: list[int]) -> li
     return losses
 
 
-@quickly("stages", [[0, 3], [1, 2]], [[0, 3]])
-def test_training_continues_in_every_stage_and_world(ranks: Ranks, tmp_path: Path, stages: list[int]) -> None:
+CONTINUED: list[tuple[list[int], dict[int, list[int]]]] = [([0, 3], {3: [1, 3]}), ([1, 2], {4: [2], 1: [0]})]
+"""Stages in the same world, and in others by their size."""
+
+
+@quickly("stages, elsewhere", CONTINUED, CONTINUED[:1])
+def test_training_continues_in_every_stage_and_world(
+    ranks: Ranks, tmp_path: Path, stages: list[int], elsewhere: dict[int, list[int]]
+) -> None:
     want, _ = ranks.run(2, save_every_stage, str(tmp_path), "mlp")
     assert want == [want[0]] * 4
     again, _ = ranks.run(2, load_every_stage, str(tmp_path), "mlp", stages)
     assert again == [want[0]] * 8, "bit for bit in the same world"
-    for world, stages in ((4, [2]), (1, [0]), (3, [1, 3])):
-        for losses in ranks.run(world, load_every_stage, str(tmp_path), "mlp", stages)[0]:
+    for world, others in elsewhere.items():
+        for losses in ranks.run(world, load_every_stage, str(tmp_path), "mlp", others)[0]:
             assert losses == pytest.approx(want[0], rel=1e-5), (world, losses)
 
 
@@ -680,7 +686,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "zcompile.json").write_text(json.dumps({**content, "sha256": digest}))
 
 
-@quickly("name", ["../secret", "/etc/passwd", "sub/../../secret", ".."], ["../secret", "/etc/passwd"])
+@quickly("name", ["../secret", "/etc/passwd", "sub/../../secret", ".."], ["../secret"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(ranks: Ranks, tmp_path: Path, name: str) -> None:
     ranks.run(2, save_one, str(tmp_path / "c"))
     (tmp_path / "secret").write_text("kept")

@@ -416,6 +416,7 @@ def limited(rank: int) -> list[str]:
     return errors
 
 
+@pytest.mark.slow
 def test_a_limit_that_one_rank_cannot_keep_is_refused_on_all(ranks: Ranks) -> None:
     found = ranks.run(4, limited)
     assert all(errors == found[0] for errors in found)
