@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
+
+LONG = 0.02
+"""Seconds of a collection that has looked through a lot that stays, such as a cache."""
 
 
 class Collector:
-    """Collects garbage in a few milliseconds: what modules hold, once they are loaded, is not looked through again."""
+    """Collects garbage in a few milliseconds: what modules and caches hold is looked through once."""
 
     def __init__(self) -> None:
         self.loaded = 0
 
     def collect(self) -> None:
+        started = time.perf_counter()
         gc.collect()
-        if len(sys.modules) != self.loaded:
+        if len(sys.modules) != self.loaded or time.perf_counter() - started > LONG:
             self.loaded = len(sys.modules)
             gc.freeze()
