@@ -161,7 +161,8 @@ def stages_apart(rank: int, stages: list[int]) -> list[str]:
     return differing
 
 
-@quickly("stages", [[3], [1, 2]], [[3]])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [[3], [1, 2]])
 def test_every_stage_has_the_same_bits(ranks: Ranks, stages: list[int]) -> None:
     assert ranks.run(4, stages_apart, stages) == [[]] * 4
 
