@@ -82,9 +82,9 @@ def weigh(model: nn.Module, train: Callable[..., Any], sizes: Sizes) -> int:
         gc.collect()
         before, _ = counter.live(), counter.peak()
         train(*inputs).backward()
-        found = counter.peak() - before
+        result = counter.peak() - before
         model.zero_grad()
-    return found
+    return result
 
 
 def _of(graph: fx.Graph) -> int:

@@ -81,13 +81,15 @@ def _wrongly(task: Task, error: Exception) -> bool:
     case, spec = task.case, repr(task.case.spec)
     may_differ = "kind='routed'" in spec or (case.lopsided and any(kind in spec for kind in BREAKING))
     if isinstance(error, zcompile.AgreementError):
-        return not may_differ and "has none" not in error.found  # told by a rank that has refused, whose verdict counts
+        return (
+            not may_differ and "has none" not in error.problem
+        )  # told by a rank that has refused, whose verdict counts
     return isinstance(error, (zcompile.GroupError, zcompile.PipelineError, zcompile.ProgramError))
 
 
 def _message(error: Exception) -> str:
     """The kind of an error and what it says, without the name that it says it of, and without numbers."""
-    said = error.found if isinstance(error, zcompile.ZcompileError) else str(error)
+    said = error.problem if isinstance(error, zcompile.ZcompileError) else str(error)
     first = next(iter(said.strip().splitlines()), "")
     return re.sub(r"\d+(\.\d+)?( [KM]i)?", "N", f"{type(error).__name__}: {first}")
 
@@ -135,8 +137,8 @@ class Comparison:
 
     def _tensor(self, what: str, name: str, got: Tensor, want: Tensor) -> None:
         if got.shape != want.shape or got.dtype != want.dtype:
-            found = f"{got.dtype} {list(got.shape)} in place of {want.dtype} {list(want.shape)}"
-            raise WrongError(what, f"{name} is {found}")
+            problem = f"{got.dtype} {list(got.shape)} in place of {want.dtype} {list(want.shape)}"
+            raise WrongError(what, f"{name} is {problem}")
         if torch.equal(got, want):
             return
         self.bits = False

@@ -115,14 +115,14 @@ def table(found: Mapping[str, Found], sizes: Sizes) -> Table:
     title = (
         f"GPT of {sizes.blocks} blocks, width {sizes.width}, vocabulary {sizes.vocabulary}, sequence {sizes.sequence}"
     )
-    made = Table(title=f"{title}, batch {sizes.batch} a rank, fp32, AdamW; MiB of the larger rank",
+    result = Table(title=f"{title}, batch {sizes.batch} a rank, fp32, AdamW; MiB of the larger rank",
                  title_justify="left", box=box.SIMPLE_HEAD)  # fmt: skip
     for column in ("stage", "configuration", "state", "peak", "beside state", "peak of the best peer's"):
-        made.add_column(column, justify="left" if column == "configuration" else "right")
+        result.add_column(column, justify="left" if column == "configuration" else "right")
     for name, one in found.items():
         configuration = CONFIGURATIONS[name]
         if one.failure:
-            made.add_row(str(configuration.stage), name, f"FAILED: {one.failure}", style="red")
+            result.add_row(str(configuration.stage), name, f"FAILED: {one.failure}", style="red")
             continue
         peers = [other.peak for peer, other in found.items()
                  if not other.failure and not CONFIGURATIONS[peer].ours
@@ -130,8 +130,8 @@ def table(found: Mapping[str, Found], sizes: Sizes) -> Table:
                  == (configuration.stage, configuration.checkpoint)]  # fmt: skip
         share = f"{one.peak / min(peers):.2f}" if configuration.ours and peers else ""
         figures = (f"{value / MIB:.1f}" for value in (one.state, one.peak, one.beside))
-        made.add_row(str(configuration.stage), name, *figures, share, style="bold" if configuration.ours else None)
-    return made
+        result.add_row(str(configuration.stage), name, *figures, share, style="bold" if configuration.ours else None)
+    return result
 
 
 if __name__ == "__main__":

@@ -99,16 +99,16 @@ def rank(place: int, store: str, *, counts: bool) -> list[Found]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=place, world_size=2, timeout=PATIENCE)
     hardware = zcompile.load_profile("h100") if counts else profile_of_ranks("this machine and link")
     counter = LiveBytes() if counts else None
-    found = []
+    result = []
     for stage in STAGES:
         for checkpoint in CHECKPOINTS if counts else CHECKPOINTS[:1]:
             told = forecast(stage, checkpoint, hardware)
             # What stages 1 and 2 keep full is there before a step, whose counting begins behind it.
             kept = told.held[MemoryKind.FULL] if stage in (1, 2) else 0
             predicted = float(sum(told.held.values()) - kept) if counts else told.seconds
-            found.append(Found(stage, checkpoint, predicted, trained(stage, checkpoint, counter)))
+            result.append(Found(stage, checkpoint, predicted, trained(stage, checkpoint, counter)))
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def run(ends: tuple[End, End], *, counts: bool) -> list[Found]:
@@ -143,15 +143,15 @@ def run(ends: tuple[End, End], *, counts: bool) -> list[Found]:
 
 def table(title: str, found: Sequence[Found], unit: float, name: str) -> Table:
     """Predicted beside measured, the quartiles of the measured in brackets."""
-    made = Table("stage", "checkpoint", f"predicted {name}", f"measured {name}", "predicted / measured", title=title)
+    result = Table("stage", "checkpoint", f"predicted {name}", f"measured {name}", "predicted / measured", title=title)
     for one in found:
         low, _, high = statistics.quantiles(one.measured, n=4)
         measured = (
             f"{one.median / unit:.3f} ({low / unit:.3f} to {high / unit:.3f}, at most {max(one.measured) / unit:.3f})"
         )
         ratio = f"{one.predicted / one.median:.3f}"
-        made.add_row(str(one.stage), one.checkpoint or "", f"{one.predicted / unit:.3f}", measured, ratio)
-    return made
+        result.add_row(str(one.stage), one.checkpoint or "", f"{one.predicted / unit:.3f}", measured, ratio)
+    return result
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -86,8 +86,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        found: Tensor = x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-        return found
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return result
 
 
 class GPT(nn.Module):
@@ -189,12 +189,12 @@ def measure(shape: GPTShape, largest: int, console: Console) -> list[Point]:
 
 
 def table(points: Sequence[Point]) -> Table:
-    made = Table("GPUs", "batch of a node", "GB", *points[0].rates, "the paper", title="TFLOP/s of a GPU")
+    result = Table("GPUs", "batch of a node", "GB", *points[0].rates, "the paper", title="TFLOP/s of a GPU")
     for one in points:
         said = f"{PAPER[one.gpus] / 1e12:.0f}" if one.gpus in PAPER else ""
         simulated = (f"{rate / 1e12:.1f}" for rate in one.rates.values())
-        made.add_row(str(one.gpus), str(one.batch), f"{one.nbytes / 1e9:.1f}", *simulated, said)
-    return made
+        result.add_row(str(one.gpus), str(one.batch), f"{one.nbytes / 1e9:.1f}", *simulated, said)
+    return result
 
 
 def plot(points: Sequence[Point], path: Path) -> None:

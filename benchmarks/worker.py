@@ -57,9 +57,9 @@ class Worker(Trainer):
 
     def ready(self) -> Ready:
         """Train the steps of the warm-up; the peak of memory counts anew from here."""
-        found = Ready(self.run(self.start.warmup), self.parameters, versions(self.start.configuration.family))
+        result = Ready(self.run(self.start.warmup), self.parameters, versions(self.start.configuration.family))
         self.accelerator.reset_peak()
-        return found
+        return result
 
     def run(self, steps: int) -> Turn:
         """Train `steps` steps one after the other, begun together with the other rank."""

@@ -21,10 +21,10 @@ def accumulate_gradients(program: Program) -> Program:
     for reduction in program.nodes(Reduce):
         op = op_of(reduction, Reduce)
         (wait,) = [user for user in reduction.users if isinstance(data(user).op, WaitReduce)]
-        held = Data(Accumulate(op.unit, op.params), Phase.BACKWARD, source=op.unit)
+        meta = Data(Accumulate(op.unit, op.params), Phase.BACKWARD, source=op.unit)
         with program.graph.inserting_before(reduction):
             name = wait.name
-            sums = program.add(reduction.args, held, f"{name}_held")
+            sums = program.add(reduction.args, meta, f"{name}_held")
         wait.replace_all_uses_with(sums)
         program.graph.erase_node(wait)
         program.graph.erase_node(reduction)

@@ -59,12 +59,12 @@ def _full_bytes(program: Program, params: Sequence[str]) -> int:
 
 def _first_gathers(program: Program) -> list[fx.Node]:
     """Gathers that stand before the first region."""
-    found = []
+    result = []
     for node in program.nodes(AllGather, Call, phase=Phase.FORWARD):
         if isinstance(data(node).op, Call):
             break
-        found.append(node)
-    return found
+        result.append(node)
+    return result
 
 
 def _started(program: Program, gather: str) -> Program:
@@ -76,6 +76,6 @@ def _started(program: Program, gather: str) -> Program:
     # A frozen unit could be gathered at any time; at the end nothing else needs the memory.
     own = [node for node in updates if op_of(node, Update).unit == op.unit]
     with program.graph.inserting_after((own or updates)[-1]):
-        held = Data(GatherAhead(op.unit, op.keep, op.dtype), Phase.BACKWARD, source=op.unit)
-        program.add((shards,), held, f"{shards.name}_ahead")
+        meta = Data(GatherAhead(op.unit, op.keep, op.dtype), Phase.BACKWARD, source=op.unit)
+        program.add((shards,), meta, f"{shards.name}_ahead")
     return program

@@ -42,9 +42,9 @@ def insert_gathers(program: Program) -> Program:
         return program
     for use in (use for phase in Phase for use in _uses(program, phase)):
         full = _gather(program, use, keep=False)
-        held = Data(Release(use.unit), data(use.calls[-1]).phase, source=use.unit)
+        meta = Data(Release(use.unit), data(use.calls[-1]).phase, source=use.unit)
         with program.graph.inserting_after(after_items(use.calls[-1])):
-            program.add((full,), held, f"{full.name}_release")
+            program.add((full,), meta, f"{full.name}_release")
     return program
 
 

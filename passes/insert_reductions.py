@@ -53,10 +53,10 @@ def _reduce(program: Program, unit: Unit, gradients: dict[str, fx.Node], last: f
     with program.graph.inserting_before(_next_line(program, last)):
         grads = [_owned(program, gradients.get(param.name), unit) for param in unit.params]
         dtype = unit.reduction_dtype
-        held = Data(Reduce(unit.name, params, scatter, dtype), Phase.BACKWARD, source=unit.name)
-        started = program.add((shards, grads), held, f"{shards.name}_reduce")
-        held = Data(WaitReduce(unit.name, params), Phase.BACKWARD, source=unit.name)
-        return program.add((started,), held, f"{shards.name}_grads")
+        meta = Data(Reduce(unit.name, params, scatter, dtype), Phase.BACKWARD, source=unit.name)
+        started = program.add((shards, grads), meta, f"{shards.name}_reduce")
+        meta = Data(WaitReduce(unit.name, params), Phase.BACKWARD, source=unit.name)
+        return program.add((started,), meta, f"{shards.name}_grads")
 
 
 def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None:
@@ -69,8 +69,8 @@ def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None
     made_here = grad.op != "placeholder" and data(grad).phase is Phase.BACKWARD
     if made_here and returned == 1 and not others and not data(grad).view and not _has_view_beside_it(grad):
         return grad
-    held = Data(Copy(), Phase.BACKWARD, data(grad).type, source=unit.name)
-    return program.add((grad,), held, f"{grad.name}_copy")
+    meta = Data(Copy(), Phase.BACKWARD, data(grad).type, source=unit.name)
+    return program.add((grad,), meta, f"{grad.name}_copy")
 
 
 def _has_view_beside_it(grad: fx.Node) -> bool:

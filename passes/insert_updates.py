@@ -28,10 +28,10 @@ def insert_updates(program: Program) -> Program:
     results = program.results
     for waited in results.reduced:
         op = op_of(waited, WaitReduce)
-        held = Data(Update(op.unit, op.params), Phase.BACKWARD, source=op.unit)
+        meta = Data(Update(op.unit, op.params), Phase.BACKWARD, source=op.unit)
         shards = next(node for node in program.nodes(Shards) if op_of(node, Shards).unit == op.unit)
         with program.graph.inserting_after(_last(program, [waited, *reads_of(shards)])):
-            program.add((shards, waited), held, f"{shards.name}_update")
+            program.add((shards, waited), meta, f"{shards.name}_update")
     set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients)
     return program
 

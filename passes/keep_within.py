@@ -40,8 +40,10 @@ def keep_within(program: Program, *, memory_limit: int, units: Sequence[str] | N
 def check_fits(least: int, memory_limit: int) -> None:
     """Raise OptionError if a step that takes `least` bytes is over the limit."""
     if least > memory_limit:
-        found = f"{human_bytes(memory_limit)} is less than the {human_bytes(least)} that this step takes"
-        raise OptionError("memory_limit", found, f"give at least {least} bytes, a smaller prefetch, or a smaller batch")
+        problem = f"{human_bytes(memory_limit)} is less than the {human_bytes(least)} that this step takes"
+        raise OptionError(
+            "memory_limit", problem, f"give at least {least} bytes, a smaller prefetch, or a smaller batch"
+        )
 
 
 def that_fit(program: Program, memory_limit: int) -> tuple[str, ...]:

@@ -90,10 +90,10 @@ class _Outline:
             return Use.GRADIENT, gradients[node]
         phases = {data(user).phase for user in node.users if user not in members}
         returned = any(isinstance(data(user).op, Results) for user in node.users)
-        held = data(node)
-        if held.phase is Phase.BACKWARD or Phase.FORWARD in phases or returned or held.type is None:
+        meta = data(node)
+        if meta.phase is Phase.BACKWARD or Phase.FORWARD in phases or returned or meta.type is None:
             return Use.ANY, 0
-        return Use.SAVED, -held.type.nbytes
+        return Use.SAVED, -meta.type.nbytes
 
     def _gradients(self) -> Iterable[fx.Node]:
         """Gradients of parameters that nobody else reads, by unit and in its order."""
@@ -194,7 +194,7 @@ class _Outer:
         found = self._region(outline)
         args = [*(self.units[name] for name in outline.units), *(self.values[node] for node in outline.values)]
         source = " + ".join(outline.units) or next((data(node).source for node in outline.run if data(node).source), "")
-        held = Data(Call(found.name, tuple(outline.units)), phase, source=source)
+        meta = Data(Call(found.name, tuple(outline.units)), phase, source=source)
         inner = source.removeprefix(self.around)
         where = self.units[outline.units[0]].name if outline.units else identifier(inner) if inner else ""
         names = self.names.of_results(phase, where, outline.gives, outline.uses)
@@ -205,8 +205,8 @@ class _Outer:
         )
         if single:
             self._give(single, call, found, 0)
-            held = replace(data(call), op=held.op, phase=phase, source=source, unit="")
-        set_data(call, held)
+            meta = replace(data(call), op=meta.op, phase=phase, source=source, unit="")
+        set_data(call, meta)
         for index, node in enumerate(outline.gives if single is None else ()):
             item = self.graph.create_node("call_function", operator.getitem, (call, index), name=free(names[index]))
             self._give(node, item, found, index)

@@ -63,7 +63,7 @@ def partition_activations(
 
 def _shard_bytes(node: fx.Node, ranks: int) -> int:
     """Bytes of the largest shard, in whole elements."""
-    held = data(node)
-    assert held.type is not None, "what takes memory is a tensor"
-    size = held.type.dtype.itemsize
-    return -(-held.nbytes // (size * ranks)) * size
+    meta = data(node)
+    assert meta.type is not None, "what takes memory is a tensor"
+    size = meta.type.dtype.itemsize
+    return -(-meta.nbytes // (size * ranks)) * size

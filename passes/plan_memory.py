@@ -44,8 +44,8 @@ def plan_memory(program: Program, *, activations: bool = False) -> Program:
     if not spans:
         return program
     packing, bound = pack(list(spans.values())), most_alive(list(spans.values()))
-    held = Data(Arena(), type=TensorType.make(torch.uint8, (packing.size,)), view=True)
-    arena = program.add_placeholder("arena", held)
+    meta = Data(Arena(), type=TensorType.make(torch.uint8, (packing.size,)), view=True)
+    arena = program.add_placeholder("arena", meta)
     for (node, span), offset in zip(spans.items(), packing.offsets, strict=True):
         op = data(node).op
         assert isinstance(op, (AllGather, Reduce)), "only these have places"
@@ -63,8 +63,8 @@ def _store(program: Program) -> None:
     stack = program.add_placeholder("stack", Data(Stack()))
     for node, call in reversed(found):
         with program.graph.inserting_after(after_items(call)):
-            held = replace(data(node), op=Store(), storage=0)
-            copied = program.add((node, stack), held, f"{node.name}_stored")
+            meta = replace(data(node), op=Store(), storage=0)
+            copied = program.add((node, stack), meta, f"{node.name}_stored")
         copied.meta["val"] = node.meta.get("val")
         for user in list(node.users):
             if user is not copied:

@@ -58,8 +58,8 @@ def recompute_activations(
         made = by_unit(turn)
         result = recompute(turn, made.again)
         if whole and not any(made.again.values()):
-            found = f"{checkpoint!r} has no effect: no unit but the last computes anything that can be computed again"
-            raise OptionError("checkpoint", found, "give smaller units=, or leave it out")
+            problem = f"{checkpoint!r} has no effect: no unit but the last computes anything that can be computed again"
+            raise OptionError("checkpoint", problem, "give smaller units=, or leave it out")
     else:
         made, result = _within(Budget(turn, finish, fused=fuses), checkpoint)
     return replace(result, notes=(*program.notes, _note(program, result, made)))

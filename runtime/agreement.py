@@ -69,7 +69,7 @@ class Agreement:
         try:
             made = make()
         except StateError as error:
-            failure = error.found
+            failure = error.problem
         failures = self.share(what, failure)
         for rank, found in enumerate(failures):
             if found:
@@ -94,7 +94,7 @@ class Agreement:
             error = StateError(what, f"failed on rank {rank}: {kind}: {raised}", "fix that and try again")
             error.__cause__ = raised
         if error is not None:
-            told[0] = [type(error).__name__, error.subject, error.found, error.fix]
+            told[0] = [type(error).__name__, error.subject, error.problem, error.fix]
         answers = [json.loads(text) for text in self.share(what, json.dumps(told))]
         for failure, _ in answers:
             if failure is not None:
@@ -144,11 +144,11 @@ class Agreement:
         waits.over()
         if late := missing():
             seconds = f"{limit.total_seconds():.0f} s"
-            found = f"{named(late)} did not get here within {seconds}, rank {waits.rank} did"
+            problem = f"{named(late)} did not get here within {seconds}, rank {waits.rank} did"
             if (culprits := waits.culprits(late)) != late:
-                found += f"; {named(culprits)} kept {'it' if len(late) == 1 else 'them'} waiting"
+                problem += f"; {named(culprits)} kept {'it' if len(late) == 1 else 'them'} waiting"
             fix = f"look for an error of {named(culprits)}; every rank must make the same calls in the same order"
-            raise AgreementError(what, found, fix)
+            raise AgreementError(what, problem, fix)
 
 
 def first_difference(texts: dict[int, list[str]]) -> str:

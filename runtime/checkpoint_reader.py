@@ -71,6 +71,6 @@ class _Unpickler(pickle.Unpickler):
         """The type of this name, if the metadata of checkpoints consists of it."""
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and name not in METADATA_TYPES.get(module, ()):
-            found = f"names {module}.{name}, which no checkpoint of torch.distributed.checkpoint consists of"
-            raise StateError(str(self.path), found, f"do not trust this file; {_FIX}")
+            problem = f"names {module}.{name}, which no checkpoint of torch.distributed.checkpoint consists of"
+            raise StateError(str(self.path), problem, f"do not trust this file; {_FIX}")
         return super().find_class(module, name)

@@ -56,11 +56,11 @@ def own_device(kind: str) -> torch.device:
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """The generators that code on `device` draws from: the host's, and a GPU's own."""
-    found = [torch.default_generator]
+    result = [torch.default_generator]
     if is_gpu(device):
         index = torch.empty(0, device=device).get_device()
-        found.append(torch.get_device_module(device).default_generators[index])
-    return found
+        result.append(torch.get_device_module(device).default_generators[index])
+    return result
 
 
 # -- streams and events -----------------------------------------------------------------------------------------------
@@ -68,14 +68,14 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 def new_stream(device: torch.device) -> torch.Stream:
     """A stream beside the current one of a GPU."""
-    made: torch.Stream = torch.get_device_module(device).Stream(device)
-    return made
+    result: torch.Stream = torch.get_device_module(device).Stream(device)
+    return result
 
 
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream that a GPU's kernels are launched on now."""
-    found: torch.Stream = torch.get_device_module(device).current_stream(device)
-    return found
+    result: torch.Stream = torch.get_device_module(device).current_stream(device)
+    return result
 
 
 def on_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:

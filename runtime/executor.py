@@ -79,10 +79,10 @@ class Gather:
                 tensors[index] = tensor
         straight = {message[0]: arrived for message, arrived, _ in self.arrivals if len(message) == 1}
         self.arrivals = []
-        made = Full(unit, tensors, straight if self.keep else None)
+        result = Full(unit, tensors, straight if self.keep else None)
         if self.keep:
-            self.bound.keep(made)
-        return made
+            self.bound.keep(result)
+        return result
 
 
 @dataclass

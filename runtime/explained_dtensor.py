@@ -68,9 +68,9 @@ class ExplainedDTensor(DTensor):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            found = f"are sharded in part: {getattr(func, '__name__', 'an operation')} is given plain tensors, too"
+            problem = f"are sharded in part: {getattr(func, '__name__', 'an operation')} is given plain tensors, too"
             fix = "use every parameter within what is compiled: nobody averages the gradients of others"
-            raise ParameterError("gradients", found, fix) from error
+            raise ParameterError("gradients", problem, fix) from error
         if (held := first_held(args)) is not None:
             for one in result if isinstance(result, (list, tuple)) else [result]:
                 if type(one) is DTensor and any(placement.is_partial() for placement in one.placements):

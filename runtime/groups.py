@@ -145,6 +145,6 @@ def check_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
     if tensor is not None:
         groups = f"[{group}, mesh[{(tensor.mesh_dim_names or ('tp',))[0]!r}].get_group()]"
         alone = f"of DeviceMesh.from_group({groups}, {own}, mesh=..., mesh_dim_names=...), before parallelize_module"
-    found = f"is {mesh}, a dimension of {root}: ranks that differ in another one would train apart, each on its own"
+    problem = f"is {mesh}, a dimension of {root}: ranks that differ in another one would train apart, each on its own"
     fix = f"give {ranks}, or none; where they have other models, such as pipeline stages, a mesh without them: {alone}"
-    raise GroupError("mesh", found, fix)
+    raise GroupError("mesh", problem, fix)

@@ -89,8 +89,10 @@ class OffloadedActivations:
         """
         number = int(token)
         if number not in self._slots:
-            found = "stands for an activation that is gone: hooks on saved tensors copy, or a backward failed before"
-            raise StateError("offload_activations", found, "leave it out, or torch.autograd.graph.saved_tensors_hooks")
+            problem = "stands for an activation that is gone: hooks on saved tensors copy, or a backward failed before"
+            raise StateError(
+                "offload_activations", problem, "leave it out, or torch.autograd.graph.saved_tensors_hooks"
+            )
         kept = self._slots[number]
         arrive = self.storage.get(kept.held, kept.dtype, last=not keeps_graph())
         if not keeps_graph():

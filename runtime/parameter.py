@@ -100,6 +100,6 @@ def _whole(result: DTensor, held: ExplainedDTensor | None) -> DTensor:
 def _refusal(args: Any, func: Callable[..., Any], fix: str = "") -> ParameterError:
     held = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
     called = getattr(func, "__name__", "an operation")
-    found = f"{called} reads this parameter outside of a program, where it is sharded"
+    problem = f"{called} reads this parameter outside of a program, where it is sharded"
     usual = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
-    return ParameterError(held.zcompile_name, found, fix or usual)
+    return ParameterError(held.zcompile_name, problem, fix or usual)

@@ -117,9 +117,9 @@ class UnitShards:
             local.copy_(value[start:stop])
         else:
             local = self.memory.own(value)
-        made = nn.Parameter(self._placings[param.name].place(local), requires_grad=param.trainable)
-        sharded(made, param.name, self.communicator.waits)
-        return made
+        result = nn.Parameter(self._placings[param.name].place(local), requires_grad=param.trainable)
+        sharded(result, param.name, self.communicator.waits)
+        return result
 
     def gradient(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, shaped like this rank's part of the parameter `name`, as it stands in `.grad`."""

@@ -200,7 +200,7 @@ class Waits:
 
     def refuse(self, error: AgreementError) -> None:
         """Tell the others of an error that is theirs too, should the message that shows it not reach them."""
-        self._tell(Report(run=self.run, refusal=(error.subject, error.found, error.fix)))
+        self._tell(Report(run=self.run, refusal=(error.subject, error.problem, error.fix)))
 
     def _missing(self, awaited: Callable[[], Sequence[int]] | None) -> Sequence[int]:
         """The ranks of the world that are waited for; all others where that is not known."""
@@ -229,11 +229,11 @@ class Waits:
 
     def _warn(self, seconds: float, where: str, awaited: Sequence[int]) -> None:
         culprits = self.culprits(awaited)
-        found = f"zcompile: rank {self.rank} has waited {seconds:.0f} s for {named(culprits)}, at {where}"
+        problem = f"zcompile: rank {self.rank} has waited {seconds:.0f} s for {named(culprits)}, at {where}"
         if self.run:
-            found += f" ({self.run})"
+            problem += f" ({self.run})"
         advice = "it is slow, or does not make the same calls: every rank must, evaluation and checkpoints included"
-        warnings.warn(f"{found}; {advice}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{problem}; {advice}", RuntimeWarning, stacklevel=2)
 
     # -- the store ------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def refusal(program: Program) -> tuple[str, str]:
         zcompile.verify(program, ALL, "after it")
     marked = [line for line in str(caught.value).splitlines() if line.startswith("-->")]
     line = marked[0].removeprefix("-->").split("#")[0].strip().partition(" ")[2].strip() if marked else ""
-    return f"{caught.value.subject}: {caught.value.found}", line
+    return f"{caught.value.subject}: {caught.value.problem}", line
 
 
 def release_of(program: Program, full: str) -> fx.Node:
@@ -160,7 +160,7 @@ def test_a_program_is_printed_and_judged_however_broken_it_is(mistake: Callable[
         assert program.text(regions=True)
         if (error := error_of(program, rng)) is not None:
             judged += 1
-            assert "so broken" not in error.found, error.found
+            assert "so broken" not in error.problem, error.problem
             assert "-->" in error.fix, error
     assert judged > 5
 
@@ -298,7 +298,7 @@ def test_more_units_full_than_the_prefetch_allows() -> None:
     program = schedule_prefetch(insert_gathers(zcompile.parse(joined(CHAIN, OUTLINED))), prefetch=2)
     with pytest.raises(ProgramError) as caught:
         zcompile.verify(program, [facts.units_bounded(1)], "after it")
-    assert caught.value.found == (
+    assert caught.value.problem == (
         "while ya computes, 2 units beside its own are full: b_gather, c_gather; prefetch=1 allows 1"
     )
     assert any(line.startswith("-->") and "ya = region_0(a_full, x)" in line for line in str(caught.value).splitlines())
@@ -450,7 +450,7 @@ def test_messages_that_miss_repeat_mix_or_jump(messages: tuple[tuple[int, ...], 
     units = tuple(replace(unit, messages=messages) if unit.name == "a" else unit for unit in program.layout.units)
     with pytest.raises(ProgramError) as caught:
         zcompile.verify(replace(program, layout=program.layout.with_units(units)), [facts.MESSAGES_PACKED], "after it")
-    assert caught.value.found == found
+    assert caught.value.problem == found
 
 
 # -- regions ----------------------------------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ def train_step() -> Program:
 def update_refusal(program: Program) -> str:
     with pytest.raises(ProgramError) as caught:
         zcompile.verify(program, (facts.REDUCED_ONCE, facts.UPDATED_ONCE, facts.GATHERED_AHEAD), "after it")
-    return caught.value.found
+    return caught.value.problem
 
 
 def test_a_gradient_that_is_not_used() -> None:

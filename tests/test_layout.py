@@ -209,7 +209,7 @@ def test_patterns_choose_the_units() -> None:
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest() -> None:
     with pytest.raises(OptionError) as caught:
         layout_of(GPT(layers=2), units=["block.0"])
-    assert caught.value.found == "'block.0' matches no module with parameters"
+    assert caught.value.problem == "'block.0' matches no module with parameters"
     assert caught.value.fix.startswith("did you mean 'blocks.0'?")
 
 

@@ -92,7 +92,7 @@ def test_a_missing_ensurer_is_refused_when_the_pipeline_is_built() -> None:
     with pytest.raises(PipelineError) as caught:
         built(step("needy", (FIRST,)))
     assert caught.value.subject == "pass 'needy'"
-    assert "the first" in caught.value.found
+    assert "the first" in caught.value.problem
 
 
 def test_leaving_out_a_pass_that_another_needs_names_both() -> None:
@@ -113,9 +113,9 @@ def test_two_passes_of_one_name_are_refused() -> None:
 def test_a_circle_is_refused_and_shown() -> None:
     with pytest.raises(PipelineError) as caught:
         built(step("a", (SECOND,), (FIRST,)), step("b", (FIRST,), (SECOND,)), step("c", (), (THIRD,)))
-    assert "passes wait for each other" in caught.value.found
-    assert {"a", "b"} <= set(caught.value.found.replace("->", " ").split())
-    assert "c" not in caught.value.found.partition(":")[2].split()
+    assert "passes wait for each other" in caught.value.problem
+    assert {"a", "b"} <= set(caught.value.problem.replace("->", " ").split())
+    assert "c" not in caught.value.problem.partition(":")[2].split()
 
 
 # -- changing it ------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_pass_that_does_not_ensure_its_fact_is_named_with_the_line() -> None:
     with pytest.raises(ProgramError) as caught:
         built(step("good"), step("bad", (), (Fact("a fact", broken),))).run(program())
     assert caught.value.subject == "after bad: a fact"
-    assert caught.value.found == "it is so"
+    assert caught.value.problem == "it is so"
     (marked,) = [line for line in str(caught.value).splitlines() if line.startswith("-->")]
     assert "yb = region_0(b, ya)" in marked
 
@@ -278,14 +278,14 @@ def test_the_table_names_every_pass_and_fact() -> None:
 def test_what_is_no_stage_is_refused(stage: Any) -> None:
     with pytest.raises(OptionError) as caught:
         zcompile.pipeline(stage=stage)
-    assert (caught.value.subject, caught.value.found) == ("stage", f"{stage!r} is no ZeRO stage")
+    assert (caught.value.subject, caught.value.problem) == ("stage", f"{stage!r} is no ZeRO stage")
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True, "1", None])
 def test_what_is_no_prefetch_is_refused(prefetch: Any) -> None:
     with pytest.raises(OptionError) as caught:
         zcompile.pipeline(prefetch=prefetch)
-    assert (caught.value.subject, caught.value.found) == ("prefetch", f"{prefetch!r} is no number of units")
+    assert (caught.value.subject, caught.value.problem) == ("prefetch", f"{prefetch!r} is no number of units")
 
 
 def test_of_many_choices_a_dozen_is_listed() -> None:

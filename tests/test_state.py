@@ -999,7 +999,7 @@ def broken_off(rank: int, folder: str, what: str) -> tuple[str, float]:
     started = time.perf_counter()
     with broken if rank == 0 else contextlib.nullcontext(), pytest.raises(StateError) as error:
         act(folder)
-    return error.value.found, time.perf_counter() - started
+    return error.value.problem, time.perf_counter() - started
 
 
 @pytest.mark.parametrize("what", ["save", "load"])

@@ -165,24 +165,24 @@ def line_of(code: str) -> str:
 def test_a_syntax_error_is_named_with_its_line() -> None:
     error = broken("yb = region_0(b, ya)", "yb = region_0(b ya)")
     assert error.subject == line_of("yb = region_0(b, ya)")
-    assert "syntax" in error.found
+    assert "syntax" in error.problem
 
 
 def test_an_undefined_name_is_refused() -> None:
     error = broken("yb = region_0(b, ya)", "yb = region_0(b, yz)")
-    assert (error.subject, error.found) == (line_of("yb = region_0(b, ya)"), "'yz' is not defined here")
+    assert (error.subject, error.problem) == (line_of("yb = region_0(b, ya)"), "'yz' is not defined here")
 
 
 @pytest.mark.parametrize("statement", ["yb = ya", "yb += ya", "assert ya", "for y in ya: pass", "yb = 3", "'text'"])
 def test_a_statement_that_no_program_has_is_refused(statement: str) -> None:
     error = broken("yb = region_0(b, ya)", statement)
     assert error.subject == line_of("yb = region_0(b, ya)")
-    assert error.found.endswith("is no statement of a program")
+    assert error.problem.endswith("is no statement of a program")
 
 
 def test_a_regions_argument_without_a_place_is_refused() -> None:
     error = broken("argument 0 item 0", "weight of a")
-    assert (error.subject, error.found) == (
+    assert (error.subject, error.problem) == (
         line_of("argument 0 item 0"),
         "'weight of a' does not say where it comes from",
     )
@@ -190,12 +190,12 @@ def test_a_regions_argument_without_a_place_is_refused() -> None:
 
 def test_a_function_without_unbox_is_refused() -> None:
     error = broken(") = unbox(box)", ") = opened(box)")
-    assert error.found == "no unboxing"
+    assert error.problem == "no unboxing"
 
 
 def test_a_phase_that_returns_one_list_is_refused() -> None:
     error = broken("return [yc], [x, ya, yb]", "return [yc]")
-    assert (error.subject, error.found) == (line_of("return [yc]"), "a phase ends in two lists")
+    assert (error.subject, error.problem) == (line_of("return [yc]"), "a phase ends in two lists")
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_what_margins_say_is_what_is_alive() -> None:
 def test_parsing_looks_up_and_calls_nothing_but_known_operations(call: str, tmp_path: Path) -> None:
     error = broken("yb = region_0(b, ya)", f"yb = {call.format(file=tmp_path / 'made')}")
     assert error.subject == line_of("yb = region_0(b, ya)")
-    assert "is not defined here" in error.found
+    assert "is not defined here" in error.problem
     assert list(tmp_path.iterdir()) == []
 
 

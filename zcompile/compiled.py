@@ -127,8 +127,8 @@ def _compiled(
         everyone = Agreement(Communicator(parallel.ranks, communicator.device))
         parallel = _checked_parallel(model, parallel, everyone, asked, given, communicator.rank)
     elif asked.partition_activations:
-        found = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
-        raise OptionError("partition_activations", found, "call parallelize_module before, or leave it out")
+        problem = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
+        raise OptionError("partition_activations", problem, "call parallelize_module before, or leave it out")
     # What can fail comes before the model is touched.
     if given is not None:
         _check_weights(given, model, agreement)
@@ -316,9 +316,9 @@ class CompiledModule(nn.Module):
         """
         ours = name in vars(CompiledModule) and not hasattr(nn.Module, name)
         if ours and hasattr(self._model, name):
-            found = f"has an attribute {name!r}, which is something else on the compiled module"
+            problem = f"has an attribute {name!r}, which is something else on the compiled module"
             fix = "keep the model that was given to zcompile.compile, and set it there: model.NAME = value"
-            raise ParameterError(type(self._model).__name__, found, fix)
+            raise ParameterError(type(self._model).__name__, problem, fix)
         if self._is_own(name):
             super().__setattr__(name, value)
         if name == "training" or not self._is_own(name):

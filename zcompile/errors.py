@@ -1,4 +1,4 @@
-"""The errors zcompile raises: each names a thing, what was found there, and the fix."""
+"""The errors zcompile raises: each names a thing, what is wrong with it, and the fix."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class ZcompileError(RuntimeError):
 
     Args:
         subject: What it is about: an option, a parameter, a module path, a line of a program.
-        found: What was found there.
+        problem: What is wrong there.
         fix: What the reader can do.
     """
 
-    def __init__(self, subject: str, found: str, fix: str) -> None:
-        self.subject, self.found, self.fix = subject, found, fix
-        super().__init__(f"{subject}: {_sentence(found)}\n  Fix: {_sentence(fix)}")
+    def __init__(self, subject: str, problem: str, fix: str) -> None:
+        self.subject, self.problem, self.fix = subject, problem, fix
+        super().__init__(f"{subject}: {_sentence(problem)}\n  Fix: {_sentence(fix)}")
 
     def __reduce__(self) -> tuple[type[ZcompileError], tuple[str, str, str]]:
         """Pickled by what it was made from, so that it can come from another rank."""
-        return type(self), (self.subject, self.found, self.fix)
+        return type(self), (self.subject, self.problem, self.fix)
 
 
 def _sentence(text: str) -> str:

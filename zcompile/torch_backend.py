@@ -303,9 +303,9 @@ class Backend:
         if self.engine.runtime.layout.world > 1:
             for index, param in enumerate(params):
                 if id(param) not in known and _is_plain(param):
-                    found = "was in no compiled graph, so its gradient is this rank's own"
+                    problem = "was in no compiled graph, so its gradient is this rank's own"
                     fix = "let torch.compile trace the code that reads it, or use zcompile.compile"
-                    raise OptimizerError(f"parameter {index} of {type(optimizer).__name__}", found, fix)
+                    raise OptimizerError(f"parameter {index} of {type(optimizer).__name__}", problem, fix)
 
     def _follow_users(self) -> None:
         """Take over what the user did to the parameters that he knows.
@@ -462,9 +462,9 @@ def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weak
     for module in modules_given_to(backends):
         for name, param in module.named_parameters():
             if id(param) in params:
-                found = "was in no compiled graph, so its gradient is this rank's own"
+                problem = "was in no compiled graph, so its gradient is this rank's own"
                 fix = f"use zcompile.compile, which serves what Dynamo skips in {type(module).__name__}; "
-                raise OptimizerError(name, found, f"{fix}TORCH_LOGS=graph_breaks says why it does")
+                raise OptimizerError(name, problem, f"{fix}TORCH_LOGS=graph_breaks says why it does")
     others.add(optimizer)
 
 

@@ -77,8 +77,8 @@ def train_step(
         mesh = model._engine.runtime.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
         _check_reaches_host(mesh)
     if asked.get("dtype") is torch.float16:
-        found = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
-        raise OptionError("dtype", found, "give torch.bfloat16, or use the loop")
+        problem = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
+        raise OptionError("dtype", problem, "give torch.bfloat16, or use the loop")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     updater = None if clip_grad_norm is not None else Updater(optimizers)
     if not isinstance(model, CompiledModule):
@@ -99,16 +99,16 @@ def _place(offload: str | None, clip_grad_norm: float | None) -> Path | Literal[
     """
     place = offload_of("offload_optimizer", offload)
     if place is not None and clip_grad_norm is not None:
-        found = "streams the state unit by unit, and clipping by the global norm steps all units at once"
-        raise OptionError("offload_optimizer", found, "leave clip_grad_norm out, or clip each gradient in a hook")
+        problem = "streams the state unit by unit, and clipping by the global norm steps all units at once"
+        raise OptionError("offload_optimizer", problem, "leave clip_grad_norm out, or clip each gradient in a hook")
     return place
 
 
 def _check_place(place: Path | Literal["cpu"], model: nn.Module, *, on_host: bool) -> None:
     """Raise OptionError where the optimizer's state cannot go, or is anyway."""
     if on_host and place == "cpu":
-        found = "has no effect: beside offload_parameters='cpu' the state is where the parameters are"
-        raise OptionError("offload_optimizer", found, "leave it out")
+        problem = "has no effect: beside offload_parameters='cpu' the state is where the parameters are"
+        raise OptionError("offload_optimizer", problem, "leave it out")
     if isinstance(model, CompiledModule):
         check_place("offload_optimizer", place, model._engine.runtime.communicator.device)
     elif (first := next(model.parameters(), None)) is not None and not first.is_meta:
@@ -125,10 +125,10 @@ def _check_reaches_host(mesh: DeviceMesh | None) -> None:
     try:
         backend_name(group, torch.device("cpu"))
     except RuntimeError as error:
-        found = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
+        problem = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
         both = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
         fix = f"initialise one beside NCCL: init_process_group({both!r})"
-        raise GroupError("process group", found, fix) from error
+        raise GroupError("process group", problem, fix) from error
 
 
 def _states(place: Path | Literal["cpu"], model: CompiledModule, updater: Updater) -> States:
@@ -214,8 +214,8 @@ class TrainStep:
             raise OptionError("no_sync", "holds gradients back, and a train step uses them at once", fix)
         for optimizer in self.optimizers if self._updater is not None else ():
             if has_step_pre_hooks(optimizer):
-                found = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
-                raise OptimizerError("optimizer", found, "use the loop, or a hook behind the step")
+                problem = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
+                raise OptimizerError("optimizer", problem, "use the loop, or a hook behind the step")
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 fix = "call optimizer.step() or zero_grad() before the train step"
@@ -224,11 +224,11 @@ class TrainStep:
 
 def _checked(loss: object) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"gives {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}"
-        raise OptionError("loss_fn", found, "return the loss, a tensor of one element")
+        problem = f"gives {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}"
+        raise OptionError("loss_fn", problem, "return the loss, a tensor of one element")
     if not loss.requires_grad:
-        found = "gives a loss that depends on no parameter that is trained"
-        raise OptionError("loss_fn", found, "compute it from what model(...) gives, without detach() or no_grad()")
+        problem = "gives a loss that depends on no parameter that is trained"
+        raise OptionError("loss_fn", problem, "compute it from what model(...) gives, without detach() or no_grad()")
     return loss
 
 

@@ -36,17 +36,17 @@ def move(program: Program, node: fx.Node, maker: fx.Node, place: fx.Node, ahead:
 
     `kept`: bytes of the device's memory that it takes there.
     """
-    readers, held, early = _readers(node), data(node), fetched_at(program, node, ahead)
+    readers, meta, early = _readers(node), data(node), fetched_at(program, node, ahead)
     first = _first_reader(program, node)
     with program.graph.inserting_after(after_items(maker)):
-        number = Data(Offload(), type=TensorType.make(torch.int64, ()), source=held.source, storage=kept)
+        number = Data(Offload(), type=TensorType.make(torch.int64, ()), source=meta.source, storage=kept)
         offloaded = program.add((node, place), number, f"{node.name}_offloaded")
     offloaded.meta["val"] = node.meta["val"].new_empty((), dtype=torch.int64, device="cpu")
     with program.graph.inserting_before(early):
-        moving = Data(Fetch(), Phase.BACKWARD, held.type, held.source)
+        moving = Data(Fetch(), Phase.BACKWARD, meta.type, meta.source)
         fetch = program.add((offloaded, place), moving, f"{node.name}_fetch")
     with program.graph.inserting_before(first):
-        back = Data(WaitFetch(), Phase.BACKWARD, held.type, held.source, view=True)
+        back = Data(WaitFetch(), Phase.BACKWARD, meta.type, meta.source, view=True)
         again = program.add((fetch,), back, f"{node.name}_again")
     again.meta["val"] = node.meta.get("val")
     for reader in readers:

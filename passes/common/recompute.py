@@ -77,8 +77,8 @@ class Turn:
 
     def crosses(self, value: fx.Node) -> bool:
         """True for what the forward computes and would have to save: no input, size, or part of a parameter."""
-        held = data(value)
-        computed = value.op == "call_function" and held.phase is Phase.FORWARD
+        meta = data(value)
+        computed = value.op == "call_function" and meta.phase is Phase.FORWARD
         return computed and value not in self.derived and not is_symbolic(value.meta.get("val"))
 
     def owner(self, value: fx.Node) -> fx.Node:
@@ -158,9 +158,9 @@ def _merge_equal(program: Program) -> None:
     """Let each unit's backward compute a thing once: a partitioner may have put in what now runs again for others."""
     known: dict[Hashable, fx.Node] = {}
     for node in program.body(Phase.BACKWARD):
-        held = data(node)
-        if held.unit and not is_random(node) and (isinstance(held.op, Item) or is_pure(node)):
-            key = held.unit, node.target, repr((node.args, node.kwargs))
+        meta = data(node)
+        if meta.unit and not is_random(node) and (isinstance(meta.op, Item) or is_pure(node)):
+            key = meta.unit, node.target, repr((node.args, node.kwargs))
             if (same := known.setdefault(key, node)) is not node:
                 node.replace_all_uses_with(same)
 
@@ -216,9 +216,9 @@ class _Editor:
                     "call_function", torch.ops.aten.clone.default, (self.copies[value],), name=f"{value.name}_kept"
                 )
             made.meta = dict(value.meta)
-            held = data(reader)
+            meta = data(reader)
             self.kept[value] = set_data(
-                made, Data(Compute(), type=data(value).type, source=held.source, unit=held.unit)
+                made, Data(Compute(), type=data(value).type, source=meta.source, unit=meta.unit)
             )
         return self.kept[value]
 
@@ -247,13 +247,13 @@ class _Editor:
                 )
                 state = graph.create_node("call_function", operator.getitem, (pair, 0), name=f"{value.name}_state")
                 result = graph.create_node("call_function", operator.getitem, (pair, 1), name=f"{value.name}_drawn")
-            held = data(value)
+            meta = data(value)
             given = random_state(value.meta["val"])
             pair.meta["val"], state.meta["val"] = (given, value.meta["val"]), given
             result.meta = dict(copied.meta)
-            set_data(pair, replace(held, op=Compute(), type=None))
-            set_data(state, replace(held, op=Item(0), type=TensorType.of(given)))
-            set_data(result, replace(held, op=Item(1)))
+            set_data(pair, replace(meta, op=Compute(), type=None))
+            set_data(state, replace(meta, op=Item(0), type=TensorType.of(given)))
+            set_data(result, replace(meta, op=Item(1)))
             copied.replace_all_uses_with(result)
             graph.erase_node(copied)
             self.copies[value], self.states[value] = result, state

@@ -20,9 +20,9 @@ def maker_of(program: Program, node: fx.Node) -> fx.Node | None:
     It does not where another value shows that memory. What the last region leaves, the backward's first takes at once.
     States of random number generators stay as they are: torch reads them from the beginning of their storage.
     """
-    held = data(node)
-    call = node.all_input_nodes[0] if isinstance(held.op, Item) else node
-    if held.phase is not Phase.FORWARD or not isinstance(data(call).op, Call) or not held.nbytes:
+    meta = data(node)
+    call = node.all_input_nodes[0] if isinstance(meta.op, Item) else node
+    if meta.phase is not Phase.FORWARD or not isinstance(data(call).op, Call) or not meta.nbytes:
         return None
     if _is_random_state(program.regions[op_of(call, Call).region], node):
         return None

@@ -177,8 +177,10 @@ def _check_flattened(optimizer: Optimizer, params: Sequence[DTensor]) -> None:
     for param in params:
         name, ranks = getattr(param, "zcompile_name", "a parameter"), param.device_mesh.size()
         if any(placement.is_shard() for placement in param.placements) and param.shape[0] % ranks:
-            found = f"{type(optimizer).__name__} flattens it, and {ranks} ranks do not divide its {param.shape[0]} rows"
-            raise OptimizerError(name, found, "choose stage=0, which keeps parameters whole, or another optimizer")
+            problem = (
+                f"{type(optimizer).__name__} flattens it, and {ranks} ranks do not divide its {param.shape[0]} rows"
+            )
+            raise OptimizerError(name, problem, "choose stage=0, which keeps parameters whole, or another optimizer")
 
 
 @dataclass(frozen=True)

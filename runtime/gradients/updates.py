@@ -134,8 +134,8 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
     kind, fix = type(optimizer).__name__, "use the loop: loss.backward(); optimizer.step(); optimizer.zero_grad()"
     groups: list[dict[str, Any]] = []
     if sharing(optimizer, param_groups=groups).param_groups is not groups:
-        found = f"{kind} only stands for another optimizer"
-        raise OptimizerError("optimizer", found, "give the one that it stands for")
+        problem = f"{kind} only stands for another optimizer"
+        raise OptimizerError("optimizer", problem, "give the one that it stands for")
     slots: dict[str, torch.dtype] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -144,11 +144,11 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
                 together, state = _tried(optimizer, options, scale, apart=False)
                 apart, _ = _tried(optimizer, options, scale, apart=True)
             except Exception as error:
-                found = f"{kind} cannot step for some of its parameters alone: {type(error).__name__}: {error}"
-                raise OptimizerError("optimizer", found, fix) from error
+                problem = f"{kind} cannot step for some of its parameters alone: {type(error).__name__}: {error}"
+                raise OptimizerError("optimizer", problem, fix) from error
             if any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
-                found = f"{kind} steps otherwise for some of its parameters alone than for all at once"
-                raise OptimizerError("optimizer", found, fix)
+                problem = f"{kind} steps otherwise for some of its parameters alone than for all at once"
+                raise OptimizerError("optimizer", problem, fix)
         kept = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
         slots |= {name: value.dtype for name, value in kept.items() if value.shape == together[0].shape}
     return slots

@@ -38,8 +38,8 @@ def set_aside(folder: Path, file: int, offset: int, nbytes: int, what: str) -> N
     try:
         os.posix_fallocate(file, offset, nbytes)
     except OSError as error:
-        found = f"has no room for the {human_bytes(nbytes)} of {what} of this rank: {error.strerror}"
-        raise StateError(str(folder), found, "give a folder on a larger disk, or train on more ranks") from error
+        problem = f"has no room for the {human_bytes(nbytes)} of {what} of this rank: {error.strerror}"
+        raise StateError(str(folder), problem, "give a folder on a larger disk, or train on more ranks") from error
 
 
 def mapped(folder: Path, size: int, what: str) -> tuple[int, mmap.mmap]:

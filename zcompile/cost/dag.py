@@ -23,20 +23,20 @@ def dag(program: Program, hardware: Hardware = CPU) -> nx.DiGraph[str]:
     graph: nx.DiGraph[str] = nx.DiGraph()
     order: list[str] = []
     for node in program.graph.nodes:
-        held = data(node)
-        if held.phase not in program.phases and not isinstance(held.op, Placeholder):
+        meta = data(node)
+        if meta.phase not in program.phases and not isinstance(meta.op, Placeholder):
             continue
         graph.add_node(
             node.name,
-            op=type(held.op).__name__,
-            phase=str(held.phase),
-            source=held.source,
+            op=type(meta.op).__name__,
+            phase=str(meta.phase),
+            source=meta.source,
             bytes=program.memory(node),
             flops=flops_of(node, program.regions),
             seconds=line_seconds(program, node, hardware),
         )
         graph.add_edges_from((source.name, node.name) for source in node.all_input_nodes if source.name in graph)
-        if isinstance(held.op, Communication):
+        if isinstance(meta.op, Communication):
             order.append(node.name)
     graph.add_edges_from(itertools.pairwise(order), order=True)
     return graph

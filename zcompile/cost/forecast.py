@@ -154,9 +154,9 @@ class Plan:
             return fastest
         nearest = min(self.of(world), key=lambda forecast: forecast.nbytes)
         least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
-        found = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
+        problem = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
         fix = f"take more ranks or a smaller batch; nearest is {self.line(nearest)}"
-        raise OptionError("memory_limit", found, fix)
+        raise OptionError("memory_limit", problem, fix)
 
     def as_dict(self) -> dict[str, Any]:
         """What `zcompile plan --json` prints."""
@@ -208,7 +208,7 @@ class Plan:
         try:
             return self.line(self.best(world))
         except OptionError as error:
-            return f"{error.found}.\n{error.fix}."
+            return f"{error.problem}.\n{error.fix}."
 
     def _table(self, world: int, *, by_kind: bool) -> Table:
         forecasts = self.of(world)

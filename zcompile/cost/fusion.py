@@ -62,9 +62,9 @@ def is_stored(node: fx.Node) -> bool:
 
 def _reads_elements(user: fx.Node) -> bool:
     """True if `user` can take its argument out of a register, itself or through a view."""
-    held = data(user)
-    if isinstance(held.op, (Call, Results)):
+    meta = data(user)
+    if isinstance(meta.op, (Call, Results)):
         return False
-    if held.view or isinstance(held.op, Item):
+    if meta.view or isinstance(meta.op, Item):
         return all(_reads_elements(later) for later in user.users)
-    return isinstance(held.op, Compute) and fuses(user)
+    return isinstance(meta.op, Compute) and fuses(user)

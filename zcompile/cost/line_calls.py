@@ -19,9 +19,9 @@ def lines_of(program: Program, phase: Phase) -> list[Line]:
 
 def line_of(program: Program, node: fx.Node) -> Line:
     """The line of a node that calls something: a region by its name and the unit around it."""
-    held = data(node)
-    if isinstance(held.op, Call):
-        around = (u.name for u in program.layout.units if f"{held.source}.".startswith(f"{u.name}."))
-        return Line(held.op.region, held.op.region, max(around, key=len, default=held.source), True, node.name)
-    name = node.name if held.op.gives else node.all_input_nodes[0].name
-    return Line(function_text(node.target), name, held.source, node=node.name)
+    meta = data(node)
+    if isinstance(meta.op, Call):
+        around = (u.name for u in program.layout.units if f"{meta.source}.".startswith(f"{u.name}."))
+        return Line(meta.op.region, meta.op.region, max(around, key=len, default=meta.source), True, node.name)
+    name = node.name if meta.op.gives else node.all_input_nodes[0].name
+    return Line(function_text(node.target), name, meta.source, node=node.name)

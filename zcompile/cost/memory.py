@@ -179,10 +179,10 @@ def region_bytes(region: Region, freed: Sequence[Freed] = ()) -> int:
         end = max(last[placeholder] for placeholder in placeholders)
         ending[end] = ending.get(end, 0) + nbytes
     for index, node in enumerate(nodes):
-        held = data(node)
-        if node.op == "call_function" and held.nbytes and (not region.fuses or is_stored(node)):
-            live += held.nbytes
-            ending[last[node]] = ending.get(last[node], 0) + held.nbytes
+        meta = data(node)
+        if node.op == "call_function" and meta.nbytes and (not region.fuses or is_stored(node)):
+            live += meta.nbytes
+            ending[last[node]] = ending.get(last[node], 0) + meta.nbytes
         most = max(most, live)
         live -= ending.get(index, 0)
     return most

@@ -122,7 +122,7 @@ def _seconds_within(node: fx.Node, region: Region, hardware: Hardware) -> float:
 
 def _read_by(node: fx.Node) -> set[fx.Node]:
     """What is in memory of what the kernel of a fused operation computes from."""
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     waiting, seen = list(node.all_input_nodes), {node}
     while waiting:
         source = waiting.pop()
@@ -133,8 +133,8 @@ def _read_by(node: fx.Node) -> set[fx.Node]:
         if source.op == "call_function" and through:
             waiting += source.all_input_nodes
         else:
-            found.add(source)
-    return found
+            result.add(source)
+    return result
 
 
 def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
@@ -158,8 +158,8 @@ def flops_of(node: fx.Node, regions: Mapping[str, Region]) -> int:
 
 def aten_cost(node: fx.Node) -> tuple[int, int]:
     """FLOPs of an ATen operation, and the bytes that it reads and writes; none of either for a view."""
-    held = data(node)
-    touched = 0 if held.view else held.nbytes + sum(_bytes(source) for source in node.all_input_nodes)
+    meta = data(node)
+    touched = 0 if meta.view else meta.nbytes + sum(_bytes(source) for source in node.all_input_nodes)
     formula = FORMULAS.get(_packet(node))
     if formula is None:
         return 0, touched
@@ -189,18 +189,18 @@ def _elements(node: fx.Node) -> int:
 
 def _shapes_given(node: fx.Node) -> tuple[Any, ...]:
     """Shape of the result, or of each of several; empty for one that nobody uses."""
-    held = data(node)
-    if held.type:
-        return held.type.shape
+    meta = data(node)
+    if meta.type:
+        return meta.type.shape
     given = {op_of(user, Item).index: data(user).type for user in node.users if isinstance(data(user).op, Item)}
     return tuple(found.shape if (found := given.get(index)) else () for index in range(max(given, default=-1) + 1))
 
 
 def _shape(node: fx.Node) -> Any:
-    held = data(node)
-    return held.type.shape if held.type else 1
+    meta = data(node)
+    return meta.type.shape if meta.type else 1
 
 
 def _bytes(node: fx.Node) -> int:
-    held = data(node)
-    return held.type.nbytes if held.type else 0
+    meta = data(node)
+    return meta.type.nbytes if meta.type else 0

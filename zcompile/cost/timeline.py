@@ -267,13 +267,13 @@ class Timeline:
 
     def flights(self) -> dict[str, list[Sent]]:
         """Collectives by lane: each group has its own, and what flies at the same time within one has further ones."""
-        found: dict[str, list[Sent]] = {}
+        result: dict[str, list[Sent]] = {}
         for message in self.messages or ():
             name = f"communication, {message.group}" if message.group else "communication"
             names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
-            lane = next(lane for lane in names if lane not in found or found[lane][-1].end <= message.start)
-            found.setdefault(lane, []).append(message)
-        return found
+            lane = next(lane for lane in names if lane not in result or result[lane][-1].end <= message.start)
+            result.setdefault(lane, []).append(message)
+        return result
 
     def trace_events(self, process: int | None = None, name: str | None = None) -> list[dict[str, Any]]:
         """What `save` writes, in Chrome's trace format: complete events (`ph` X) in microseconds.

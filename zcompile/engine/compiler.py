@@ -102,8 +102,8 @@ class Compiler:
             return self.runtime.tensor.together(lambda: self._lowered(traced, updater))
         except (OptionError, PipelineError, ProgramError) as error:  # as its batch alone may have it
             if self.runtime.communicator.size > 1:
-                found = f"rank {self.runtime.communicator.waits.rank} has none: {error.subject} {error.found}"
-                self.runtime.communicator.waits.refuse(AgreementError("the program", found, error.fix))
+                problem = f"rank {self.runtime.communicator.waits.rank} has none: {error.subject} {error.problem}"
+                self.runtime.communicator.waits.refuse(AgreementError("the program", problem, error.fix))
             raise
 
     def _lowered(self, traced: Program, updater: Updater | None) -> Runner:
@@ -140,8 +140,8 @@ class Compiler:
         bounds = {"memory_limit": self.options.limit is not None, "checkpoint": self.options.has_budget}
         for option, given in bounds.items():
             if given and not keeps and traced.has_backward:
-                found = "cannot be kept: the model runs as several programs, each of which knows of itself alone"
-                raise OptionError(option, found, "fix the graph breaks (see explain()), or leave it out")
+                problem = "cannot be kept: the model runs as several programs, each of which knows of itself alone"
+                raise OptionError(option, problem, "fix the graph breaks (see explain()), or leave it out")
         return keeps
 
     def _request(self, traced: Program, updater: Updater | None) -> Request:

@@ -68,8 +68,8 @@ class Tree:
             self.engine.runtime.settle()
         for tensor in tensors_in(result):
             if isinstance(tensor, _Leaf):
-                found = "the model returns this parameter, which is not full after the call"
-                raise CaptureError(tensor.zcompile_name, found, "return a copy: .clone()")
+                problem = "the model returns this parameter, which is not full after the call"
+                raise CaptureError(tensor.zcompile_name, problem, "return a copy: .clone()")
         call.end(result)
         if not torch.is_grad_enabled():
             self.engine.runtime.lockstep.check()  # behind a training step, delivery does it
@@ -100,9 +100,9 @@ class Tree:
         if isinstance(value, nn.Module):
             self.refuse_strangers(value, path)
         if isinstance(value, nn.Parameter) and id(value) not in self._known and not isinstance(value, _Leaf):
-            found = "was put into the model after zcompile.compile, so that it is not sharded"
+            problem = "was put into the model after zcompile.compile, so that it is not sharded"
             raise ParameterError(
-                path, found, "change the model before zcompile.compile; values of what is there in place"
+                path, problem, "change the model before zcompile.compile; values of what is there in place"
             )
 
     def names(self, path: str, signature: inspect.Signature) -> Names:
@@ -165,8 +165,10 @@ class Fragment:
         """The backend that torch.compile calls, once for every graph."""
         for value in inputs:
             if name := self.tree.retired.get(id(value), (None, ""))[1]:
-                found = "the model's code reads this parameter past its module, where it is empty now"
-                raise ParameterError(name, found, "read it as an attribute of its module, not from a list or a closure")
+                problem = "the model's code reads this parameter past its module, where it is empty now"
+                raise ParameterError(
+                    name, problem, "read it as an attribute of its module, not from a list or a closure"
+                )
         self.tree.refuse_strangers(self.module, self.path)
         trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
         return self.tree.engine.compiler.capture(
@@ -215,8 +217,10 @@ class Fragment:
         own = [site for site in self.sites if id(site.owner) in owners]
         for site in own:
             if site.local is not None:
-                found = f"is tensor-parallel, and the code of {self.path or 'the model'} that reads it breaks the graph"
-                raise CaptureError(site.name, found, "fix the graph break (see explain())")
+                problem = (
+                    f"is tensor-parallel, and the code of {self.path or 'the model'} that reads it breaks the graph"
+                )
+                raise CaptureError(site.name, problem, "fix the graph break (see explain())")
         before = self._check(own)
         leaves = self._gathered(own)
         versions = {name: version_of(leaf) for name, leaf in leaves.items()}

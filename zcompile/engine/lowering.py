@@ -265,8 +265,8 @@ def _unreached(flows: Flows, call: RollCall) -> Collection[str]:
     if ALL in call.marks:
         return ()
     if len(call.variants) > 1:
-        found = "give gradients through other results on some ranks than on others, and no loss has used them all"
-        raise AgreementError("the ranks' programs", found, "let the model return the same results on every rank")
+        problem = "give gradients through other results on some ranks than on others, and no loss has used them all"
+        raise AgreementError("the ranks' programs", problem, "let the model return the same results on every rank")
     return flows.unreached({mark - ALL - 1 for mark in call.marks if mark > ALL})
 
 

@@ -106,10 +106,10 @@ class ModelRuntime:
         # By `dtype` or by the user's autocast. Whole gradients (stage 0) carry an overflow to every rank by themselves.
         float16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
         if float16 and self.layout.away:
-            found = (
+            problem = (
                 "is 'cpu', and gradients are float16: GradScaler's flags for the host are read before they are there"
             )
-            raise OptionError("offload_parameters", found, "compute in bfloat16, or leave it out")
+            raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
         spread = float16 and self.layout.stage.optimizer_sharded and self.layout.world > 1
         call = ModelCall(self.version, self.delivery, self._returned, may_overflow=spread)
         self.recorder.begin_call(call.seen, trains=torch.is_grad_enabled())

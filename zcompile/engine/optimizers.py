@@ -38,8 +38,8 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
     def refuse_held(names: set[str]) -> None:
         if held := names.intersection(runtime.names_held()):
-            found = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
-            raise OptimizerError(min(held), found, "run the last micro-batch's backward outside of no_sync")
+            problem = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
+            raise OptimizerError(min(held), problem, "run the last micro-batch's backward outside of no_sync")
 
     def before(
         optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -50,8 +50,8 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         if not names:
             return None
         if runtime.options.dtype is torch.bfloat16 and _called_by_scaler():
-            found = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
-            raise OptimizerError("GradScaler", found, "leave it out, or give it enabled=False")
+            problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
+            raise OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")
         bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure: Any = bound.arguments.get("closure")
         if closure is None:
@@ -91,9 +91,9 @@ def _refuse_retired(optimizer: Optimizer, retired: Retired) -> None:
     kind = type(optimizer).__name__
     for param in _parameters_of(optimizer):
         if id(param) in retired:
-            found = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
+            problem = f"{kind} holds this parameter from before zcompile.compile; it has no memory any more"
             fix = f"build it afterwards, {kind}(compiled.parameters(), ...), or give it to compile(optimizer=...)"
-            raise OptimizerError(retired[id(param)][1], found, fix)
+            raise OptimizerError(retired[id(param)][1], problem, fix)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
@@ -101,8 +101,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> None:
     params = {id(param) for param in model.parameters()}
     for optimizer in optimizers:
         if not any(id(param) in params for param in _parameters_of(optimizer)):
-            found = f"{type(optimizer).__name__} holds none of the model's parameters"
-            raise OptimizerError("optimizer", found, "give the optimizer that was built over model.parameters()")
+            problem = f"{type(optimizer).__name__} holds none of the model's parameters"
+            raise OptimizerError("optimizer", problem, "give the optimizer that was built over model.parameters()")
 
 
 def point_at_shards(optimizers: Iterable[Optimizer], shards: Iterable[UnitShards], retired: Retired) -> None:

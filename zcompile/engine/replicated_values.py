@@ -65,14 +65,14 @@ def mark_replicated(program: Program, known: Mapping[str, str]) -> Program:
 
 def _origin(program: Program, node: fx.Node, group: str, divided: Collection[str]) -> str | None:
     """How a value comes about but for what it is made of; None if the rank that asks may play a part."""
-    held = data(node)
-    match held.op:
+    meta = data(node)
+    match meta.op:
         case Input() as given:
             return _of_input(program, node, given, divided)
         case Parameter(name):
             return None if name in divided else f"parameter {name}"
-    if isinstance(held.op, Item) or is_wait(node) or _is_function(node) or _gives_all(node, group):
-        return f"{node.target} {held.type}"
+    if isinstance(meta.op, Item) or is_wait(node) or _is_function(node) or _gives_all(node, group):
+        return f"{node.target} {meta.type}"
     return None
 
 

@@ -47,13 +47,13 @@ class Reports:
     @property
     def programs(self) -> list[Program]:
         """The rewritten programs in the order of their capture: forward, backward, that of `no_sync` if any, ..."""
-        found = []
+        result = []
         for step in self.runtime.steps:
             phases = Phase if step.program.has_backward else (Phase.FORWARD,)
-            found += [step.program.phase(phase) for phase in phases]
+            result += [step.program.phase(phase) for phase in phases]
             if step.accumulating is not None:
-                found.append(step.accumulating.phase(Phase.BACKWARD))
-        return found
+                result.append(step.accumulating.phase(Phase.BACKWARD))
+        return result
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -82,8 +82,8 @@ class Reports:
         """
         own = self.runtime.communicator.device
         if device and not is_gpu(own):
-            found = f"the model is on {own}, where the host's clock tells all"
-            raise OptionError("device", found, "leave device=True to models on CUDA")
+            problem = f"the model is on {own}, where the host's clock tells all"
+            raise OptionError("device", problem, "leave device=True to models on CUDA")
         self.runtime.recorder.device = own if device else None
 
     def explain(self) -> str:

@@ -27,8 +27,8 @@ def _places_disjoint(program: Program) -> Iterator[Violation]:
         start, stop = op.at
         mine, wanted = lifetime(node, position), place_bytes(program, node)
         if stop - start < wanted or start < 0 or stop > size or start % ALIGNMENT:
-            found = f"{node.name} has the bytes [{start}, {stop}) of an arena of {size}"
-            yield Violation(node, f"{found}; it needs {wanted}, at a multiple of {ALIGNMENT}")
+            problem = f"{node.name} has the bytes [{start}, {stop}) of an arena of {size}"
+            yield Violation(node, f"{problem}; it needs {wanted}, at a multiple of {ALIGNMENT}")
         alive = [before for before in alive if before[-1].end >= mine.start]
         for other, (begin, end), _ in alive:
             if begin < stop and start < end:
@@ -49,8 +49,8 @@ def _fetched_before_use(program: Program) -> Iterator[Violation]:
         if data(offloaded).op != Offload():
             yield Violation(node, f"{node.name} fetches {offloaded.name}, which has not been offloaded")
         elif offloaded.all_input_nodes[1] is not place:
-            found = f"{node.name} fetches {offloaded.name} from {place.name}"
-            yield Violation(node, f"{found}; it is offloaded in {offloaded.all_input_nodes[1].name}")
+            problem = f"{node.name} fetches {offloaded.name} from {place.name}"
+            yield Violation(node, f"{problem}; it is offloaded in {offloaded.all_input_nodes[1].name}")
     for node in program.nodes(WaitFetch):
         fetched = node.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
         if data(fetched).type != data(node).type:
@@ -97,8 +97,8 @@ def _buffers_bounded(bucket: int) -> Callable[[Program], Iterator[Violation]]:
         for node in program.nodes(Reduce) if program.layout.world > 1 else ():
             op, sizes = op_of(node, Reduce), op_of(node, Reduce).message_bytes(program.layout)
             if op.scatter and max(sizes) > bucket and (op.bucket is None or op.bucket > bucket):
-                found = f"{node.name} may copy {human_bytes(max(sizes))} to send it"
-                yield Violation(node, f"{found}; {human_bytes(bucket)} are allowed")
+                problem = f"{node.name} may copy {human_bytes(max(sizes))} to send it"
+                yield Violation(node, f"{problem}; {human_bytes(bucket)} are allowed")
 
     return violations
 
@@ -123,9 +123,9 @@ def _units_bounded(prefetch: int) -> Callable[[Program], Iterator[Violation]]:
                 read = {arg.all_input_nodes[0].name for arg in _full_arguments(node)}
                 ahead = [name for name in live if name not in read]
                 if len(ahead) > prefetch + (not read):
-                    found = (
+                    problem = (
                         f"while {node.name} computes, {len(ahead)} units beside its own are full: {', '.join(ahead)}"
                     )
-                    yield Violation(node, f"{found}; prefetch={prefetch} allows {prefetch}")
+                    yield Violation(node, f"{problem}; prefetch={prefetch} allows {prefetch}")
 
     return violations

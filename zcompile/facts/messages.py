@@ -66,14 +66,14 @@ def _released_once(program: Program) -> Iterator[Violation]:
             yield Violation(gather, f"{gather.name} is waited for {len(waits)} times; want once")
             continue
         if op_of(gather, AllGather).keep and program.layout.stage.parameters_sharded:
-            found = f"{gather.name} keeps {op_of(gather, AllGather).unit} full beyond the step"
-            yield Violation(gather, f"{found}; stage {program.layout.stage.number} gathers it anew")
+            problem = f"{gather.name} keeps {op_of(gather, AllGather).unit} full beyond the step"
+            yield Violation(gather, f"{problem}; stage {program.layout.stage.number} gathers it anew")
             continue
         releases = [user for user in waits[0].users if isinstance(data(user).op, Release)]
         want = 0 if op_of(gather, AllGather).keep else 1
         if len(releases) != want:
-            found = f"{len(releases)} releases of {waits[0].name}"
-            yield Violation(gather, f"{found}; want {(want and 'one, after its last use') or 'none, it is kept'}")
+            problem = f"{len(releases)} releases of {waits[0].name}"
+            yield Violation(gather, f"{problem}; want {(want and 'one, after its last use') or 'none, it is kept'}")
     for release in program.nodes(Release):
         if not isinstance(data(release.all_input_nodes[0]).op, WaitGather):
             yield Violation(release, f"{release.all_input_nodes[0].name} is released, but is not a full parameter")
@@ -102,10 +102,10 @@ def _reduced_once(program: Program) -> Iterator[Violation]:
     expected = program.differentiated()
     for name in sorted({*count, *delivered, *expected}):
         if count[name] != (name in expected):
-            found = (
+            problem = (
                 f"the gradient of {name} is reduced {count[name]} times; want {'once' if name in expected else 'none'}"
             )
-            yield Violation(_reduction_of(program, name), found)
+            yield Violation(_reduction_of(program, name), problem)
         if count[name] != delivered.count(name):
             yield Violation(
                 _reduction_of(program, name),

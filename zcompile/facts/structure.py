@@ -131,15 +131,15 @@ def _phases_split(program: Program) -> Iterator[Violation]:
     derived = derived_values(program)
     seen_backward = False
     for node in program.graph.nodes:
-        held = data(node)
-        if isinstance(held.op, Placeholder):
+        meta = data(node)
+        if isinstance(meta.op, Placeholder):
             continue
-        seen_backward |= held.phase is Phase.BACKWARD
-        if seen_backward and held.phase is Phase.FORWARD:
+        seen_backward |= meta.phase is Phase.BACKWARD
+        if seen_backward and meta.phase is Phase.FORWARD:
             yield Violation(node, f"{node.name} belongs to the forward but stands in the backward")
         for source in node.all_input_nodes:
-            crosses = data(source).phase is Phase.FORWARD and held.phase is Phase.BACKWARD
-            if crosses and source in derived and not isinstance(held.op, Results):
+            crosses = data(source).phase is Phase.FORWARD and meta.phase is Phase.BACKWARD
+            if crosses and source in derived and not isinstance(meta.op, Results):
                 yield Violation(node, f"{source.name} is derived from a parameter, yet saved for {node.name}")
 
 

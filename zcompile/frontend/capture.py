@@ -224,9 +224,9 @@ class _Reader:
         index = getattr(node.meta.get("desc"), "idx", None)
         entry = self.inputs[index] if index is not None else TracedInput(node.name, held="?")
         data_input = Input(Kind.DATA, len(self.primals), index in self.mutated, entry.held)
-        held = Data(Parameter(entry.parameter) if entry.parameter else data_input)
+        meta = Data(Parameter(entry.parameter) if entry.parameter else data_input)
         self.primals.append((node, entry.parameter))
-        return self._copy(node, held, identifier(entry.readable))
+        return self._copy(node, meta, identifier(entry.readable))
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         value = _attribute(self.joint, str(node.target))
@@ -298,8 +298,10 @@ def _refuse_returned_parameters(program: Program) -> None:
         while isinstance(root, fx.Node) and data(root).view:
             root = root.all_input_nodes[0]
         if isinstance(root, fx.Node) and isinstance(data(root).op, Parameter):
-            found = f"result {index} of the model is this parameter (or a view of it), which is not full after the call"
-            raise CaptureError(op_of(root, Parameter).name, found, "return a copy: .clone()")
+            problem = (
+                f"result {index} of the model is this parameter (or a view of it), which is not full after the call"
+            )
+            raise CaptureError(op_of(root, Parameter).name, problem, "return a copy: .clone()")
 
 
 # -- stand-ins --------------------------------------------------------------------------------------------------------

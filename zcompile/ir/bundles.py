@@ -56,16 +56,16 @@ def member_name(bundle: str, index: int) -> str:
 def bundles_of(program: ProgramGraph) -> dict[fx.Node, Bundle]:
     """The bundle of each value that is in one."""
     taken = {node.name for node in program.graph.nodes}
-    found: dict[fx.Node, Bundle] = {}
+    result: dict[fx.Node, Bundle] = {}
     for call in program.nodes(Call):
         members = _last_of_one_name(program, call)
         while len(members) > 1:
             if (bundle := _bundle(members)) is not None and bundle.name not in taken:
                 taken.add(bundle.name)
-                found |= dict.fromkeys(members, bundle)
+                result |= dict.fromkeys(members, bundle)
                 break
             members = members[1:]
-    return found
+    return result
 
 
 def grouped(values: Iterable[T], bundles: Mapping[fx.Node, Bundle]) -> Iterator[T | Bundle]:

@@ -143,8 +143,8 @@ _KEY = "zcompile"
 
 def data(node: fx.Node) -> Data:
     """The one reader of a node's data."""
-    found: Data = node.meta[_KEY]
-    return found
+    result: Data = node.meta[_KEY]
+    return result
 
 
 def has_data(node: fx.Node) -> bool:
@@ -157,9 +157,9 @@ T = TypeVar("T", bound=Operation)
 
 def op_of(node: fx.Node, kind: type[T]) -> T:
     """The operation of a node known to be of `kind`."""
-    found = data(node).op
-    assert isinstance(found, kind), f"{node.name} is {found}, not {kind.__name__}"
-    return found
+    result = data(node).op
+    assert isinstance(result, kind), f"{node.name} is {result}, not {kind.__name__}"
+    return result
 
 
 def set_data(node: fx.Node, value: Data) -> fx.Node:

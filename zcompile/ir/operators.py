@@ -50,7 +50,7 @@ def _operator(namespace: str, packet: str, overload: str) -> OpOverload | None:
 
 def _of_torch(attribute: str) -> Any:
     """A dtype, layout or memory format, or a function of sizes that vary."""
-    found = vars(torch).get(attribute)
-    if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-        return found
-    return found if attribute.startswith(("sym_", "_sym_")) and callable(found) else None
+    result = vars(torch).get(attribute)
+    if isinstance(result, (torch.dtype, torch.layout, torch.memory_format)):
+        return result
+    return result if attribute.startswith(("sym_", "_sym_")) and callable(result) else None

@@ -34,14 +34,14 @@ def is_cheap(node: fx.Node) -> bool:
 
 def derived_values(program: Program) -> set[fx.Node]:
     """All nodes cheaply derived from parameters and from nothing else; what the step hands back is left out."""
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     returned = {*program.results.outputs, *program.results.backward_nodes()}
     for node in program.graph.nodes:
         sources = node.all_input_nodes
-        from_parameters = all(source in found or isinstance(data(source).op, Parameter) for source in sources)
+        from_parameters = all(source in result or isinstance(data(source).op, Parameter) for source in sources)
         if sources and from_parameters and node not in returned and is_cheap(node):
-            found.add(node)
-    return found
+            result.add(node)
+    return result
 
 
 def parameters_read(node: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:

@@ -274,8 +274,8 @@ class _Parser:
         """The last results of a region, from `first` on; what they are stands in the text of the region."""
         op = data(source).op
         if not isinstance(op, Call):
-            found = "is given results of what is no region"
-            raise ParseError(f"the bundle {name}", found, "name each of them")
+            problem = "is given results of what is no region"
+            raise ParseError(f"the bundle {name}", problem, "name each of them")
         region, members = self.regions[op.region], []
         for index in range(first, len(region.outputs)):
             given = (source, index)
@@ -306,8 +306,8 @@ class _Parser:
         try:
             op = _operation(node, self.layout, self.regions, margin.source)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            found = f"{ast.unparse(call)!r} is given what {text} does not take"
-            raise ParseError(f"line {call.lineno}", found, "write it as programs are printed") from error
+            problem = f"{ast.unparse(call)!r} is given what {text} does not take"
+            raise ParseError(f"line {call.lineno}", problem, "write it as programs are printed") from error
         return self._typed(node, margin.first.data(op, scope.phase, margin.source))
 
     def _value(self, expression: ast.expr | None, scope: _Scope) -> Any:
@@ -343,8 +343,8 @@ class _Parser:
             elif isinstance(value, list):
                 values += value
             else:
-                found = f"{ast.unparse(expression)!r} spreads what is one value"
-                raise ParseError(f"line {expression.lineno}", found, "leave out the *")
+                problem = f"{ast.unparse(expression)!r} spreads what is one value"
+                raise ParseError(f"line {expression.lineno}", problem, "leave out the *")
         return values
 
     # -- values ---------------------------------------------------------------------------------------------------

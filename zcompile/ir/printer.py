@@ -292,24 +292,24 @@ def _freed(program: ProgramGraph) -> dict[fx.Node, int]:
 
 
 def _argument(program: ProgramGraph, node: fx.Node) -> TextLine:
-    held = data(node)
-    match held.op:
+    meta = data(node)
+    match meta.op:
         case Shards(unit):
             count = len(program.layout.unit(unit).params)
             return TextLine(f"{node.name},", delta=f"{count} parameters", source=f"unit {escaped(unit)}")
         case Parameter(name):
-            return TextLine(f"{node.name},", _type_text(held), source=f"parameter {escaped(name)}")
+            return TextLine(f"{node.name},", _type_text(meta), source=f"parameter {escaped(name)}")
         case WaitGather(unit):
             return TextLine(f"{node.name},", source=f"full unit {escaped(unit)}")
         case Lent() as lent:
-            type_ = _type_text(held) if held.type else ""
+            type_ = _type_text(meta) if meta.type else ""
             return TextLine(f"{node.name},", type_, source=" ".join([lent.label, *map(escaped, astuple(lent))]))  # type: ignore[call-overload]
         case Input(held="mesh"):
             return TextLine(f"{node.name},", source="mesh")
         case Input(kind, mutated=mutated) if mutated or kind is not Kind.DATA:
-            return TextLine(f"{node.name},", _type_text(held), source="mutated" if mutated else str(kind))
+            return TextLine(f"{node.name},", _type_text(meta), source="mutated" if mutated else str(kind))
         case _:
-            return TextLine(f"{node.name},", _type_text(held), source=_source_text(held))
+            return TextLine(f"{node.name},", _type_text(meta), source=_source_text(meta))
 
 
 def _bundle_argument(bundle: Bundle) -> TextLine:
@@ -342,13 +342,13 @@ def _statement(
     node: fx.Node, delta: int, bundles: Mapping[fx.Node, Bundle], count: int | None = None
 ) -> list[TextLine]:
     """The line of a call; where it gives many values, `count` if known, their names and types over several lines."""
-    held, call = data(node), _call_text(node, bundles)
+    meta, call = data(node), _call_text(node, bundles)
     items = sorted(items_of(node), key=lambda item: op_of(item, Item).index)
-    margin = (_delta_text(delta), _source_text(held))
-    if not held.op.gives:
+    margin = (_delta_text(delta), _source_text(meta))
+    if not meta.op.gives:
         return _wrapped(TextLine(call, "", *margin))
     if not items:
-        type_ = _type_text(held) if held.type else ""
+        type_ = _type_text(meta) if meta.type else ""
         return _wrapped(TextLine(f"{node.name} = {call}", type_, *margin))
     bundle = bundles.get(items[-1])
     alone = items[: -len(bundle.members)] if bundle else items

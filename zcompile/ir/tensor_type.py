@@ -102,10 +102,10 @@ def dtype_of(text: str) -> torch.dtype:
     Raises:
         ValueError: there is none.
     """
-    found = _LONG.get(text) or vars(torch).get(text)
-    if not isinstance(found, torch.dtype):
+    result = _LONG.get(text) or vars(torch).get(text)
+    if not isinstance(result, torch.dtype):
         raise ValueError(f"{text!r} is no dtype")
-    return found
+    return result
 
 
 def _dim(size: int | torch.SymInt) -> Dim:

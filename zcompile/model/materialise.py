@@ -231,12 +231,12 @@ class InitCode:
 
     def _outermost(self, paths: list[str]) -> list[str]:
         """Those with an `init_weights()` that lie in no other; none where `_init_weights(module)` is called."""
-        found: list[str] = []
+        result: list[str] = []
         for path in paths:
-            inside = any(outer == "" or path.startswith(f"{outer}.") for outer in found)
+            inside = any(outer == "" or path.startswith(f"{outer}.") for outer in result)
             if not inside and not self.hooks[path] and _method(self.modules[path], "init_weights"):
-                found.append(path)
-        return found
+                result.append(path)
+        return result
 
     def _call(self, path: str, method: Method | None, unit: str | None, *args: nn.Module) -> None:
         if method is None:
@@ -305,8 +305,8 @@ def _method(module: nn.Module, name: str, *args: nn.Module) -> Method | None:
         inspect.signature(method).bind(*args)
     except TypeError:
         return None
-    found: Method = method
-    return found
+    result: Method = method
+    return result
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

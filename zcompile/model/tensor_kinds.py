@@ -32,9 +32,9 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
         raise ModelError(name, "has no shape yet", fix)
     if not isinstance(tensor, DTensor) and (changed := _changed(type(tensor))):
         kind = type(tensor)
-        found = f"is a {kind.__module__}.{kind.__qualname__}, a subclass of Tensor with a {changed} of its own"
+        problem = f"is a {kind.__module__}.{kind.__qualname__}, a subclass of Tensor with a {changed} of its own"
         fix = "keep what it consists of in plain buffers (of int8, say, and a scale), and compute with them in forward"
-        raise ModelError(name, found, fix)
+        raise ModelError(name, problem, fix)
 
 
 def _changed(kind: type[torch.Tensor]) -> str:

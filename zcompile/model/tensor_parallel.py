@@ -60,8 +60,8 @@ def check_divided(model: nn.Module) -> DeviceMesh | None:
     for name, param in divided.items():
         _check_placement(name, param)
         if param.device_mesh != example.device_mesh:
-            found = f"lies on {param.device_mesh}, and {first} on {example.device_mesh}"
-            raise ModelError(name, found, "divide all parameters over one tensor-parallel mesh")
+            problem = f"lies on {param.device_mesh}, and {first} on {example.device_mesh}"
+            raise ModelError(name, problem, "divide all parameters over one tensor-parallel mesh")
     return example.device_mesh
 
 
@@ -74,14 +74,14 @@ def _check_placement(name: str, param: DTensor) -> None:
     if isinstance(param, ShardedParameter):
         raise ModelError(name, "is sharded by zcompile already", "compile a model once")
     if param.device_mesh.ndim != 1 or not isinstance(param.placements[0], (Shard, Replicate)):
-        found = f"is placed {param.placements} on {param.device_mesh}"
-        raise ModelError(name, found, "divide it over one dimension of a mesh, by Shard or Replicate")
+        problem = f"is placed {param.placements} on {param.device_mesh}"
+        raise ModelError(name, problem, "divide it over one dimension of a mesh, by Shard or Replicate")
     placement, size = param.placements[0], param.device_mesh.size()
     if isinstance(placement, Shard) and param.numel():
         height = param.shape[placement.dim]
         if -(-height // -(-height // size)) < size:
-            found = f"has {height} rows on dim {placement.dim}, which leave some of {size} ranks without any"
-            raise ModelError(name, found, "replicate it, or use a smaller tensor-parallel mesh")
+            problem = f"has {height} rows on dim {placement.dim}, which leave some of {size} ranks without any"
+            raise ModelError(name, problem, "replicate it, or use a smaller tensor-parallel mesh")
 
 
 def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:

@@ -60,12 +60,12 @@ def match_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if not any(_matches(path, pattern) for path in paths):
             raise OptionError("units", f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
-    found = [path for path in paths if any(_matches(path, pattern) for pattern in patterns)]
-    for outer in found:
-        inner = next((path for path in found if path.startswith(outer + ".")), None)
+    result = [path for path in paths if any(_matches(path, pattern) for pattern in patterns)]
+    for outer in result:
+        inner = next((path for path in result if path.startswith(outer + ".")), None)
         if inner:
             raise OptionError("units", f"{inner!r} lies inside {outer!r}", "let the patterns match only one of the two")
-    return found
+    return result
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -167,7 +167,7 @@ def _from_checkpoint(folder: Path) -> Weights:
     try:
         stored = Reader(folder).read_metadata().state_dict_metadata
     except StateError as error:
-        raise OptionError("weights", f"{error.subject} {error.found}", error.fix) from error
+        raise OptionError("weights", f"{error.subject} {error.problem}", error.fix) from error
     tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
     def read(name: str) -> torch.Tensor:

@@ -76,15 +76,15 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _box(program: Program, node: fx.Node, hardware: Hardware) -> _Box:
-    held = data(node)
+    meta = data(node)
     lines = [node.name]
-    if isinstance(held.op, Call):
-        lines = [f"{held.op.region} of {held.source or 'the root'}"]
+    if isinstance(meta.op, Call):
+        lines = [f"{meta.op.region} of {meta.source or 'the root'}"]
     if node.op == "call_function":
         if seconds := line_seconds(program, node, hardware):
             lines.append(f"{seconds * 1e3:.3g} ms")
         if nbytes := program.memory(node):
             lines.append(f"{'+' if nbytes > 0 else '-'}{human_bytes(abs(nbytes))}")
-    elif held.type:
-        lines.append(str(held.type))
-    return _Box(node.name, "\n".join(lines), _COLORS.get(held.op.role, "#ffffff"))
+    elif meta.type:
+        lines.append(str(meta.type))
+    return _Box(node.name, "\n".join(lines), _COLORS.get(meta.op.role, "#ffffff"))

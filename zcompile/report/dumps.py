@@ -74,9 +74,9 @@ def writing(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        found = f"is {os.fspath(path)!r}, which cannot be written: {error.strerror or error}"
+        problem = f"is {os.fspath(path)!r}, which cannot be written: {error.strerror or error}"
         fix = "give another folder (dump=, or ZCOMPILE_DUMP)" if what == "dump" else "give another path"
-        raise OptionError(what, found, fix) from error
+        raise OptionError(what, problem, fix) from error
 
 
 def write_dump(

@@ -67,8 +67,8 @@ def offload_of(option: str, place: object) -> Path | Literal["cpu"] | None:
 def check_place(option: str, place: Path | Literal["cpu"], device: torch.device) -> None:
     """Raise OptionError for the host's memory where the model is there itself, and for a disk where it is not."""
     if (place == "cpu") is (device.type == "cpu"):
-        found = f"is {'cpu' if place == 'cpu' else f'disk:{place}'!r}, and the model is on {device}"
-        raise OptionError(option, found, "give 'cpu' for a model on a GPU, 'disk:FOLDER' for one on the CPU")
+        problem = f"is {'cpu' if place == 'cpu' else f'disk:{place}'!r}, and the model is on {device}"
+        raise OptionError(option, problem, "give 'cpu' for a model on a GPU, 'disk:FOLDER' for one on the CPU")
 
 
 def check_worlds(worlds: object) -> None:

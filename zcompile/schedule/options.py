@@ -70,8 +70,8 @@ class Options:
             fix = "choose stage 1, 2 or 3, or leave it out"
             raise OptionError("offload_parameters", "moves shards, and stage 0 has none", fix)
         if self.offload_parameters == "cpu" and self.stage == 1:
-            found = "takes gradients to the host, and stage 1 keeps full ones"
-            raise OptionError("offload_parameters", found, "choose stage 2 or 3, or leave it out")
+            problem = "takes gradients to the host, and stage 1 keeps full ones"
+            raise OptionError("offload_parameters", problem, "choose stage 2 or 3, or leave it out")
         self.pipeline()
 
     @classmethod
@@ -156,9 +156,9 @@ class Options:
     def _check_alone(self, passes: Pipeline) -> None:
         """Raise OptionError for options that a pipeline given as a whole would ignore."""
         if passes.stage != STAGES[self.stage]:
-            found = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
+            problem = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
-            raise OptionError("stage", found, fix)
+            raise OptionError("stage", problem, fix)
         options = ("memory_limit", "checkpoint", "bucket", "arenas", "offload_activations", "partition_activations")
         ignored = (name for name in options if getattr(self, name) not in (None, False))
         if option := next(ignored, "prefetch" if self.chooses else None):

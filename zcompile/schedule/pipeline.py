@@ -114,19 +114,19 @@ class Verified:
             ProgramError: a fact failed; the message names the pass and marks the line.
             PipelineError: a pass raised something, returned no program, or changed the one that it was given.
         """
-        found = self
+        result = self
         for step in passes:
             started = time.perf_counter()
-            after = _applied(step, found.program)
+            after = _applied(step, result.program)
             ran = time.perf_counter()
-            facts = tuple(dict.fromkeys((*found.facts, *step.ensures)))
+            facts = tuple(dict.fromkeys((*result.facts, *step.ensures)))
             verify(after, facts, f"after {step.name}")
             if journal is not None:
                 journal.entries.append(
-                    JournalEntry(step, found.program, after, ran - started, time.perf_counter() - ran)
+                    JournalEntry(step, result.program, after, ran - started, time.perf_counter() - ran)
                 )
-            found = Verified(after, facts)
-        return found
+            result = Verified(after, facts)
+        return result
 
 
 @dataclass(frozen=True)

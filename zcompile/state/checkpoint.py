@@ -65,8 +65,8 @@ class CheckpointFolder:
         """
         clear(folder)
         if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-            found = "holds other things than a checkpoint of zcompile"
-            raise StateError(str(folder), found, "give a folder that is empty, does not exist or holds a checkpoint")
+            problem = "holds other things than a checkpoint of zcompile"
+            raise StateError(str(folder), problem, "give a folder that is empty, does not exist or holds a checkpoint")
         place = cls(folder, token(), not folder.exists())
         with room(folder):
             place.work.mkdir(parents=True)
@@ -203,12 +203,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise StateError(str(path), "is damaged", "load another checkpoint")
     manifest = manifests[0]
     if manifest.get("format") != FORMAT:
-        found = f"is of format {manifest.get('format')}, this zcompile reads {FORMAT}"
-        raise StateError(str(path), found, "load it with the zcompile that wrote it")
+        problem = f"is of format {manifest.get('format')}, this zcompile reads {FORMAT}"
+        raise StateError(str(path), problem, "load it with the zcompile that wrote it")
     for name in manifest["files"]:
         if not _is_plain(name):
-            found = f"names {name!r}, which does not lie in the folder of the checkpoint"
-            raise StateError(str(path), found, "load a checkpoint as compiled.save_checkpoint wrote it")
+            problem = f"names {name!r}, which does not lie in the folder of the checkpoint"
+            raise StateError(str(path), problem, "load a checkpoint as compiled.save_checkpoint wrote it")
     return manifest
 
 
@@ -253,11 +253,11 @@ def check_files(folder: Path, manifest: Mapping[str, Any], rank: int, size: int)
         if not path.is_file():
             raise StateError(str(path), "is missing", "bring the file back, or load another checkpoint")
         if (length := path.stat().st_size) != wanted["bytes"]:
-            found = f"has {length} bytes, {wanted['bytes']} were written"
-            raise StateError(str(path), found, "copy the checkpoint again, or load another one")
+            problem = f"has {length} bytes, {wanted['bytes']} were written"
+            raise StateError(str(path), problem, "copy the checkpoint again, or load another one")
         if _digest(path) != wanted["sha256"]:
-            found = "is damaged: its digest is not that of the file that was written"
-            raise StateError(str(path), found, "copy the checkpoint again, or load another one")
+            problem = "is damaged: its digest is not that of the file that was written"
+            raise StateError(str(path), problem, "copy the checkpoint again, or load another one")
 
 
 @contextmanager
@@ -269,7 +269,7 @@ def typed(subject: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, StateError):
-            raise StateError(cause.subject, cause.found, cause.fix) from error
+            raise StateError(cause.subject, cause.problem, cause.fix) from error
         raise StateError(subject, f"rank {rank} failed: {type(cause).__name__}: {cause}", fix) from error
     except (RuntimeError, OSError) as error:
         if isinstance(error, StateError):

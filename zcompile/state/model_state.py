@@ -128,8 +128,8 @@ class ModelState:
 
         def check() -> bool:
             if state is None and self.communicator.rank == 0:
-                found = "is None on the first rank of the mesh"
-                raise StateError("the full state dict", found, "give it on the first rank, or on every rank")
+                problem = "is None on the first rank of the mesh"
+                raise StateError("the full state dict", problem, "give it on the first rank, or on every rank")
             if state or (state is not None and self.communicator.rank == 0):
                 _check(self.model.state_dict(), state, strict=True)
             return bool(state)  # an empty one is what full_state_dict gives to all ranks but the first
@@ -367,15 +367,15 @@ def _check(targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool, s
     missing = [name for name in targets if name not in given]
     unexpected = [name for name in given if name not in targets]
     if strict and missing:
-        found = f"is missing from {source}{_more(missing)}"
+        problem = f"is missing from {source}{_more(missing)}"
         fix = "give every name of compiled.state_dict(), or strict=False where names may be left out"
         if unexpected:
             fix = f"rename what {source} has in its place, or build the model that it was made from: "
             fix += nearest(missing[0], unexpected)
-        raise StateError(missing[0], found, fix)
+        raise StateError(missing[0], problem, fix)
     if strict and unexpected:
-        found = f"is in {source}, but is no parameter or buffer of the model{_more(unexpected)}"
-        raise StateError(unexpected[0], found, f"leave it out or rename it: {nearest(unexpected[0], targets)}")
+        problem = f"is in {source}, but is no parameter or buffer of the model{_more(unexpected)}"
+        raise StateError(unexpected[0], problem, f"leave it out or rename it: {nearest(unexpected[0], targets)}")
     for name, target in targets.items():
         if name in given and isinstance(target, torch.Tensor):
             _check_value(name, target, given[name], source)
@@ -385,14 +385,14 @@ def _check_value(name: str, target: torch.Tensor, value: Any, source: str) -> No
     if not isinstance(value, (torch.Tensor, SlotShape)):
         raise StateError(name, f"is a {type(value).__name__} in {source}, not a tensor", "give a tensor")
     if tuple(value.shape) != tuple(target.shape):
-        found = f"has shape {list(value.shape)} in {source}, and {list(target.shape)} in the model"
-        raise StateError(name, found, "give the whole parameter of a model of the same sizes")
+        problem = f"has shape {list(value.shape)} in {source}, and {list(target.shape)} in the model"
+        raise StateError(name, problem, "give the whole parameter of a model of the same sizes")
     if value.dtype != target.dtype:
-        found = f"is {value.dtype} in {source}, and {target.dtype} in the model"
-        raise StateError(name, found, f"convert one of them on purpose, such as value.to({target.dtype})")
+        problem = f"is {value.dtype} in {source}, and {target.dtype} in the model"
+        raise StateError(name, problem, f"convert one of them on purpose, such as value.to({target.dtype})")
     if isinstance(value, DTensor) and not _same_placement(target, value):
-        found = f"lies as {value.placements} on {value.device_mesh} in {source}, otherwise than in the model"
-        raise StateError(name, found, "give its full_tensor(), or go through save_checkpoint")
+        problem = f"lies as {value.placements} on {value.device_mesh} in {source}, otherwise than in the model"
+        raise StateError(name, problem, "give its full_tensor(), or go through save_checkpoint")
 
 
 def _same_placement(target: torch.Tensor, value: DTensor) -> bool:
@@ -440,8 +440,8 @@ def _blob(subject: str, value: Any) -> torch.Tensor:
     try:
         torch.save(value, stream)
     except Exception as error:
-        found = f"cannot be pickled: {type(error).__name__}: {error}"
-        raise StateError(subject, found, "give tensors, numbers, strings and containers of them") from error
+        problem = f"cannot be pickled: {type(error).__name__}: {error}"
+        raise StateError(subject, problem, "give tensors, numbers, strings and containers of them") from error
     return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
 
@@ -449,8 +449,10 @@ def _unblob(folder: Path, blob: torch.Tensor) -> Any:
     try:
         return torch.load(io.BytesIO(_bytes(blob)), map_location="cpu", weights_only=False)
     except Exception as error:
-        found = f"holds extra state that cannot be unpickled: {type(error).__name__}: {error}"
-        raise StateError(str(folder), found, "load it where the classes that it was made of can be imported") from error
+        problem = f"holds extra state that cannot be unpickled: {type(error).__name__}: {error}"
+        raise StateError(
+            str(folder), problem, "load it where the classes that it was made of can be imported"
+        ) from error
 
 
 def _empty_blob(saved: SlotShape) -> torch.Tensor:
@@ -464,8 +466,8 @@ def _writer_for(path: Path) -> Callable[[Values, Path], None]:
     try:
         from safetensors.torch import save_file  # an optional dependency
     except ImportError as error:
-        found = "needs the package safetensors, which is not installed"
-        raise StateError(str(path), found, "pip install 'zcompile[safetensors]', or save to a .pt file") from error
+        problem = "needs the package safetensors, which is not installed"
+        raise StateError(str(path), problem, "pip install 'zcompile[safetensors]', or save to a .pt file") from error
     # Hugging Face refuses a file that does not say what its tensors are.
     return lambda state, beside: save_file(state, beside, metadata={"format": "pt"})
 

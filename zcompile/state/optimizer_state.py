@@ -55,9 +55,9 @@ def take_apart(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
                 values.setdefault(name, {})[slot] = value
                 continue
             if isinstance(params[name], DTensor) and not isinstance(value, DTensor) and value.dim():
-                found = f"is a plain tensor of shape {list(value.shape)}, so nobody knows how the ranks divide it"
+                problem = f"is a plain tensor of shape {list(value.shape)}, so nobody knows how the ranks divide it"
                 fix = "use an optimizer that makes its state from the parameter: torch.zeros_like(parameter)"
-                raise StateError(f"{name}.{slot}", found, fix)
+                raise StateError(f"{name}.{slot}", problem, fix)
             tensors.setdefault(name, {})[slot] = value
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     return OptimizerState(tensors, {"optimizer": type(optimizer).__name__, "groups": groups, "values": values})
@@ -126,8 +126,8 @@ def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer,
 def _compare_groups(saved: list[dict[str, Any]], optimizer: Optimizer, names: list[str]) -> None:
     fix = "build the optimizer with the groups that it had when it was saved"
     if len(saved) != len(optimizer.param_groups):
-        found = f"has {len(optimizer.param_groups)} parameter groups, the checkpoint's has {len(saved)}"
-        raise StateError("optimizer", found, fix)
+        problem = f"has {len(optimizer.param_groups)} parameter groups, the checkpoint's has {len(saved)}"
+        raise StateError("optimizer", problem, fix)
     remaining = iter(names)
     current = [[next(remaining) for _ in group["params"]] for group in optimizer.param_groups]
     for number, (then, now) in enumerate(zip(saved, current, strict=True)):

@@ -64,8 +64,8 @@ def room(folder: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, StateError) or not _is_full(error):
             raise
-        found = f"the disk is full, or this user's share of it ([Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)})"
-        raise StateError(str(folder), found, "free space there, or save to another disk") from error
+        problem = f"the disk is full, or this user's share of it ([Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)})"
+        raise StateError(str(folder), problem, "free space there, or save to another disk") from error
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -246,8 +246,8 @@ def _check_target(option: str, target: Path, suffix: str) -> None:
         if is_new:
             target.unlink()
     except OSError as error:
-        found = f"{str(target)!r} cannot be written: {error.strerror}"
-        raise OptionError(option, found, "give a file in a folder of yours") from error
+        problem = f"{str(target)!r} cannot be written: {error.strerror}"
+        raise OptionError(option, problem, "give a file in a folder of yours") from error
 
 
 def main() -> None:
@@ -285,8 +285,8 @@ def _dtype(text: str) -> torch.dtype | None:
         return None
     if text not in DTYPES:
         raise OptionError("dtype", f"{text!r} is unknown", nearest(text, (OWN, *DTYPES)))
-    found: torch.dtype = getattr(torch, text)
-    return found
+    result: torch.dtype = getattr(torch, text)
+    return result
 
 
 @contextlib.contextmanager

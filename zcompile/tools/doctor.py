@@ -146,11 +146,11 @@ def _join(store: str | None, rank: int, world: int) -> None:
 def profile_of_ranks(name: str) -> Hardware:
     """What the ranks of the default group measure together; on a CPU fitted to regions that ran. Collective."""
     kind, world = GPU if gpu_count() else HOST, dist.get_world_size()
-    found = survey(Communicator(init_device_mesh(kind, (world,)), own_device(kind)), name)
+    result = survey(Communicator(init_device_mesh(kind, (world,)), own_device(kind)), name)
     if kind == HOST:
         alone = init_device_mesh(kind, (world, 1), mesh_dim_names=("ranks", "alone"))["alone"]
-        found = fit(found, _observed(alone))
-    return found
+        result = fit(result, _observed(alone))
+    return result
 
 
 def _observed(alone: DeviceMesh) -> list[Observation]:

@@ -86,8 +86,8 @@ def _hugging_face(path: Path, batch: int, sequence: int) -> Subject:
         if model.loss_type is None:
             model.loss_type = "ForCausalLM"  # what the library falls back to, with a warning that cannot be traced
     except Exception as error:  # whatever the library raises, it is about this file
-        found = f"is no config of a causal language model: {type(error).__name__}: {error}"
-        raise SubjectError(str(path), found, "give the folder of one, or a factory that makes the model") from error
+        problem = f"is no config of a causal language model: {type(error).__name__}: {error}"
+        raise SubjectError(str(path), problem, "give the folder of one, or a factory that makes the model") from error
     tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
     return Subject(str(path), model, (), {"input_ids": tokens, "labels": tokens})
 
@@ -115,8 +115,8 @@ def _factory(name: str) -> Callable[[], Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        found = f"has no function {attribute!r}" if factory is None else f"has {attribute!r}, which is no function"
-        raise SubjectError(home, found, nearest(attribute, known) if known else "give the name of a factory in it")
+        problem = f"has no function {attribute!r}" if factory is None else f"has {attribute!r}, which is no function"
+        raise SubjectError(home, problem, nearest(attribute, known) if known else "give the name of a factory in it")
     return factory  # type: ignore[no-any-return]
 
 
@@ -127,8 +127,8 @@ def _module(home: str, name: str) -> ModuleType:
     try:
         return _from_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except Exception as error:
-        found = f"cannot be imported: {type(error).__name__}: {error}"
-        raise SubjectError(name, found, "fix it, or run this where it can be imported") from error
+        problem = f"cannot be imported: {type(error).__name__}: {error}"
+        raise SubjectError(name, problem, "fix it, or run this where it can be imported") from error
 
 
 def _from_file(path: Path) -> ModuleType:

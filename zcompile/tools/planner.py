@@ -132,12 +132,12 @@ def choices_of(
         for checkpoint in checkpoints
         for prefetch in (prefetches if stage else prefetches[:1])
     )
-    found = list(dict.fromkeys(made))
-    for choice in found:
+    result = list(dict.fromkeys(made))
+    for choice in result:
         Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
-    if not found:
+    if not result:
         raise OptionError("plan", "has nothing to compare", "give at least one stage, prefetch, checkpoint and dtype")
-    return found
+    return result
 
 
 class Rewriter:
