@@ -42,8 +42,8 @@ def partition_activations(
     """
     program = program.copy()
     saved = movable(program, least)
-    found = {node: maker for node, maker in saved.items() if data(node).replicated}
-    if not found:
+    makers = {node: maker for node, maker in saved.items() if data(node).replicated}
+    if not makers:
         if whole and program.has_backward:
             why = f"has no effect: nothing of {human_bytes(least)} that is saved is known to be the same on all ranks"
             raise OptionError("partition_activations", why, "leave it out")
@@ -51,12 +51,12 @@ def partition_activations(
     axis = program.layout.tensor
     assert axis is not None, "values are marked as replicated over an axis"
     place = program.add_placeholder(identifier(axis.name), Data(Group(axis.name)))
-    shards = {node: _shard_bytes(node, axis.size) for node in found}
-    for node, maker in reversed(found.items()):
+    shards = {node: _shard_bytes(node, axis.size) for node in makers}
+    for node, maker in reversed(makers.items()):
         move(program, node, maker, place, ahead, kept=0 if moved else shards[node])
-    every, kept = (sum(data(node).nbytes for node in nodes) for nodes in (saved, found))
+    every, kept = (sum(data(node).nbytes for node in nodes) for nodes in (saved, makers))
     note = (
-        f"partitioned activations: {len(found)}, {human_bytes(kept)} as shards of {human_bytes(sum(shards.values()))}"
+        f"partitioned activations: {len(makers)}, {human_bytes(kept)} as shards of {human_bytes(sum(shards.values()))}"
     )
     return replace(program, notes=(*program.notes, f"{note}; {human_bytes(every - kept)} stay whole"))
 

@@ -57,11 +57,11 @@ def plan_memory(program: Program, *, activations: bool = False) -> Program:
 
 def _store(program: Program) -> None:
     """Let everything behind it read the copy of a saved activation on the stack, so that the first one is freed."""
-    found = [(node, call) for node in program.saved() if (call := maker_of(program, node)) is not None]
-    if not found:
+    values = [(node, call) for node in program.saved() if (call := maker_of(program, node)) is not None]
+    if not values:
         return
     stack = program.add_placeholder("stack", Data(Stack()))
-    for node, call in reversed(found):
+    for node, call in reversed(values):
         with program.graph.inserting_after(after_items(call)):
             meta = replace(data(node), op=Store(), storage=0)
             copied = program.add((node, stack), meta, f"{node.name}_stored")

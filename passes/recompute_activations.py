@@ -55,21 +55,21 @@ def recompute_activations(
         return program.copy()
     turn = Turn(program)
     if isinstance(checkpoint, str):
-        made = by_unit(turn)
-        result = recompute(turn, made.again)
-        if whole and not any(made.again.values()):
+        selection = by_unit(turn)
+        result = recompute(turn, selection.again)
+        if whole and not any(selection.again.values()):
             problem = f"{checkpoint!r} has no effect: no unit but the last computes anything that can be computed again"
             raise OptionError("checkpoint", problem, "give smaller units=, or leave it out")
     else:
-        made, result = _within(Budget(turn, finish, fused=fuses), checkpoint)
-    return replace(result, notes=(*program.notes, _note(program, result, made)))
+        selection, result = _within(Budget(turn, finish, fused=fuses), checkpoint)
+    return replace(result, notes=(*program.notes, _note(program, result, selection)))
 
 
-def _note(before: Program, after: Program, made: RecomputeChoice) -> str:
+def _note(before: Program, after: Program, selection: RecomputeChoice) -> str:
     saved, again = (sum(data(node).nbytes for node in program.saved()) for program in (before, after))
     forward = sum(aten_cost(node)[0] for node in before.body(Phase.FORWARD))
-    share = f"{made.flops / forward:.1%} of the forward's FLOPs" if forward else "no FLOPs"
-    gap = f", within {made.gap:.1%} of the least time" if made.gap else ""
+    share = f"{selection.flops / forward:.1%} of the forward's FLOPs" if forward else "no FLOPs"
+    gap = f", within {selection.gap:.1%} of the least time" if selection.gap else ""
     kept = f"{human_bytes(again)} of activations saved in place of {human_bytes(saved)}"
     return f"activation checkpointing: {kept}, {share} computed again{gap}"
 
@@ -78,10 +78,10 @@ def _within(budget: Budget, checkpoint: int | float) -> tuple[RecomputeChoice, P
     start = budget.untouched()
     limit = int(checkpoint * start.peak) if isinstance(checkpoint, float) else checkpoint
     if start.peak <= limit:
-        return start.made, start.program
-    found = budget.within(limit, start)
-    if found.peak > limit:
-        less = f"{human_bytes(limit)} is less than the {human_bytes(found.peak)} that this step takes at the least"
-        fix = f"give at least {found.peak} bytes, a smaller prefetch or batch, or smaller units="
+        return start.choice, start.program
+    best = budget.within(limit, start)
+    if best.peak > limit:
+        less = f"{human_bytes(limit)} is less than the {human_bytes(best.peak)} that this step takes at the least"
+        fix = f"give at least {best.peak} bytes, a smaller prefetch or batch, or smaller units="
         raise OptionError("checkpoint", less, fix)
-    return found.made, found.program
+    return best.choice, best.program

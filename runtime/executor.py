@@ -96,7 +96,7 @@ class Reduction:
     def wait(self) -> Gradients:
         """The averaged gradients, each shaped like this rank's part of its parameter."""
         unit, communicator = self.bound.unit, self.bound.shards.communicator
-        found: dict[str, torch.Tensor] = {}
+        result: dict[str, torch.Tensor] = {}
         for message, arrived, work in self.arrivals:
             if work is not None:
                 if self.scattered and unit.params[message[0]].shards:
@@ -107,10 +107,10 @@ class Reduction:
             for param in (unit.params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
                 part = _part(arrived, offset, param, communicator.rank if scattered else None)
-                found[param.name] = self.bound.shards.memory.home(part.to(param.dtype))
+                result[param.name] = self.bound.shards.memory.home(part.to(param.dtype))
                 offset += param.shard_numel if scattered else param.numel
         self.arrivals = []
-        return Gradients(self.bound.shards, found)
+        return Gradients(self.bound.shards, result)
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ class ExplainedDTensor(DTensor):
             problem = f"are sharded in part: {getattr(func, '__name__', 'an operation')} is given plain tensors, too"
             fix = "use every parameter within what is compiled: nobody averages the gradients of others"
             raise ParameterError("gradients", problem, fix) from error
-        if (held := first_held(args)) is not None:
+        if (tensor := first_held(args)) is not None:
             for one in result if isinstance(result, (list, tuple)) else [result]:
                 if type(one) is DTensor and any(placement.is_partial() for placement in one.placements):
-                    explain(one, waits_of(held))
+                    explain(one, waits_of(tensor))
         return result
 
 
@@ -86,9 +86,9 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
     return tensor
 
 
-def waits_of(held: ExplainedDTensor) -> Waits | None:
+def waits_of(tensor: ExplainedDTensor) -> Waits | None:
     """None where nobody is to be named: on one rank, or once the model is gone."""
-    return None if held.zcompile_waits is None else held.zcompile_waits()
+    return None if tensor.zcompile_waits is None else tensor.zcompile_waits()
 
 
 @contextlib.contextmanager
@@ -98,11 +98,11 @@ def explained(func: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
     Raises:
         GroupError: naming the ranks that have not come, and the line that has called it.
     """
-    held, name = first_held(args), getattr(func, "__name__", "an operation")
-    if held is None or (waits := waits_of(held)) is None:
+    tensor, name = first_held(args), getattr(func, "__name__", "an operation")
+    if tensor is None or (waits := waits_of(tensor)) is None:
         yield
-    elif any(placement.is_partial() for placement in held.placements) and name != "__get__":
-        with watched(held, name):
+    elif any(placement.is_partial() for placement in tensor.placements) and name != "__get__":
+        with watched(tensor, name):
             yield
     else:
         try:
@@ -110,14 +110,14 @@ def explained(func: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
         except RuntimeError as error:
             if not is_of_collective(error):
                 raise
-            raise waits.explanation(error, name, _others(held, waits)) from error
+            raise waits.explanation(error, name, _others(tensor, waits)) from error
 
 
-def watched(held: ExplainedDTensor, name: str) -> contextlib.AbstractContextManager[None]:
+def watched(tensor: ExplainedDTensor, name: str) -> contextlib.AbstractContextManager[None]:
     """Around a collective of all ranks that `held` lies on."""
-    if (waits := waits_of(held)) is None:
+    if (waits := waits_of(tensor)) is None:
         return contextlib.nullcontext()
-    return waits.watched(name, _others(held, waits))
+    return waits.watched(name, _others(tensor, waits))
 
 
 def first_held(args: Sequence[Any]) -> ExplainedDTensor | None:
@@ -129,5 +129,5 @@ def first_held(args: Sequence[Any]) -> ExplainedDTensor | None:
     return None
 
 
-def _others(held: ExplainedDTensor, waits: Waits) -> list[int]:
-    return [rank for rank in held.device_mesh.mesh.flatten().tolist() if rank != waits.rank]
+def _others(tensor: ExplainedDTensor, waits: Waits) -> list[int]:
+    return [rank for rank in tensor.device_mesh.mesh.flatten().tolist() if rank != waits.rank]

@@ -233,9 +233,9 @@ def _out_of_step(said: dict[int, Position]) -> AgreementError:
     for rank, position in said.items():
         together.setdefault(position, []).append(rank)
     parts = sorted(together.items(), key=lambda item: (len(item[1]), item[1]))
-    found = "; ".join(f"{named(ranks)}: {position}" for position, ranks in parts)
+    problem = "; ".join(f"{named(ranks)}: {position}" for position, ranks in parts)
     fix = (
         "let every rank call the model, its backward and the optimizer equally often and in the same order: evaluate on"
         " all ranks or on none, and give each as many batches. No gradient of this run was delivered"
     )
-    return AgreementError("the ranks are out of step", found, fix)
+    return AgreementError("the ranks are out of step", problem, fix)

@@ -49,11 +49,11 @@ class ActivationStorage(ABC):
         """Start moving a 1-D tensor away; gives what finds it again."""
 
     @abstractmethod
-    def get(self, held: Any, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
+    def get(self, handle: Any, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
         """Start bringing it back; what is returned waits for it. `last`: nobody will ask again."""
 
     @abstractmethod
-    def drop(self, held: Any) -> None:
+    def drop(self, handle: Any) -> None:
         """Nobody will ask for it."""
 
 
@@ -74,9 +74,9 @@ class OffloadedActivations:
         """
         self.sweep()
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        held = self.storage.put(value.as_strided((last + 1,), (1,)))
+        handle = self.storage.put(value.as_strided((last + 1,), (1,)))
         self._number += 1
-        self._slots[self._number] = _Kept(held, value.shape, value.stride(), value.dtype)
+        self._slots[self._number] = _Kept(handle, value.shape, value.stride(), value.dtype)
         token = torch.tensor(self._number, device="cpu")
         self._tokens[self._number] = StorageWeakRef(token.untyped_storage())
         return token

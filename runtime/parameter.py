@@ -65,7 +65,7 @@ class ShardedParameter(ExplainedDTensor):
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
                 raise _refusal(args, func)
-            return tree_map_only(DTensor, functools.partial(_whole, held=first_held(args)), result)
+            return tree_map_only(DTensor, functools.partial(_whole, tensor=first_held(args)), result)
         return result
 
 
@@ -90,16 +90,16 @@ def sharded(tensor: torch.Tensor, name: str, waits: Waits | None = None) -> Shar
     return tensor
 
 
-def _whole(result: DTensor, held: ExplainedDTensor | None) -> DTensor:
-    if held is None or not any(placement.is_partial() for placement in result.placements):
+def _whole(result: DTensor, tensor: ExplainedDTensor | None) -> DTensor:
+    if tensor is None or not any(placement.is_partial() for placement in result.placements):
         return result
-    with watched(held, "a sum over a parameter's shards"):
+    with watched(tensor, "a sum over a parameter's shards"):
         return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
 
 
 def _refusal(args: Any, func: Callable[..., Any], fix: str = "") -> ParameterError:
-    held = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
+    tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
     called = getattr(func, "__name__", "an operation")
     problem = f"{called} reads this parameter outside of a program, where it is sharded"
     usual = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
-    return ParameterError(held.zcompile_name, problem, fix or usual)
+    return ParameterError(tensor.zcompile_name, problem, fix or usual)

@@ -241,18 +241,18 @@ class UnitShards:
         answer is read.
         """
         rank = self.communicator.rank
-        found = [torch.zeros((), dtype=torch.bool, device=self.communicator.device)]
+        result = [torch.zeros((), dtype=torch.bool, device=self.communicator.device)]
         for full in (full for full in self.kept.values() if not full.is_stale):
             for index, param in enumerate(full.unit.params):
                 if param.shards or param.compute_dtype or self.memory.is_away:  # else it is the shard itself
                     start, stop = param.shard_rows(rank)
                     kept = full[index][start:stop] if param.shape else full[index]
-                    found.append(torch.ne(kept, self.local(param).to(kept, non_blocking=True)).any())
+                    result.append(torch.ne(kept, self.local(param).to(kept, non_blocking=True)).any())
         for gather in self.ahead.values():
-            found += [
+            result += [
                 torch.ne(sent, self.wire(params).to(sent, non_blocking=True)).any() for params, sent in gather.sent
             ]
-        return torch.stack(found).any().to(torch.int32)
+        return torch.stack(result).any().to(torch.int32)
 
 
 def _version(parameter: nn.Parameter) -> int:

@@ -48,10 +48,10 @@ class Freshness:
         """
         stepped, self._steps_seen = self.steps != self._steps_seen, self.steps
         if stepped:
-            for held in self.units.values():
-                if any(param.requires_grad for param in held.parameters.values()):
-                    held.outgrow_kept()
-        self._compare([held for held in self.units.values() if held.has_current])
+            for unit in self.units.values():
+                if any(param.requires_grad for param in unit.parameters.values()):
+                    unit.outgrow_kept()
+        self._compare([unit for unit in self.units.values() if unit.has_current])
 
     def _compare(self, kept: list[UnitShards]) -> None:
         """Drop copies that differ from the shard on any rank.
@@ -61,11 +61,11 @@ class Freshness:
         """
         if kept:
             self.check()
-            differ = torch.stack([held.copies_differ() for held in kept])
+            differ = torch.stack([unit.copies_differ() for unit in kept])
             if self.communicator.size > 1:
                 differ = self.communicator.any_rank(differ)
-            for held in itertools.compress(kept, differ.tolist()):
-                for gather in held.ahead.values():
+            for unit in itertools.compress(kept, differ.tolist()):
+                for gather in unit.ahead.values():
                     gather.wait()  # on CUDA: its memory must not be used again while it is still being filled
-                held.ahead.clear()
-                held.kept.clear()
+                unit.ahead.clear()
+                unit.kept.clear()

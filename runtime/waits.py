@@ -213,8 +213,8 @@ class Waits:
         names = named(culprits)
         here = f" ({self.run})" if self.run else ""
         if waiting := sorted(rank for rank in culprits if rank in reports):
-            found = "; ".join(self._places(waiting, reports))
-            return f"rank {self.rank} waits there{here}, and {found}: the ranks have come out of step"
+            problem = "; ".join(self._places(waiting, reports))
+            return f"rank {self.rank} waits there{here}, and {problem}: the ranks have come out of step"
         if timed_out:
             return f"rank {self.rank} waited there{here} until the group's timeout, and {names} never came"
         return f"rank {self.rank} waited there{here}, and {names} {'is' if len(culprits) == 1 else 'are'} gone"
@@ -244,16 +244,16 @@ class Waits:
 
     def _reports(self, expected: Sequence[int]) -> dict[int, Report]:
         """What the others have reported, by rank; those `expected` have a moment to do so."""
-        deadline, found = time.perf_counter() + GRACE, dict[int, Report]()
+        deadline, result = time.perf_counter() + GRACE, dict[int, Report]()
         while True:
-            for rank in (rank for rank in self.ranks if rank not in found and rank != self.rank):
+            for rank in (rank for rank in self.ranks if rank not in result and rank != self.rank):
                 text = _within(ANSWERED, functools.partial(_read, f"{self._prefix}/{rank}"))
                 if text is None:
-                    return found
+                    return result
                 if text:
-                    found[rank] = Report(**json.loads(text))
-            if all(rank in found for rank in expected) or time.perf_counter() > deadline:
-                return found
+                    result[rank] = Report(**json.loads(text))
+            if all(rank in result for rank in expected) or time.perf_counter() > deadline:
+                return result
             time.sleep(POLL)
 
 

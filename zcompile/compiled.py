@@ -213,8 +213,10 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
         raise ModelError(type(model).__name__, "has no parameters", "compile a model that has something to train")
     _refuse_shared_storage(model)
     if len(devices) > 1:
-        found = ", ".join(f"{name} is on {device}" for device, name in devices.items())
-        raise ModelError("parameters", f"on several devices: {found}", "move the model to one device: model.to(device)")
+        problem = ", ".join(f"{name} is on {device}" for device, name in devices.items())
+        raise ModelError(
+            "parameters", f"on several devices: {problem}", "move the model to one device: model.to(device)"
+        )
     return next(iter(devices)) if devices else default_device(mesh)
 
 

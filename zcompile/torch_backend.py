@@ -242,12 +242,12 @@ class Backend:
             if param.dtype not in self._nan or self._nan[param.dtype].numel() < param.numel():
                 self._nan[param.dtype] = torch.full((param.numel(),), torch.nan, device=param.device).to(param.dtype)
 
-    def _give_up(self, held: UnitShards, name: str, old: nn.Parameter, shard: nn.Parameter) -> None:
+    def _give_up(self, unit: UnitShards, name: str, old: nn.Parameter, shard: nn.Parameter) -> None:
         """Free the memory of `old`. Code outside of compiled graphs reads NaN in it, and its backward is refused."""
         old.data = self._nan[old.dtype][: old.numel()].view(old.shape)
         # nn.Module's state_dict takes `detach()` of a parameter, its load_state_dict `copy_(value)`: the shard's.
         old.detach = lambda: copyable(cast(DTensor, shard.detach()))  # type: ignore[method-assign]
-        old.copy_ = partial(_copy, held, name)  # type: ignore[method-assign]
+        old.copy_ = partial(_copy, unit, name)  # type: ignore[method-assign]
         old.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]
         self._versions[id(old)] = version_of(old)
 
@@ -266,8 +266,8 @@ class Backend:
                 twin.grad = self._hidden.pop(id(twin))
 
     def _twins(self) -> Iterator[nn.Parameter]:
-        for held in self.engine.runtime.shards.values() if self._engine else ():
-            yield from held.twins.values()
+        for unit in self.engine.runtime.shards.values() if self._engine else ():
+            yield from unit.twins.values()
 
     # -- optimizers -----------------------------------------------------------------------------------------------
 
@@ -319,12 +319,12 @@ class Backend:
             if has_gradient_hooks(known.parameter):
                 fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
                 raise ParameterError(known.name, "has a hook of register_hook, which would not run", fix)
-        for held in self.engine.runtime.shards.values():
-            for name, twin in held.twins.items():
+        for unit in self.engine.runtime.shards.values():
+            for name, twin in unit.twins.items():
                 if version_of(twin) != self._versions[id(twin)]:
                     fix = "write before the first call, through model.load_state_dict, or to backend.shards()[name]"
                     raise ParameterError(name, "was written to, where it has no memory any more", fix)
-                shard = held.parameters[name]
+                shard = unit.parameters[name]
                 if shard.grad is twin.grad:
                     continue
                 if shard.grad is None or twin.grad is None:
@@ -384,7 +384,7 @@ class Backend:
     def shards(self) -> dict[str, nn.Parameter]:
         """The shards by name, as far as graphs have brought them."""
         shards = self._engine.runtime.shards.values() if self._engine else ()
-        return {name: param for held in shards for name, param in held.parameters.items()}
+        return {name: param for unit in shards for name, param in unit.parameters.items()}
 
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps."""
@@ -505,7 +505,7 @@ def _refuse_copy(name: str, _: object) -> NoReturn:
     raise ParameterError(name, "cannot be copied: it has no memory, its shard has", fix)
 
 
-def _copy(held: UnitShards, name: str, value: torch.Tensor, *_: object) -> torch.Tensor:
+def _copy(unit: UnitShards, name: str, value: torch.Tensor, *_: object) -> torch.Tensor:
     """Write `value`, a full tensor or a shard, into the shard of `name`."""
     with torch.no_grad():
-        return held.parameters[name].copy_(value if isinstance(value, DTensor) else held.shard_of(name, value))
+        return unit.parameters[name].copy_(value if isinstance(value, DTensor) else unit.shard_of(name, value))

@@ -248,6 +248,8 @@ class _Loss(Fragment):
         return self.tree.names(self.path, self._signature)
 
     def _split(self, error: Exception) -> None:
-        found = Break.of("", "the model and its loss", error)
+        graph_break = Break.of("", "the model and its loss", error)
         fix = "fix it, or use the loop: compiled(batch), loss.backward(), optimizer.step()"
-        raise CaptureError(found.where, f"breaks the graph of the train step: {found.reason}", fix) from error
+        raise CaptureError(
+            graph_break.where, f"breaks the graph of the train step: {graph_break.reason}", fix
+        ) from error

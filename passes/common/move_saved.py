@@ -22,13 +22,13 @@ def movable(program: Program, least: int) -> dict[fx.Node, fx.Node]:
     Regions of the backward behind the first read it, and nothing else does.
     """
     calls = program.nodes(Call, phase=Phase.BACKWARD)
-    found = {}
+    result = {}
     for node in program.saved() if calls else ():
         readers = _readers(node)
         read_later = readers and calls[0] not in readers and all(reader in calls for reader in readers)
         if read_later and data(node).nbytes >= least and (maker := maker_of(program, node)):
-            found[node] = maker
-    return found
+            result[node] = maker
+    return result
 
 
 def move(program: Program, node: fx.Node, maker: fx.Node, place: fx.Node, ahead: int, *, kept: int = 0) -> None:

@@ -64,11 +64,11 @@ class Turn:
     @cached_property
     def needs(self) -> dict[int, list[fx.Node]]:
         """For each run of the backward, the values of the forward that it reads; of views, what they are taken from."""
-        found = {}
+        result = {}
         for run in self.backward:
             read = dict.fromkeys(v for node in run.nodes for v in node.all_input_nodes if self.crosses(v))
-            found[run.index] = list(dict.fromkeys(owner for value in read for owner in self.owners(value)))
-        return found
+            result[run.index] = list(dict.fromkeys(owner for value in read for owner in self.owners(value)))
+        return result
 
     @cached_property
     def returned(self) -> set[fx.Node]:
@@ -101,11 +101,11 @@ class Turn:
 
     def sources(self, value: fx.Node) -> list[fx.Node]:
         """The values of the forward that computing `value` takes, down to those that own memory."""
-        found: dict[fx.Node, None] = {}
+        result: dict[fx.Node, None] = {}
         for source in self.operation(value).all_input_nodes:
             if self.crosses(source):
-                found |= dict.fromkeys(self.sources(source) if self.is_view(source) else [source])
-        return list(found)
+                result |= dict.fromkeys(self.sources(source) if self.is_view(source) else [source])
+        return list(result)
 
     def owners(self, value: fx.Node) -> list[fx.Node]:
         """What must be there for `value` to be: itself, or of a view what it is taken from."""

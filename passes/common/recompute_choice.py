@@ -66,19 +66,19 @@ def choice(turn: Turn, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.
     saved: set[fx.Node] = set()
     flops = 0
     for run, values in turn.needs.items():
-        found: set[fx.Node] = set()
+        result: set[fx.Node] = set()
         waiting = list(values)
         while waiting:
             value = waiting.pop()
-            if value in found:
+            if value in result:
                 continue
             if is_saved(value, run) or not turn.may_recompute(value, run):
                 saved.add(value)
             else:
-                found.add(value)
+                result.add(value)
                 waiting += turn.sources(value)
-        again[run] = frozenset(value.name for value in found)
-        flops += sum(aten_cost(operation)[0] for operation in {turn.operation(value) for value in found})
+        again[run] = frozenset(value.name for value in result)
+        flops += sum(aten_cost(operation)[0] for operation in {turn.operation(value) for value in result})
     return RecomputeChoice(again, frozenset(saved), flops, gap)
 
 
@@ -116,15 +116,15 @@ class Problem:
 
     def _reached(self) -> list[tuple[fx.Node, int]]:
         """All values that a run of the backward may need, itself or for what it computes again, with the run."""
-        found: dict[tuple[fx.Node, int], None] = {}
+        result: dict[tuple[fx.Node, int], None] = {}
         for run, values in self.turn.needs.items():
             waiting = list(values)
             while waiting:
                 value = waiting.pop()
-                if (value, run) not in found:
-                    found[value, run] = None
+                if (value, run) not in result:
+                    result[value, run] = None
                     waiting += self.turn.sources(value) if self.turn.may_recompute(value, run) else []
-        return list(found)
+        return list(result)
 
     # -- what things cost -----------------------------------------------------------------------------------------
 
@@ -155,14 +155,14 @@ class Problem:
         """Bytes of the largest value, in which memory is counted: for the same reason."""
         return float(max((data(value).nbytes for value in self.saved), default=0) or 1)
 
-    def held(self, made: RecomputeChoice) -> dict[int, int]:
+    def held(self, selection: RecomputeChoice) -> dict[int, int]:
         """Bytes of what each run holds of saved values and of what it computes again, as this problem counts them."""
         count = {run.index: 0 for run in self.turn.runs}
         for value, end in self.ends.items():
-            for run in range(self.turn.home[value], end + 1) if value in made.saved else ():
+            for run in range(self.turn.home[value], end + 1) if value in selection.saved else ():
                 count[run] += self.saved_bytes(value)
         for operation, run in self.again:
-            if made.runs_again(operation, run):
+            if selection.runs_again(operation, run):
                 count[run] += self.again_bytes(operation)
         return count
 
@@ -254,7 +254,7 @@ class _Rows:
 class Outcome:
     """A choice and what comes of it."""
 
-    made: RecomputeChoice
+    choice: RecomputeChoice
     program: Program
     """Rewritten by it, not finished."""
     peak: int
@@ -270,9 +270,9 @@ class Budget:
         """`finish` rewrites a program as the passes do that follow the choice."""
         self.turn, self.finish, self.problem = turn, finish, Problem(turn, fused=fused)
 
-    def outcome(self, made: RecomputeChoice) -> Outcome:
+    def outcome(self, selection: RecomputeChoice) -> Outcome:
         """What a run holds beside what is chosen (full parameters, gradients, values that come and go) is read off."""
-        program = recompute(self.turn, made.again)
+        program = recompute(self.turn, selection.again)
         finished = self.finish(program)
         live = live_bytes(finished)
         peaks: dict[tuple[Phase, str], int] = {}
@@ -280,9 +280,9 @@ class Budget:
             for unit in op_of(call, Call).units:
                 key = data(call).phase, unit
                 peaks[key] = max(live[call], peaks.get(key, 0))
-        held = self.problem.held(made)
+        held = self.problem.held(selection)
         beside = {run.index: peaks.get((run.phase, run.unit), 0) - held[run.index] for run in self.turn.runs}
-        return Outcome(made, program, max(live.values(), default=0), beside)
+        return Outcome(selection, program, max(live.values(), default=0), beside)
 
     def untouched(self) -> Outcome:
         """Nothing is computed again."""
@@ -290,24 +290,24 @@ class Budget:
 
     def within(self, budget: int, start: Outcome) -> Outcome:
         """The cheapest choice whose finished program holds at most `budget` bytes; if there is none, the smallest."""
-        found = [start]
+        outcomes = [start]
         allowed = float(budget)
         for _ in range(ROUNDS):
-            made = self.problem.solve(allowed, found[-1].beside)
-            if made is None:
+            selection = self.problem.solve(allowed, outcomes[-1].beside)
+            if selection is None:
                 break
-            found.append(self.outcome(made))
-            fits = found[-1].peak <= budget
-            if fits and (found[-1].peak >= CLOSE * budget or not made.flops):
+            outcomes.append(self.outcome(selection))
+            fits = outcomes[-1].peak <= budget
+            if fits and (outcomes[-1].peak >= CLOSE * budget or not selection.flops):
                 break
-            if made.again == found[-2].made.again:
-                allowed -= max(found[-1].peak - budget, 0)
-        fitting = [outcome for outcome in found if outcome.peak <= budget]
-        return min(fitting, key=lambda one: (one.made.flops, -one.peak)) if fitting else self._smallest(found)
+            if selection.again == outcomes[-2].choice.again:
+                allowed -= max(outcomes[-1].peak - budget, 0)
+        fitting = [outcome for outcome in outcomes if outcome.peak <= budget]
+        return min(fitting, key=lambda one: (one.choice.flops, -one.peak)) if fitting else self._smallest(outcomes)
 
-    def _smallest(self, found: list[Outcome]) -> Outcome:
+    def _smallest(self, outcomes: list[Outcome]) -> Outcome:
         for _ in range(2):
-            made = self.problem.solve(None, found[-1].beside)
-            assert made is not None, "some peak can be kept"
-            found = [*found, self.outcome(made)]
-        return min(found, key=lambda outcome: outcome.peak)
+            selection = self.problem.solve(None, outcomes[-1].beside)
+            assert selection is not None, "some peak can be kept"
+            outcomes = [*outcomes, self.outcome(selection)]
+        return min(outcomes, key=lambda outcome: outcome.peak)

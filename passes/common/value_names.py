@@ -90,10 +90,10 @@ def _joined(where: str, what: str) -> str:
 
 def _from_tangents(program: Program) -> set[fx.Node]:
     """What is computed from the gradients that the backward begins with."""
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     for node in program.graph.nodes:
         op = data(node).op
         begins = isinstance(op, Input) and op.kind is Kind.TANGENT
-        if begins or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if begins or any(source in result for source in node.all_input_nodes):
+            result.add(node)
+    return result

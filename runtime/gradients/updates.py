@@ -104,12 +104,12 @@ class Updater:
 
     def _held(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Optimizer, dict[int, list[nn.Parameter]]]]:
         """The optimizers that hold some of `parameters`, with these by the number of their group."""
-        found: dict[int, tuple[Optimizer, dict[int, list[nn.Parameter]]]] = {}
+        result: dict[int, tuple[Optimizer, dict[int, list[nn.Parameter]]]] = {}
         for parameter in parameters:
             for optimizer, number in self._groups.get(id(parameter), ()):
-                _, groups = found.setdefault(id(optimizer), (optimizer, defaultdict(list)))
+                _, groups = result.setdefault(id(optimizer), (optimizer, defaultdict(list)))
                 groups[number].append(parameter)
-        return list(found.values())
+        return list(result.values())
 
 
 def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]], local: LocalSteps | None = None) -> None:

@@ -18,16 +18,16 @@ class DeviceStorage(ActivationStorage):
     def put(self, flat: torch.Tensor) -> torch.Tensor:
         return flat
 
-    def get(self, held: torch.Tensor, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
-        return lambda: held
+    def get(self, handle: torch.Tensor, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
+        return lambda: handle
 
-    def drop(self, held: torch.Tensor) -> None:
+    def drop(self, handle: torch.Tensor) -> None:
         """Nobody else holds it."""
 
 
 @dataclass(frozen=True)
 class _Shard:
-    held: Any
+    handle: Any
     numel: int
     """Of the whole."""
 
@@ -52,11 +52,11 @@ class ShardStorage(ActivationStorage):
         shard[mine.numel() :].zero_()
         return _Shard(self.inner.put(shard), flat.numel())
 
-    def get(self, held: _Shard, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
-        arrive = self.inner.get(held.held, dtype, last=last)
+    def get(self, handle: _Shard, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
+        arrive = self.inner.get(handle.handle, dtype, last=last)
         if isinstance(self.inner, DeviceStorage):
-            return self._gathered(arrive(), held.numel)
-        return lambda: self._gathered(arrive(), held.numel)()
+            return self._gathered(arrive(), handle.numel)
+        return lambda: self._gathered(arrive(), handle.numel)()
 
     def _gathered(self, shard: torch.Tensor, numel: int) -> Callable[[], torch.Tensor]:
         """Start gathering; what is returned waits for it."""
@@ -69,5 +69,5 @@ class ShardStorage(ActivationStorage):
 
         return land
 
-    def drop(self, held: _Shard) -> None:
-        self.inner.drop(held.held)
+    def drop(self, handle: _Shard) -> None:
+        self.inner.drop(handle.handle)

@@ -46,9 +46,9 @@ class HostStorage(ActivationStorage):
         flat.record_stream(self._stream)
         return host
 
-    def get(self, held: torch.Tensor, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
+    def get(self, handle: torch.Tensor, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
         with on_stream(self._stream):
-            back = held.to(self._stream.device, non_blocking=True)
+            back = handle.to(self._stream.device, non_blocking=True)
             arrived = self._stream.record_event()
 
         def land() -> torch.Tensor:
@@ -59,7 +59,7 @@ class HostStorage(ActivationStorage):
 
         return land
 
-    def drop(self, held: torch.Tensor) -> None:
+    def drop(self, handle: torch.Tensor) -> None:
         """Torch keeps pinned memory until the copies from and to it have ended."""
 
 
@@ -153,17 +153,17 @@ class DiskStorage(ActivationStorage):
         self._waiting.append(extent)
         return extent
 
-    def get(self, held: _Extent, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
-        if held.written.cancel():
-            flat = self._file.leaving[held.offset]
+    def get(self, handle: _Extent, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
+        if handle.written.cancel():
+            flat = self._file.leaving[handle.offset]
             if last:
-                self._file.drop(held)
+                self._file.drop(handle)
             return lambda: flat
-        back = torch.empty(held.nbytes, dtype=torch.uint8, device="cpu")
-        reading = self._reader.submit(self._file.read, held, back)
+        back = torch.empty(handle.nbytes, dtype=torch.uint8, device="cpu")
+        reading = self._reader.submit(self._file.read, handle, back)
         if last:
             file = self._file
-            reading.add_done_callback(lambda _: file.drop(held))
+            reading.add_done_callback(lambda _: file.drop(handle))
 
         def land() -> torch.Tensor:
             self._checked(reading)
@@ -182,8 +182,8 @@ class DiskStorage(ActivationStorage):
             fix = "look at the disk; parameters are those of the step before, unless a train step has begun to update"
             raise StateError(str(self.folder), f"failed to keep activations: {error.strerror}", fix) from error
 
-    def drop(self, held: _Extent) -> None:
-        self._file.drop(held)
+    def drop(self, handle: _Extent) -> None:
+        self._file.drop(handle)
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:

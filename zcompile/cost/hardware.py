@@ -77,13 +77,13 @@ class Hardware:
 
     def slowest(self, stride: int = 1) -> Link:
         """The link that collectives over all ranks `stride` from each other wait for, and what one group has of it."""
-        ranks, found = 1, []
+        ranks, links = 1, []
         for link in self.links:
             span = ranks * (link.members or math.inf)
             if span > stride:
-                found.append(replace(link, bandwidth=link.bandwidth / min(ranks, stride)))
+                links.append(replace(link, bandwidth=link.bandwidth / min(ranks, stride)))
             ranks = ranks * link.members
-        return min(found or [self.links[-1]], key=lambda link: link.bandwidth)
+        return min(links or [self.links[-1]], key=lambda link: link.bandwidth)
 
     def flops_in(self, dtype: torch.dtype) -> float:
         """The rate of matrix products in `dtype`; that of float32 for one that the profile does not know."""

@@ -58,7 +58,7 @@ def live_by_kind(program: Program) -> dict[fx.Node, dict[MemoryKind, int]]:
     dead: dict[fx.Node, list[fx.Node]] = {}
     for node, end in ends.items():
         dead.setdefault(end, []).append(node)
-    live, found = dict.fromkeys(MemoryKind, 0), {}
+    live, result = dict.fromkeys(MemoryKind, 0), {}
     live[MemoryKind.BUFFERS] = arena_bytes(program) + stack_bytes(program)
     for node in program.graph.nodes:
         op = data(node).op
@@ -69,14 +69,14 @@ def live_by_kind(program: Program) -> dict[fx.Node, dict[MemoryKind, int]]:
                 gained[_kind_of(value)] += data(value).nbytes
             left = sum(gained.values()) - sum(nbytes for _, nbytes in freed)
             most = max(left, region_bytes(program.regions[op.region], freed))
-            found[node] = {**live, MemoryKind.ACTIVATIONS: live[MemoryKind.ACTIVATIONS] + most}
+            result[node] = {**live, MemoryKind.ACTIVATIONS: live[MemoryKind.ACTIVATIONS] + most}
             live = {kind: nbytes + gained[kind] for kind, nbytes in live.items()}
         elif node.op == "call_function" and not isinstance(op, Item):
             live[_kind_of(node)] += program.memory(node)
-            found[node] = dict(live)
+            result[node] = dict(live)
         for value in dead.get(node, ()):
             live[_kind_of(value)] -= data(value).nbytes
-    return found
+    return result
 
 
 def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, MemoryKind, int]]:
@@ -85,20 +85,20 @@ def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, MemoryKind,
     What a region holds for itself while it runs comes on top.
     """
     ends, position = last_needs(program), {node: index for index, node in enumerate(program.graph.nodes)}
-    found: dict[fx.Node, int] = {}
+    result: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         if position[node] > position[line]:
             break
         match data(node).op.role:
             case Role.GATHER | Role.REDUCE:
-                found[node] = program.memory(node)
+                result[node] = program.memory(node)
             case Role.FREE:
-                found.pop(node.all_input_nodes[0].all_input_nodes[0], None)
+                result.pop(node.all_input_nodes[0].all_input_nodes[0], None)
             case Role.UPDATE:
-                found.pop(node.all_input_nodes[1].all_input_nodes[0], None)
+                result.pop(node.all_input_nodes[1].all_input_nodes[0], None)
         if node in ends and not items_of(node) and position[ends[node]] >= position[line]:
-            found[node] = data(node).nbytes
-    alive = [(node, _kind_of(node), nbytes) for node, nbytes in found.items() if nbytes > 0]
+            result[node] = data(node).nbytes
+    alive = [(node, _kind_of(node), nbytes) for node, nbytes in result.items() if nbytes > 0]
     return sorted(alive, key=lambda one: -one[2])
 
 

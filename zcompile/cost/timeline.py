@@ -189,11 +189,11 @@ class Timeline:
     @property
     def overheads(self) -> dict[str, float]:
         """Seconds of overhead by what they were spent in, most first."""
-        found: dict[str, float] = defaultdict(float)
+        result: dict[str, float] = defaultdict(float)
         for event in self.events:
             if event.spent is Spent.OVERHEAD:
-                found[event.operation] += event.own
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+                result[event.operation] += event.own
+        return dict(sorted(result.items(), key=lambda item: -item[1]))
 
     @property
     def nbytes(self) -> int | None:
@@ -281,24 +281,24 @@ class Timeline:
         `process`: its number, by default the rank. `name`: what it is called.
         """
         lanes = ["step and programs", "compute", "sends and waits", "optimizer"]
-        found = [self._traced(0, f"step {self.number}", 0.0, self.seconds, {"trains": self.trains})]
+        problem = [self._traced(0, f"step {self.number}", 0.0, self.seconds, {"trains": self.trains})]
         for event in self.events:
             lane = _LANES.get(event.spent, 0)
             details = {"name": event.name, "unit": event.unit, "phase": event.phase, "own_us": event.own * 1e6}
-            found.append(self._traced(lane, event.operation, event.start, event.end, details))
+            problem.append(self._traced(lane, event.operation, event.start, event.end, details))
         flights = self.flights()
         for number, messages in enumerate(flights.values(), len(lanes)):
             for message in messages:
                 details = {"unit": message.unit, "bytes": message.nbytes}
                 what = f"{message.operation} {message.unit}".strip()
-                found.append(self._traced(number, what, message.start, message.end, details))
+                problem.append(self._traced(number, what, message.start, message.end, details))
         lanes += list(flights)
         names = [
             ("process_name", 0, name or f"rank {self.rank}"),
             *(("thread_name", i, n) for i, n in enumerate(lanes)),
         ]
         about = [{"ph": "M", "tid": i, "name": k, "args": {"name": n}} for k, i, n in names]
-        return [{**event, "pid": self.rank if process is None else process} for event in (*about, *found)]
+        return [{**event, "pid": self.rank if process is None else process} for event in (*about, *problem)]
 
     def _traced(self, lane: int, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
         ts, dur = (self.began + start) * 1e6, (end - start) * 1e6
@@ -363,29 +363,29 @@ def _lines(run: RecordedRun) -> Iterator[tuple[Line, Moment, Moment]]:
 
 def _nested(events: Iterable[Event]) -> Iterator[Event]:
     """`events` in order, each with its own seconds; one within a line or a run is of its phase and unit."""
-    found = sorted(events, key=lambda event: (event.start, -event.end))
-    own = [event.seconds for event in found]
+    result = sorted(events, key=lambda event: (event.start, -event.end))
+    own = [event.seconds for event in result]
     around: list[int] = []
-    for index, event in enumerate(found):
-        while around and found[around[-1]].end <= event.start:
+    for index, event in enumerate(result):
+        while around and result[around[-1]].end <= event.start:
             around.pop()
         if around:
-            outer = found[around[-1]]
+            outer = result[around[-1]]
             own[around[-1]] -= min(event.end, outer.end) - event.start
-            found[index] = replace(event, phase=event.phase or outer.phase, unit=event.unit or outer.unit)
+            result[index] = replace(event, phase=event.phase or outer.phase, unit=event.unit or outer.unit)
         around.append(index)
-    return (replace(event, own=seconds) for event, seconds in zip(found, own, strict=True))
+    return (replace(event, own=seconds) for event, seconds in zip(result, own, strict=True))
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Spans of time without what they share, in order."""
-    found: list[tuple[float, float]] = []
+    result: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:

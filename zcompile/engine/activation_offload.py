@@ -29,10 +29,10 @@ def make_offloads(
         StateError: on every rank: the folder cannot be written on one.
     """
     away = _storage(options.offload_activations, communicator, agreement)
-    found: dict[Away | Group, OffloadedActivations] = {} if away is None else {Away(): OffloadedActivations(away)}
+    result: dict[Away | Group, OffloadedActivations] = {} if away is None else {Away(): OffloadedActivations(away)}
     if tensor is not None:
-        found[Group(tensor.axis)] = OffloadedActivations(ShardStorage(tensor.communicator, away or DeviceStorage()))
-    return found
+        result[Group(tensor.axis)] = OffloadedActivations(ShardStorage(tensor.communicator, away or DeviceStorage()))
+    return result
 
 
 def _storage(asked: str | None, communicator: Communicator, agreement: Agreement) -> ActivationStorage | None:

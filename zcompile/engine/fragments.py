@@ -187,11 +187,11 @@ class Fragment:
         return self.tree.names(self.path, inspect.signature(type(self.module).forward))
 
     def _split(self, error: Exception) -> None:
-        found = Break.of(self.path, type(self.module).__name__, error)
+        graph_break = Break.of(self.path, type(self.module).__name__, error)
         breaks = self.tree.engine.runtime.breaks
-        if all(found.where != known.where for known in breaks):
-            warnings.warn(f"zcompile: {explain_breaks([found])}", stacklevel=2)
-        breaks.append(found)
+        if all(graph_break.where != known.where for known in breaks):
+            warnings.warn(f"zcompile: {explain_breaks([graph_break])}", stacklevel=2)
+        breaks.append(graph_break)
         self.is_split = True
         self.tree.make_fragments(self.module)
 
@@ -263,7 +263,7 @@ class Fragment:
 
     def _check(self, sites: Sequence[Site]) -> list[nn.Parameter | None]:
         """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
-        found: list[nn.Parameter | None] = []
+        result: list[nn.Parameter | None] = []
         for site in sites:
             current = parameters_of(site.owner).get(site.key)
             if current is not site.shard and not isinstance(current, _Leaf):
@@ -272,8 +272,8 @@ class Fragment:
             if has_gradient_hooks(site.shard):
                 fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
                 raise ParameterError(site.name, "has a hook of register_hook, which would not run", fix)
-            found.append(current)
-        return found
+            result.append(current)
+        return result
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -49,13 +49,13 @@ class RegionCache:
             self.get(found[name])
         return {name: self.get(region) for name, region in found.items()}
 
-    def get(self, found: Region) -> Callable[..., Any]:
+    def get(self, region: Region) -> Callable[..., Any]:
         """`found` compiled; equal regions of any program compile once."""
-        key = found.key()
+        key = region.key()
         if key not in self.compiled:
             started = time.perf_counter()
             self.ready()
-            self.compiled[key] = _compile(found, self.backend)
+            self.compiled[key] = _compile(region, self.backend)
             self.seconds += time.perf_counter() - started
         return self.compiled[key]
 
@@ -65,39 +65,39 @@ def spread(rank: int) -> float:
     return int(f"{rank:b}"[::-1], 2) / (1 << rank.bit_length())
 
 
-def generated_code(found: Region) -> str:
+def generated_code(region: Region) -> str:
     """What Inductor makes of a region, as text; it is compiled anew for that.
 
     What keeps or replays a random generator's state is not Inductor's: of a region with such operations a line says so.
     """
-    if any(_is_replay(node) for node in found.graph.nodes):
+    if any(_is_replay(node) for node in region.graph.nodes):
         return "# It keeps or replays the state of a random number generator, and is compiled in pieces.\n"
-    module = _module(found)
+    module = _module(region)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     keep_strides(module, inputs)
     return inductor_code(module, inputs)
 
 
-def _module(found: Region) -> fx.GraphModule:
+def _module(region: Region) -> fx.GraphModule:
     graph = fx.Graph()
-    result: Any = graph.graph_copy(found.graph, {}, return_output_node=True)
+    result: Any = graph.graph_copy(region.graph, {}, return_output_node=True)
     graph.output(result[0] if isinstance(result[0], tuple) else (result[0],))
     root = torch.nn.Module()
-    for name, module in found.modules.items():
+    for name, module in region.modules.items():
         setattr(root, name, module)
     return fx.GraphModule(root, graph)
 
 
-def _compile(found: Region, backend: str) -> Callable[..., Any]:
+def _compile(region: Region, backend: str) -> Callable[..., Any]:
     """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values.
 
     It gives its result, or a list of them.
     """
-    root = _module(found)
+    root = _module(region)
     if backend == "eager":
         fit_kernels(root.graph)
     run = _by_inductor(root.graph, root) if backend == "inductor" else _boxed(root, root.graph)
-    takes, single = found.takes, len(found.outputs) == 1
+    takes, single = region.takes, len(region.outputs) == 1
 
     def call(box: list[Any]) -> Any:
         values = [box[index] if item is None else box[index][item] for index, item in takes]

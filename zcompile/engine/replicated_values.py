@@ -37,7 +37,7 @@ def digests(program: Program, group: str, divided: Collection[str]) -> dict[str,
         group: The name of the mesh's process group.
         divided: Parameters and buffers of which ranks have different parts or values.
     """
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     collectives = 0
     for node in program.graph.nodes:
         collectives += is_collective(node)
@@ -47,11 +47,11 @@ def digests(program: Program, group: str, divided: Collection[str]) -> dict[str,
         if is_collective(node):
             # What goes into it differs; that it is the same one on all ranks, its number tells.
             constants = [argument for argument in node.args if isinstance(argument, (str, int))]
-            found[node.name] = _digest(f"{origin} {constants} {collectives}")
-        elif all(source.name in found for source in node.all_input_nodes):
-            given = fx.map_arg((node.args, node.kwargs), lambda source: found[source.name])
-            found[node.name] = _digest(f"{origin} {given}")
-    return found
+            result[node.name] = _digest(f"{origin} {constants} {collectives}")
+        elif all(source.name in result for source in node.all_input_nodes):
+            given = fx.map_arg((node.args, node.kwargs), lambda source: result[source.name])
+            result[node.name] = _digest(f"{origin} {given}")
+    return result
 
 
 def mark_replicated(program: Program, known: Mapping[str, str]) -> Program:

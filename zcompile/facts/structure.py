@@ -80,15 +80,15 @@ def _mistaken_gradients(
 
 def _mistaken_call(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
     """Arguments by number: their kinds are looked at where regions are."""
-    found, given = program.regions.get(op.region), node.args[1:]
-    if found is None or not node.args or not all(isinstance(arg, fx.Node) for arg in given):
+    region, given = program.regions.get(op.region), node.args[1:]
+    if region is None or not node.args or not all(isinstance(arg, fx.Node) for arg in given):
         yield Violation(node, f"{node.name} calls {op.region}, which is not there or takes other arguments")
         return
-    wanted = 1 + max((argument for argument, _ in found.takes), default=-1)
-    full = [argument for argument, item in found.takes if item is not None]
+    wanted = 1 + max((argument for argument, _ in region.takes), default=-1)
+    full = [argument for argument, item in region.takes if item is not None]
     if len(given) != wanted or any(argument >= len(op.units) for argument in full):
         yield Violation(node, f"{label(node)} is given {len(given)} arguments; it takes {wanted}")
-    for argument, item in found.takes:
+    for argument, item in region.takes:
         if (
             item is not None
             and argument < len(op.units)
@@ -165,8 +165,8 @@ def _regions_outlined(program: Program) -> Iterator[Violation]:
 
 def _mistaken_arguments(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
     """Parameters given to a region whose shape or dtype is not the one it was traced with."""
-    found = program.regions[op.region]
-    for inner, (argument, item) in zip(found.graph.find_nodes(op="placeholder"), found.takes, strict=True):
+    region = program.regions[op.region]
+    for inner, (argument, item) in zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True):
         wanted = data(inner).type
         if item is None or wanted is None:
             continue

@@ -74,8 +74,8 @@ class Names:
     def of_input(self, target: str) -> str:
         """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
         plain = re.sub(r"^L_|_$", "", target).strip("_")
-        if (found := re.match(r"args_(\d+)", plain)) and int(found[1]) < len(self.arguments):
-            return self.arguments[int(found[1])] + plain[found.end() :]
+        if (match := re.match(r"args_(\d+)", plain)) and int(match[1]) < len(self.arguments):
+            return self.arguments[int(match[1])] + plain[match.end() :]
         return plain.removeprefix("kwargs_") or "x"
 
     def source(self, node: fx.Node) -> str:
@@ -246,7 +246,7 @@ class _Reader:
         view = is_view(node.all_input_nodes[0] if is_item else node)
         return self._copy(node, Data(op, phase, source=self.names.source(node), view=view), node.name)
 
-    def _copy(self, node: fx.Node, held: Data, name: str) -> fx.Node:
+    def _copy(self, node: fx.Node, meta: Data, name: str) -> fx.Node:
         copied = self.graph.create_node(
             node.op,
             node.target,
@@ -255,8 +255,8 @@ class _Reader:
             name=free(name),
         )
         copied.meta = dict(node.meta)
-        found = TensorType.of(node.meta.get("val"))
-        return set_data(copied, Data(held.op, held.phase, found, held.source, view=held.view))
+        type_ = TensorType.of(node.meta.get("val"))
+        return set_data(copied, Data(meta.op, meta.phase, type_, meta.source, view=meta.view))
 
     def _results(self, num_outputs: int, layout: Layout) -> set[str]:
         """End the graph; returns the trainable parameters that get no gradient."""

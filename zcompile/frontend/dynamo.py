@@ -64,6 +64,6 @@ def typed_errors() -> Iterator[None]:
             raise inner.with_traceback(None) from inner.__cause__  # without a hundred lines of the compiler's
         raise
     except FailOnRecompileLimitHit as error:
-        found = "\n".join(line for line in str(error).splitlines() if line.strip())
+        problem = "\n".join(line for line in str(error).splitlines() if line.strip())
         fix = "call it with fewer kinds of arguments, or raise torch._dynamo.config.recompile_limit"
-        raise CaptureError("the model's forward", f"was traced too often: {found}", fix) from error
+        raise CaptureError("the model's forward", f"was traced too often: {problem}", fix) from error

@@ -25,9 +25,9 @@ class Flows:
     def __init__(self, traced: Program) -> None:
         """`traced`: the program as it was captured, before reductions are inserted."""
         through = _through(traced)
-        found = {name: through[gradient] for name, gradient in sorted(traced.results.gradients.items())}
-        self.groups = tuple(dict.fromkeys(found.values()))
-        self._group = {name: self.groups.index(flow) for name, flow in found.items()}
+        result = {name: through[gradient] for name, gradient in sorted(traced.results.gradients.items())}
+        self.groups = tuple(dict.fromkeys(result.values()))
+        self._group = {name: self.groups.index(flow) for name, flow in result.items()}
         self.digest = int(hashlib.sha256(str(self._group).encode()).hexdigest()[:12], 16)
         """Equal on ranks that have the same parameters in the same groups."""
 

@@ -23,14 +23,14 @@ def placeable(program: Program) -> dict[fx.Node, Interval]:
         return {}
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     ahead = {op_of(node, GatherAhead).unit for node in program.nodes(GatherAhead)}
-    found = {}
+    result = {}
     for node in program.nodes(AllGather, Reduce):
         op, forward = data(node).op, data(node).phase is Phase.FORWARD
         if isinstance(op, AllGather) and (op.keep or (forward and op.unit in ahead)):
             continue
         if nbytes := place_bytes(program, node):
-            found[node] = replace(lifetime(node, position), nbytes=nbytes)
-    return found
+            result[node] = replace(lifetime(node, position), nbytes=nbytes)
+    return result
 
 
 def lifetime(node: fx.Node, position: Mapping[fx.Node, int]) -> Interval:

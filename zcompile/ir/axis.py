@@ -51,10 +51,10 @@ class Axis:
         Raises:
             ValueError: it is no axis.
         """
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             raise ValueError(f"{text!r} is no axis, such as 'shard 4, stride 2'")
-        return cls(name, AxisKind(found[1]), int(found[2]), int(found[3] or 1))
+        return cls(name, AxisKind(match[1]), int(match[2]), int(match[3] or 1))
 
     def ranks(self, rank: int) -> range:
         """The ranks that differ from `rank` in this axis alone, it included."""

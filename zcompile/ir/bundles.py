@@ -118,5 +118,5 @@ def _index(item: fx.Node) -> int:
 
 def _name(item: fx.Node) -> str:
     """The name of the bundle that `item` may be in; empty if it is called otherwise."""
-    found = _MEMBER.fullmatch(item.name)
-    return found[1] if found else ""
+    match = _MEMBER.fullmatch(item.name)
+    return match[1] if match else ""

@@ -46,10 +46,10 @@ def derived_values(program: Program) -> set[fx.Node]:
 
 def parameters_read(node: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
     """The parameter placeholders that `node` reads, itself or through derived values, in order of its arguments."""
-    found: dict[fx.Node, None] = {}
+    result: dict[fx.Node, None] = {}
     for source in node.all_input_nodes:
         if isinstance(data(source).op, Parameter):
-            found[source] = None
+            result[source] = None
         elif source in derived:
-            found |= dict.fromkeys(parameters_read(source, derived))
-    return list(found)
+            result |= dict.fromkeys(parameters_read(source, derived))
+    return list(result)

@@ -94,14 +94,14 @@ class _Margin:
 def _margins(text: str) -> dict[int, _Margin]:
     margins = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and (found := _MARGIN.match(token.string)):
+        if token.type == tokenize.COMMENT and (match := _MARGIN.match(token.string)):
             try:
-                types = tuple(map(_Type.parse, re.findall(r"=?&?\w+\[[^\]]*\](?:@\d+)?", found["types"])))
+                types = tuple(map(_Type.parse, re.findall(r"=?&?\w+\[[^\]]*\](?:@\d+)?", match["types"])))
             except ValueError as error:
                 fix = "write it as programs are printed, such as f32[8, s0=256]"
                 raise ParseError(f"line {token.start[0]}", f"no type: {error}", fix) from error
-            bundle = re.search(r"(=?)\d+ values", found["types"])
-            margins[token.start[0]] = _Margin(types, found["source"].strip(), bundle[1] if bundle else None)
+            bundle = re.search(r"(=?)\d+ values", match["types"])
+            margins[token.start[0]] = _Margin(types, match["source"].strip(), bundle[1] if bundle else None)
     return margins
 
 
@@ -169,12 +169,12 @@ class _Parser:
 
     def _axes(self) -> tuple[Axis, ...]:
         try:
-            found = tuple(Axis.parse(name, text) for name, text in self.constants.get("axes", {}).items())
+            result = tuple(Axis.parse(name, text) for name, text in self.constants.get("axes", {}).items())
         except ValueError as error:
             raise ParseError("axes", str(error), 'write them as programs are printed: {"dp": "shard 2"}') from error
-        if found and [axis.kind for axis in found].count(AxisKind.SHARD) != 1:
+        if result and [axis.kind for axis in result].count(AxisKind.SHARD) != 1:
             raise ParseError("axes", "want one that shards", 'write them as programs are printed: {"dp": "shard 2"}')
-        return found or axes_of(1)
+        return result or axes_of(1)
 
     # -- functions ------------------------------------------------------------------------------------------------
 
@@ -225,12 +225,12 @@ class _Parser:
             op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated", held)
         phase = scope.phase if kind == "tangent" else Phase.FORWARD
         source = margin.source if isinstance(op, Input) and op.kind is Kind.DATA and not op.mutated else ""
-        found = margin.first
+        type_ = margin.first
         prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
         node = scope.graph.create_node("placeholder", f"{prefix}_{index}", name=name)
         node.meta["partitioner_tag"] = "is_backward" if kind == "tangent" else "is_forward"
         return self._typed(
-            node, Data(op, phase, found.type, unescaped(source), view=found.view, replicated=found.replicated)
+            node, Data(op, phase, type_.type, unescaped(source), view=type_.view, replicated=type_.replicated)
         )
 
     # -- statements -----------------------------------------------------------------------------------------------
@@ -264,8 +264,8 @@ class _Parser:
         for index, element in enumerate(elements):
             if isinstance(element, ast.Name) and element.id != "_":
                 node = scope.graph.create_node("call_function", operator.getitem, (source, index), name=element.id)
-                held = next(types, _Type()).data(Item(index), scope.phase, margin.source)
-                scope.names[element.id] = self._typed(node, held)
+                meta = next(types, _Type()).data(Item(index), scope.phase, margin.source)
+                scope.names[element.id] = self._typed(node, meta)
             elif isinstance(element, ast.Starred) and isinstance(element.value, ast.Name) and element.value.id != "_":
                 name = element.value.id
                 scope.names[name] = self._bundle(name, source, index, margin, scope)
@@ -352,11 +352,11 @@ class _Parser:
     def _margin(self, line: int) -> _Margin:
         return self.margins.get(line, _Margin())
 
-    def _typed(self, node: fx.Node, held: Data) -> fx.Node:
-        if held.type is not None:
+    def _typed(self, node: fx.Node, meta: Data) -> fx.Node:
+        if meta.type is not None:
             with self.mode:
-                node.meta["val"] = torch.empty(held.type.shape, dtype=held.type.dtype)
-        return set_data(node, held)
+                node.meta["val"] = torch.empty(meta.type.shape, dtype=meta.type.dtype)
+        return set_data(node, meta)
 
 
 def _made(function: str, text: str, expression: ast.expr) -> Any:
@@ -411,10 +411,10 @@ def _default_name(function: str) -> str:
 
 def _take(source: str, line: int) -> tuple[int, int | None]:
     """Where an argument of a region comes from, as its margin says: `argument 0 item 3`, `argument 1`."""
-    found = re.fullmatch(r"argument (\d+)(?: item (\d+))?", source)
-    if found is None:
+    match = re.fullmatch(r"argument (\d+)(?: item (\d+))?", source)
+    if match is None:
         raise ParseError(f"line {line}", f"{source!r} does not say where it comes from", "write `argument 0`")
-    return int(found[1]), int(found[2]) if found[2] else None
+    return int(match[1]), int(match[2]) if match[2] else None
 
 
 def _unboxed(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
@@ -439,13 +439,13 @@ def _placeholders_first(graph: fx.Graph) -> None:
 
 def _param(text: str, axes: tuple[Axis, ...]) -> Param:
     name, _, rest = text.partition(" ")
-    found = TensorType.parse(rest)
+    type_ = TensorType.parse(rest)
     dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced) in (\w+)", rest)}
     shards = 0 if rest.endswith("whole") else next(axis.size for axis in axes if axis.kind is AxisKind.SHARD)
     return Param(
         unescaped(name),
-        found.shape,
-        found.dtype,
+        type_.shape,
+        type_.dtype,
         "frozen" not in rest,
         shards,
         dtypes.get("computed"),

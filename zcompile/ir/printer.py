@@ -154,7 +154,7 @@ def lines_with_nodes(program: ProgramGraph) -> list[tuple[str, str]]:
 
 
 def _rendered_program(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
-    functions = [_function(found.name, *_region_lines(found)) for found in program.regions.values() if regions]
+    functions = [_function(region.name, *_region_lines(region)) for region in program.regions.values() if regions]
     for phase in program.phases:
         if phase is Phase.FORWARD or program.has_backward:
             functions.append(_function(str(phase), *_phase_lines(program, phase)))
@@ -322,19 +322,19 @@ def _count_text(bundle: Bundle) -> str:
     return f"{'=' if data(bundle.members[0]).replicated else ''}{len(bundle.members)} values"
 
 
-def _type_text(held: Data) -> str:
+def _type_text(meta: Data) -> str:
     """The type; with `&` before it where the value shares the memory of another one, and what it keeps beside.
 
     `=` stands before what all ranks of a model-parallel mesh have.
     """
-    kept = f"@{held.storage}" if held.storage else ""
-    return f"{'=' if held.replicated else ''}{'&' if held.view else ''}{held.type}{kept}" if held.type else "int[]"
+    kept = f"@{meta.storage}" if meta.storage else ""
+    return f"{'=' if meta.replicated else ''}{'&' if meta.view else ''}{meta.type}{kept}" if meta.type else "int[]"
 
 
-def _source_text(held: Data) -> str:
+def _source_text(meta: Data) -> str:
     """Where a value comes from, one word for each module."""
-    units = held.op.units if isinstance(held.op, Call) else ()
-    words = units if " + ".join(units) == held.source else held.source.split(" + ")
+    units = meta.op.units if isinstance(meta.op, Call) else ()
+    words = units if " + ".join(units) == meta.source else meta.source.split(" + ")
     return " + ".join(map(escaped, words))
 
 
@@ -473,16 +473,16 @@ def _list(values: Iterable[Any]) -> str:
 # -- a region ---------------------------------------------------------------------------------------------------------
 
 
-def _region_lines(found: Region) -> tuple[list[TextLine], list[TextLine]]:
+def _region_lines(region: Region) -> tuple[list[TextLine], list[TextLine]]:
     arguments = []
-    for node, (argument, item) in zip(found.graph.find_nodes(op="placeholder"), found.takes, strict=True):
+    for node, (argument, item) in zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True):
         origin = f"argument {argument}" + (f" item {item}" if item is not None else "")
         arguments.append(TextLine(f"{node.name},", _type_text(data(node)), source=origin))
     body = []
-    for node in found.graph.nodes:
+    for node in region.graph.nodes:
         if node.op == "call_function" and not isinstance(data(node).op, Item):
             body += _statement(node, data(node).nbytes + sum(data(item).nbytes for item in items_of(node)), {})
-    return arguments, [*body, *_wrapped(TextLine(f"return {_list(found.outputs)}"))]
+    return arguments, [*body, *_wrapped(TextLine(f"return {_list(region.outputs)}"))]
 
 
 # -- expressions ------------------------------------------------------------------------------------------------------

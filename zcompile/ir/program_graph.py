@@ -63,8 +63,8 @@ class ProgramGraph:
 
     def node(self, name: str) -> fx.Node:
         """The node called `name`."""
-        found: dict[str, fx.Node] = {node.name: node for node in self.graph.nodes}
-        return found[name]
+        result: dict[str, fx.Node] = {node.name: node for node in self.graph.nodes}
+        return result[name]
 
     @property
     def results(self) -> ResultsView:
@@ -163,15 +163,15 @@ class ProgramGraph:
         end.meta = dict(result[1].meta)
         return replace(self, graph=graph)
 
-    def add_placeholder(self, name: str, held: Data) -> fx.Node:
+    def add_placeholder(self, name: str, meta: Data) -> fx.Node:
         """Insert a placeholder before all others."""
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
-            return set_data(self.graph.create_node("placeholder", name, name=name), held)
+            return set_data(self.graph.create_node("placeholder", name, name=name), meta)
 
-    def add(self, args: tuple[Any, ...], held: Data, name: str) -> fx.Node:
+    def add(self, args: tuple[Any, ...], meta: Data, name: str) -> fx.Node:
         """Insert a line of `held`'s operation at the graph's insertion point."""
-        node = self.graph.create_node("call_function", FUNCTIONS[held.op.function], args, name=name)
-        return self.respell(set_data(node, held), held.op)
+        node = self.graph.create_node("call_function", FUNCTIONS[meta.op.function], args, name=name)
+        return self.respell(set_data(node, meta), meta.op)
 
     def respell(self, node: fx.Node, op: Operation, arena: fx.Node | None = None) -> fx.Node:
         """Let `node` be of `op`, in its data and in its text; `arena`: where its bytes are, if it has any there."""

@@ -53,7 +53,7 @@ def quoted(name: str) -> str:
 
 def unescaped(text: str) -> str:
     """What `escaped` was given."""
-    return _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
 
 
 def _is_plain(char: str) -> bool:

@@ -147,15 +147,15 @@ class Materialiser:
         versions = {key: version_of(tensor) for key, tensor in real.items()}
         with self._alone(real), torch.device(self.device), torch.no_grad():
             self.code.run(unit)
-            found = {id(place.value): _found(place) for place in wanted}
+            result = {id(place.value): _found(place) for place in wanted}
         for place in wanted:
             key = id(place.value)
-            if found[key] is real[key] and not _is_written(found[key], versions[key]):
+            if result[key] is real[key] and not _is_written(result[key], versions[key]):
                 fix = f"give {place.path or 'the model'} a reset_parameters() that writes it, or pass weights="
                 raise ModelError(place.name, "is on the meta device, and nothing gives it values", fix)
         parameters = {}
         for place in wanted:
-            value = found[id(place.value)].detach().to(self.device)
+            value = result[id(place.value)].detach().to(self.device)
             if isinstance(place.value, nn.Parameter):
                 parameters[id(place.value)] = nn.Parameter(value, place.value.requires_grad)
             else:
@@ -438,12 +438,12 @@ def _match(weights: Weights, places: list[TensorPlace]) -> dict[int, str]:
             stored.setdefault(id(place.value), place.name)
             shape, wanted = weights.shapes[place.name], tuple(place.value.shape)
             if shape != wanted:
-                found = f"has shape {list(shape)} in {weights.source}, the model's is {list(wanted)}"
-                raise ModelError(place.name, found, "give the weights of this model, or build the model for them")
+                problem = f"has shape {list(shape)} in {weights.source}, the model's is {list(wanted)}"
+                raise ModelError(place.name, problem, "give the weights of this model, or build the model for them")
             if not takes(place.value.dtype, weights.dtypes[place.name]):
-                found = f"is {weights.dtypes[place.name]} in {weights.source}, the model's is {place.value.dtype}"
+                problem = f"is {weights.dtypes[place.name]} in {weights.source}, the model's is {place.value.dtype}"
                 fix = f"give a mapping in which it is converted on purpose, such as by value.to({place.value.dtype})"
-                raise ModelError(place.name, found, fix)
+                raise ModelError(place.name, problem, fix)
     missing = [place.name for place in _first_places(saved).values() if id(place.value) not in stored]
     unexpected = sorted(weights.shapes.keys() - {place.name for place in saved})
     if missing or unexpected:

@@ -45,8 +45,8 @@ def blocks_of_names(names: Iterable[str]) -> list[str]:
     """Paths of repeated blocks, as far as names of parameters tell: `layers.3` of `layers.3.mlp.weight`."""
     numbered: dict[str, dict[str, None]] = {}
     for name in names:
-        if found := re.match(r"(?:(.*?)\.)?(\d+)\.", name):
-            numbered.setdefault(found[1] or "", {})[name[: found.end() - 1]] = None
+        if match := re.match(r"(?:(.*?)\.)?(\d+)\.", name):
+            numbered.setdefault(match[1] or "", {})[name[: match.end() - 1]] = None
     return [path for paths in numbered.values() if len(paths) > 1 for path in paths]
 
 

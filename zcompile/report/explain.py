@@ -120,13 +120,13 @@ def volume_line(program: Program) -> str:
 
 def model_line(program: Program) -> str:
     """What the model's own code communicates, as tensor parallelism does; empty if nothing."""
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for call in program.nodes(Call):
         for node in program.regions[op_of(call, Call).region].graph.nodes:
             if is_collective(node):
-                found.setdefault(node.target.overloadpacket.__name__, []).append(data(node).nbytes)
-    listed = (f"{len(sizes)} {name} of {human_bytes(sum(sizes))}" for name, sizes in found.items())
-    return f"the model's own communication, within regions: {', '.join(listed)}" if found else ""
+                result.setdefault(node.target.overloadpacket.__name__, []).append(data(node).nbytes)
+    listed = (f"{len(sizes)} {name} of {human_bytes(sum(sizes))}" for name, sizes in result.items())
+    return f"the model's own communication, within regions: {', '.join(listed)}" if result else ""
 
 
 def peak_full_bytes(program: Program) -> int:

@@ -78,9 +78,9 @@ def decide(traced: Program, request: Request, hardware: Callable[[], Hardware], 
     if limit is None:
         return schedule
     shared = tell("the memory limit", json.dumps(fit(traced, request.pipeline, schedule, limit)))
-    found = [json.loads(text) for text in shared]
-    check_fits(max(least for least, _ in found), limit)
-    first, *others = [units for _, units in found]
+    result = [json.loads(text) for text in shared]
+    check_fits(max(least for least, _ in result), limit)
+    first, *others = [units for _, units in result]
     return replace(schedule, kept=tuple(unit for unit in first if all(unit in other for other in others)))
 
 

@@ -39,8 +39,8 @@ def bytes_of(option: str, size: object) -> int | None:
     if size is None:
         return None
     count: float | None = None
-    if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[KMGT]i?)B\s*", size)):
-        count = float(found[1]) * _FACTORS[found[2]]
+    if isinstance(size, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[KMGT]i?)B\s*", size)):
+        count = float(match[1]) * _FACTORS[match[2]]
     elif isinstance(size, int) and not isinstance(size, bool):
         count = size
     if count is None or not 1 <= count < math.inf:

@@ -52,7 +52,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 def siblings(path: Path, pattern: str) -> list[Path]:
     """What lies beside `path` under names like `pattern`; nothing where the folder cannot be listed."""
     with suppress(FileNotFoundError, PermissionError):
-        return [found for found in path.parent.iterdir() if re.fullmatch(pattern, found.name)]
+        return [match for match in path.parent.iterdir() if re.fullmatch(pattern, match.name)]
     return []
 
 

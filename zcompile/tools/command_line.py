@@ -216,9 +216,9 @@ def doctor_command(
         _check_target("write", target, ".toml")
         with _progress(quiet=False) as progress:
             progress("measuring this machine: half a minute", 0, None)
-            found = doctor.measured(name, ranks)
-        if found is not None:
-            text = profile_text(found)
+            profile = doctor.measured(name, ranks)
+        if profile is not None:
+            text = profile_text(profile)
             target.write_text(text)
             print(f"{text}\nWritten to {target}: give it to `zcompile plan --hardware {target}`.")
     if any(not finding.is_well and finding.is_needed for finding in findings):

@@ -109,8 +109,8 @@ def measured(name: str, ranks: int | None = None) -> Hardware | None:
     if "WORLD_SIZE" in os.environ:
         _join(None, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         try:
-            found = profile_of_ranks(name)
-            return found if dist.get_rank() == 0 else None
+            profile = profile_of_ranks(name)
+            return profile if dist.get_rank() == 0 else None
         finally:
             dist.destroy_process_group()
     gpus = gpu_count()
@@ -131,9 +131,9 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(max((os.cpu_count() or 1) // world, 1))
     _join(f"file://{folder}/store", rank, world)
-    found = profile_of_ranks(name)
+    profile = profile_of_ranks(name)
     if rank == 0:
-        (Path(folder) / "profile.toml").write_text(profile_text(found))
+        (Path(folder) / "profile.toml").write_text(profile_text(profile))
     dist.destroy_process_group()
 
 

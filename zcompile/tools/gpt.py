@@ -76,7 +76,7 @@ def shape_of(name: str) -> GPTShape:
     """
     if shape := SHAPES.get(name.lower()):
         return shape
-    if (found := re.fullmatch(r"(\d+)x(\d+)", name)) and int(found[1]) and int(found[2]) % 64 == 0 and int(found[2]):
-        return GPTShape(int(found[1]), int(found[2]), int(found[2]) // 64)
+    if (match := re.fullmatch(r"(\d+)x(\d+)", name)) and int(match[1]) and int(match[2]) % 64 == 0 and int(match[2]):
+        return GPTShape(int(match[1]), int(match[2]), int(match[2]) // 64)
     fix = f"{nearest(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 64, such as gpt:48x1600"
     raise OptionError("model", f"gpt:{name} is no size", fix)

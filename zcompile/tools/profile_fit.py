@@ -64,7 +64,7 @@ def observe(mesh: DeviceMesh, reference: Reference, backend: str = "inductor") -
     model = GPT(reference.shape, reference.length, reference.vocabulary)
     compiled = compile(model, mesh=mesh, stage=0, backend=backend)
     tokens, targets = torch.randint(0, reference.vocabulary, (2, reference.batch, reference.length))
-    found: dict[str, list[float]] = defaultdict(list)
+    result: dict[str, list[float]] = defaultdict(list)
     for step in range(STEPS + 1):
         compiled(tokens, targets).backward()
         with torch.no_grad():
@@ -73,11 +73,11 @@ def observe(mesh: DeviceMesh, reference: Reference, backend: str = "inductor") -
                 parameter.grad = None
         for line in compiled.timeline.lines if step else ():
             if line.spent is Spent.COMPUTE:
-                found[line.operation].append(line.seconds)
+                result[line.operation].append(line.seconds)
     regions = compiled.programs[0].regions
     return [
         Observation(regions[name], median(seconds), len(seconds) // STEPS)
-        for name, seconds in found.items()
+        for name, seconds in result.items()
         if name in regions
     ]
 
