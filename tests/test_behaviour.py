@@ -275,10 +275,6 @@ def test_an_exception_in_the_models_code_leaves_shards_in_place() -> None:
 # -- stages 1 and 2 keep full copies ----------------------------------------------------------------------------------
 
 
-def gathers(compiled: zcompile.CompiledModule) -> list[bool]:
-    return [bool(shards.kept) for shards in compiled._engine.runtime.shards.values()]
-
-
 @pytest.mark.parametrize("optimizer", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 def test_kept_copies_follow_every_kind_of_optimizer(optimizer: dict[str, bool]) -> None:
     compiled, reference = pair("mlp", stage=1)

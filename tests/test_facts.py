@@ -172,7 +172,7 @@ def test_a_reduction_behind_its_wait_is_told_in_few_lines() -> None:
         next(iter(reduce.users)).append(reduce)
         return program
 
-    passes = zcompile.pipeline(prefetch=1).with_pass(Pass("late", late, (facts.WAITS_SUNK,)))
+    passes = zcompile.pipeline(prefetch=1).changed({"late": Pass("late", late, (facts.WAITS_SUNK,))})
     model = make("mlp")
     with pytest.raises(ProgramError, match=r"after late(.|\n)*before it is there(.|\n)*-->") as caught:
         zcompile.compile(model, backend="eager", passes=passes)(*batch("mlp", 0, 0))

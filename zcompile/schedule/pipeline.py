@@ -169,21 +169,12 @@ class Pipeline:
         """This pipeline with all passes left out that have `trait`."""
         return replace(self, passes=tuple(step for step in self.passes if trait not in step.traits))
 
-    def without(self, name: str) -> Pipeline:
-        """This pipeline with one pass left out.
+    def changed(self, changes: Mapping[str, Pass | None]) -> Pipeline:
+        """This pipeline with passes replaced or added (a Pass) and left out (None), by name.
 
         Raises:
-            PipelineError: there is no such pass, or another one needs what it ensures.
+            PipelineError: there is no such pass to leave out, or another one needs what it ensures.
         """
-        self._known(name)
-        return replace(self, passes=tuple(step for step in self.passes if step.name != name))
-
-    def with_pass(self, step: Pass) -> Pipeline:
-        """This pipeline with `step` in place of the pass of its name, or added."""
-        return self.changed({step.name: step})
-
-    def changed(self, changes: Mapping[str, Pass | None]) -> Pipeline:
-        """This pipeline with passes replaced or added (a Pass) and left out (None), by name."""
         passes = {step.name: step for step in self.passes}
         for name, step in changes.items():
             if step is None:
