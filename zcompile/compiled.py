@@ -22,6 +22,7 @@ from zcompile.cost.hardware import Hardware
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.engine import Engine
 from zcompile.engine.fragments import Tree
+from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.ir.axis import Axis, axes_of
@@ -134,7 +135,8 @@ def _compiled(
         _check_weights(given, model, agreement)
     memory = _shard_memory(asked, layout, agreement)
     layout = replace(layout, away=memory.is_away)
-    engine = Engine(layout, communicator, agreement, asked, parallel, everyone, title=type(model).__name__)
+    runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
+    engine = Engine(runtime, title=type(model).__name__)
     shards, sites, retired = shard_model(model, layout, communicator, given, parallel, memory)
     point_at_shards(optimizers, shards.values(), retired)
     engine.runtime.extend((), shards)

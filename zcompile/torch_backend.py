@@ -38,6 +38,7 @@ from zcompile._torch import (
 )
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.engine import Engine
+from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
@@ -176,7 +177,7 @@ class Backend:
         options = self.options
         communicator = Communicator(resolve_mesh(self.mesh, device), device)
         layout = Layout((), STAGES[options.stage], axes_of(communicator.size))
-        engine = Engine(layout, communicator, Agreement(communicator), options)
+        engine = Engine(ModelRuntime(layout, communicator, Agreement(communicator), options))
         watch_optimizers(self, engine.runtime, {})
         return engine
 
