@@ -30,9 +30,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of one activation: `held` by the storage, for a tensor laid out like this."""
+    """What is kept of one activation: its `handle` in the storage, for a tensor laid out like this."""
 
-    held: Any
+    handle: Any
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class OffloadedActivations:
                 "offload_activations", problem, "leave it out, or torch.autograd.graph.saved_tensors_hooks"
             )
         kept = self._slots[number]
-        arrive = self.storage.get(kept.held, kept.dtype, last=not keeps_graph())
+        arrive = self.storage.get(kept.handle, kept.dtype, last=not keeps_graph())
         if not keeps_graph():
             self._forget(number)
         return Arrival(lambda: kept.laid_out(arrive()))
@@ -102,7 +102,7 @@ class OffloadedActivations:
     def sweep(self) -> None:
         """Give up what stands for nothing any more: its graph was dropped."""
         for number in [number for number, token in self._tokens.items() if token.expired()]:
-            self.storage.drop(self._slots[number].held)
+            self.storage.drop(self._slots[number].handle)
             self._forget(number)
 
     def _forget(self, number: int) -> None:

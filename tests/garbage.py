@@ -7,7 +7,7 @@ import sys
 import time
 
 LONG = 0.02
-"""Seconds of a collection that has looked through a lot that stays, such as a cache."""
+"""Processor seconds of a collection that has looked through a lot that stays, such as a cache."""
 
 
 class Collector:
@@ -17,8 +17,8 @@ class Collector:
         self.loaded = 0
 
     def collect(self) -> None:
-        started = time.perf_counter()
+        started = time.process_time()
         gc.collect()
-        if len(sys.modules) != self.loaded or time.perf_counter() - started > LONG:
+        if len(sys.modules) != self.loaded or time.process_time() - started > LONG:
             self.loaded = len(sys.modules)
             gc.freeze()

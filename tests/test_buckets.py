@@ -23,6 +23,7 @@ from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import UnitShards
 
 SHAPES = [(301, 33), (12, 8), (1, 50), (200, 7, 3), (5,)]
+MORE = [(1001, 33), *SHAPES]
 
 
 def bound(shape: tuple[int, ...], world: int, *, casts: bool) -> BoundUnit:
@@ -36,10 +37,10 @@ def bound(shape: tuple[int, ...], world: int, *, casts: bool) -> BoundUnit:
     return BoundUnit(shards, unit)
 
 
-def differing(rank: int, world: int) -> list[str]:
+def differing(rank: int, world: int, shapes: list[tuple[int, ...]]) -> list[str]:
     """Shapes and buckets with which pieces do not give the bits of the whole."""
     found = []
-    for shape in SHAPES:
+    for shape in shapes:
         for casts in (False, True):
             unit = bound(shape, world, casts=casts)
             dtype = torch.float32 if casts else None
@@ -56,9 +57,9 @@ def differing(rank: int, world: int) -> list[str]:
     return found
 
 
-@quickly("world", [2, 3], [3])
-def test_pieces_give_the_bits_of_the_whole(ranks: Ranks, world: int) -> None:
-    assert ranks.run(world, differing, world) == [[]] * world
+@quickly("world, shapes", [(2, MORE), (3, SHAPES)], [(3, SHAPES)])
+def test_pieces_give_the_bits_of_the_whole(ranks: Ranks, world: int, shapes: list[tuple[int, ...]]) -> None:
+    assert ranks.run(world, differing, world, shapes) == [[]] * world
 
 
 def largest(rank: int, rows: int) -> tuple[int, int]:

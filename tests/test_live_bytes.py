@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,12 +40,17 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize(
-    ("backend", "tolerance"),
-    [("eager", 0.02), pytest.param("inductor", 0.08, marks=pytest.mark.slow)],  # what Inductor fuses is foretold
+    ("backend", "tolerance", "settings"),
+    [
+        ("eager", 0.02, [None, 0.7]),
+        pytest.param("eager", 0.02, ["unit"], marks=pytest.mark.slow),
+        pytest.param("inductor", 0.08, [None, "unit", 0.7], marks=pytest.mark.slow),  # what Inductor fuses is foretold
+    ],
 )
-def test_the_predicted_peak_is_what_a_step_takes(tmp_path: Path, backend: str, tolerance: float) -> None:
+def test_the_predicted_peak_is_what_a_step_takes(
+    tmp_path: Path, backend: str, tolerance: float, settings: list[Any]
+) -> None:
     environment = {**os.environ, "LD_PRELOAD": str(build(tmp_path)), "OMP_NUM_THREADS": "1"}
-    settings = [None, 0.7]
     command = [sys.executable, "-c", SCRIPT, json.dumps(settings), backend]
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

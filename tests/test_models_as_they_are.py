@@ -610,7 +610,7 @@ def same_bits(rank: int, stage: int) -> dict[str, Any]:
     return {name: names for name, names in found.items() if names}
 
 
-@quickly("stage", [0, 3], [3])
+@quickly("stage", range(4), [3])
 def test_any_optimizer_and_schedule_gives_the_bits_of_ddp(ranks: Ranks, stage: int) -> None:
     """The shards of 13 and 5 rows over two ranks are uneven, the last layer's row is on one rank, a scalar on both."""
     assert ranks.run(2, same_bits, stage) == [{}, {}]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
+from tests.cases import quickly
 from tests.models import GPT, batch, make
 from tests.ranks import Ranks
 from zcompile.facts import verify
@@ -116,13 +117,13 @@ def test_one_rank_trains_while_the_other_evaluates(ranks: Ranks) -> None:
     assert {kind for kind, _, _ in ranks.run(2, one_rank_evaluates)} == {"AgreementError"}
 
 
-def batches_of_different_sizes(rank: int, stage: int) -> float:
-    compiled = zcompile.compile(make("mlp"), stage=stage, backend="eager")
-    reference = DistributedDataParallel(make("mlp"))
+def batches_of_different_sizes(rank: int, kind: str, stage: int) -> float:
+    compiled = zcompile.compile(make(kind), stage=stage, backend="eager")
+    reference = DistributedDataParallel(make(kind))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (compiled, reference)]
     for step in range(5):
         # Sizes change at different times on the two ranks: one meets a new program when the other does not.
-        data = batch("mlp", rank, step, size=3 + rank + (step >= 2 + rank))
+        data = batch(kind, rank, step, size=3 + rank + (step >= 2 + rank))
         for model, optimizer in zip((compiled, reference), optimizers, strict=True):
             model(*data).backward()
             optimizer.step()
@@ -135,9 +136,9 @@ def full(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor() if hasattr(param, "full_tensor") else param
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_batches_of_different_sizes_on_the_ranks(ranks: Ranks, stage: int) -> None:
-    assert max(ranks.run(2, batches_of_different_sizes, stage)) < 1e-6
+@quickly("kind, stage", [("mlp", 3), ("gpt", 3), ("gpt", 0)], [("mlp", 3)])
+def test_batches_of_different_sizes_on_the_ranks(ranks: Ranks, kind: str, stage: int) -> None:
+    assert max(ranks.run(2, batches_of_different_sizes, kind, stage)) < 1e-6
 
 
 def clipped(rank: int) -> tuple[float, float]:

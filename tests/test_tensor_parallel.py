@@ -365,7 +365,7 @@ def parts_apart(rank: int, data: int, model: int, folder: Path, options: dict[st
             loss = compiled(*tokens(step, dp.get_local_rank(), length=64))
             if more:
                 offload = compiled._engine.compiler._session.offloads[Group("tp")]
-                values = [slot.held.held for slot in offload._slots.values()]
+                values = [slot.handle.handle for slot in offload._slots.values()]
                 kept = sum(value.nbytes for value in values)
             loss.backward(retain_graph=step == 1)
         loss.backward()

@@ -122,7 +122,7 @@ def test_gathers_have_places_that_later_ones_have_again() -> None:
     check(plan_memory, CHAIN, GATHERED, PLACED)
 
 
-def test_checkpoints_are_stored_and_read_from_there() -> None:
+def test_saved_activations_are_stored_and_read_from_there() -> None:
     check(partial(plan_memory, activations=True), CHAIN, GATHERED, PLACED_AND_STORED)
 
 

@@ -281,24 +281,24 @@ class Timeline:
         `process`: its number, by default the rank. `name`: what it is called.
         """
         lanes = ["step and programs", "compute", "sends and waits", "optimizer"]
-        problem = [self._traced(0, f"step {self.number}", 0.0, self.seconds, {"trains": self.trains})]
+        result = [self._traced(0, f"step {self.number}", 0.0, self.seconds, {"trains": self.trains})]
         for event in self.events:
             lane = _LANES.get(event.spent, 0)
             details = {"name": event.name, "unit": event.unit, "phase": event.phase, "own_us": event.own * 1e6}
-            problem.append(self._traced(lane, event.operation, event.start, event.end, details))
+            result.append(self._traced(lane, event.operation, event.start, event.end, details))
         flights = self.flights()
         for number, messages in enumerate(flights.values(), len(lanes)):
             for message in messages:
                 details = {"unit": message.unit, "bytes": message.nbytes}
                 what = f"{message.operation} {message.unit}".strip()
-                problem.append(self._traced(number, what, message.start, message.end, details))
+                result.append(self._traced(number, what, message.start, message.end, details))
         lanes += list(flights)
         names = [
             ("process_name", 0, name or f"rank {self.rank}"),
             *(("thread_name", i, n) for i, n in enumerate(lanes)),
         ]
         about = [{"ph": "M", "tid": i, "name": k, "args": {"name": n}} for k, i, n in names]
-        return [{**event, "pid": self.rank if process is None else process} for event in (*about, *problem)]
+        return [{**event, "pid": self.rank if process is None else process} for event in (*about, *result)]
 
     def _traced(self, lane: int, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
         ts, dur = (self.began + start) * 1e6, (end - start) * 1e6

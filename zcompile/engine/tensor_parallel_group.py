@@ -55,7 +55,7 @@ class TensorParallelGroup:
         """See that they communicate with each other in the same order.
 
         Raises:
-            AgreementError: on every rank: they do not, as where each has chosen checkpoints by its own memory.
+            AgreementError: on every rank: they do not, as where each has chosen by its own memory what to save.
         """
         lines = [line for phase in Phase for node in program.body(phase) if (line := _line(program, node))]
         if (text := "\n".join(lines)) not in self._agreed:
