@@ -18,6 +18,8 @@ from rich.console import Console
 from torch import nn
 
 import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
 from zcompile import SubjectError
 from zcompile.cost.hardware import load_profile
 from zcompile.engine.interception import Traced, intercepting
@@ -362,6 +364,17 @@ def test_the_doctor_finds_what_is_there(run: Run, monkeypatch: pytest.MonkeyPatc
     code, out, _ = run("doctor")
     assert code == 1
     assert "missing" in out
+
+
+def trained_alone(rank: int) -> float:
+    compiled = zcompile.compile(make("mlp"), mesh=doctor.mesh_of_this_rank("cpu"), stage=0, backend="eager")
+    compiled(*batch("mlp", rank, 0)).backward()
+    return next(compiled.parameters()).grad.sum().item()
+
+
+def test_a_rank_of_the_doctor_trains_alone(ranks: Ranks) -> None:
+    first, second = ranks.run(2, trained_alone)
+    assert first != second
 
 
 @pytest.mark.slow

@@ -384,7 +384,9 @@ def test_activations_in_parts_give_the_same_bits(ranks: Ranks, tmp_path: Path, d
 
 def choosing(rank: int) -> list[bool]:
     """Whether there are parts where a schedule is chosen from a program, with another size at the second call."""
-    dp, tp = meshes(2, 2)
+    # Names of its own, as in `chosen`.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("choosing_dp", "choosing_tp"))
+    dp, tp = mesh["choosing_dp"], mesh["choosing_tp"]
     found = []
     choices: tuple[dict[str, Any], ...] = ({"prefetch": "auto"}, {"memory_limit": "1 GiB"})
     for options in choices:

@@ -148,9 +148,14 @@ def profile_of_ranks(name: str) -> Hardware:
     kind, world = GPU if gpu_count() else HOST, dist.get_world_size()
     result = survey(Communicator(init_device_mesh(kind, (world,)), own_device(kind)), name)
     if kind == HOST:
-        alone = init_device_mesh(kind, (world, 1), mesh_dim_names=("ranks", "alone"))["alone"]
-        result = fit(result, _observed(alone))
+        result = fit(result, _observed(mesh_of_this_rank(kind)))
     return result
+
+
+def mesh_of_this_rank(kind: str) -> DeviceMesh:
+    """Of one rank, and no dimension of a mesh of all: a model on it is meant to train alone. Collective."""
+    both = init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "alone"))
+    return DeviceMesh.from_group(both.get_group("alone"), kind)
 
 
 def _observed(alone: DeviceMesh) -> list[Observation]:
