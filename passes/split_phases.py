@@ -23,6 +23,7 @@ from zcompile._torch import (
     default_partition,
     min_cut_rematerialization_partition,
     random_states_as_tensors,
+    replayed_random,
     saved_random,
 )
 from zcompile.ir.operation import Data, Phase, data, has_data, set_data
@@ -128,12 +129,21 @@ def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: 
         if node.op == "placeholder":
             inside[node] = values[node.name]
         elif node.op != "output":
+            if node.target is replayed_random and "val" not in node.meta:
+                node.meta["val"] = _drawn_again(node)
             inside[node] = copied = graph.node_copy(node, inside.__getitem__)
             set_data(copied, replace(_known(node), phase=phase))
             if phase is Phase.FORWARD:
                 values[node.name] = copied
     (results,) = part.output_node().args
     return [inside[value] if isinstance(value, fx.Node) else value for value in results]  # type: ignore[union-attr]
+
+
+def _drawn_again(node: fx.Node) -> Any:
+    """The value of a replay of random numbers, of which torch's partitioner says nothing."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    _, operation, *given = args
+    return operation(*given, **kwargs)
 
 
 def _renamed(

@@ -89,7 +89,7 @@ def _module(region: Region) -> fx.GraphModule:
 
 
 def _compile(region: Region, backend: str) -> Callable[..., Any]:
-    """`found` as a function of a call's arguments, in a list that it empties: units' full parameters, then values.
+    """`region` as a function of a call's arguments, in a list that it empties: units' full parameters, then values.
 
     It gives its result, or a list of them.
     """
