@@ -141,9 +141,9 @@ def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: 
 
 def _drawn_again(node: fx.Node) -> Any:
     """The value of a replay of random numbers, of which torch's partitioner says nothing."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    _, operation, *given = args
-    return operation(*given, **kwargs)
+    of_values: Any = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    (_, operation, *args), kwargs = of_values
+    return operation(*args, **kwargs)
 
 
 def _renamed(
