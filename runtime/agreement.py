@@ -34,7 +34,7 @@ class Agreement:
         """Which of this rank's models on the group it is, from 1."""
         self.prefix = ""
         # A fake group has one real rank, which has nobody to agree with.
-        self.alone = communicator.size == 1 or dist.get_backend(communicator.group) == "fake"
+        self.alone = communicator.size == 1 or communicator.is_fake
         if not self.alone:
             # The store counts this rank's models, so that the n-th of every rank meet.
             name = f"zcompile/{communicator.group.group_name}"

@@ -15,6 +15,7 @@ import torch
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
+from zcompile.runtime.device import current_stream, stream_number
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
@@ -59,12 +60,17 @@ class Gather:
     done: Full | None = None
     sent: Sequence[tuple[list[Param], torch.Tensor]] = ()
     """Of a gather for a later step: what this rank has sent, for that step to see whether it still holds."""
+    stream: int = 0
+    """The stream that it was started on, to which the allocator gives its memory again."""
 
     def wait(self) -> Full:
         """The full parameters, contiguous, in the unit's order."""
         if self.done is not None:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
+        if stream_number(shards.communicator.device) != self.stream:  # a step's on its stream, for the next on another
+            for _, arrived, _ in self.arrivals:
+                arrived.record_stream(current_stream(arrived.device))
         tensors: list[torch.Tensor | None] = [
             None if param.shards or shards.memory.is_away else shards.local(param).to(param.full_dtype)
             for param in unit.params
@@ -190,7 +196,8 @@ def _start(
         if copies:
             sent.append((params, shard))
         arrivals.append((message, arrived, work))
-    return Gather(bound, [*arrivals, *_whole(bound)], keep, places, sent=sent)
+    stream = stream_number(communicator.device)
+    return Gather(bound, [*arrivals, *_whole(bound)], keep, places, sent=sent, stream=stream)
 
 
 def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWork | None]]:

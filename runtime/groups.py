@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcompile._torch import backend_name, root_mesh
+from zcompile._torch import backend_name, is_fake, root_mesh
 from zcompile.errors import GroupError
 from zcompile.runtime.async_work import AsyncWork, TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
@@ -28,7 +28,7 @@ class Communicator:
         member = Member(self.group, device, self.rank, self.size, self.traffic, self.waits)
         self.recorder = member.recorder
         backend = _backend(self.group, device)
-        self.is_fake = backend == "fake"
+        self.is_fake = is_fake(self.group)
         self.collectives: Collectives
         """What is not metered here."""
         if backend == BACKENDS[HOST] and is_host(device):

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zcompile._torch import default_store
+from zcompile._torch import default_store, is_fake
 from zcompile.errors import AgreementError, GroupError
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Waits:
         self.check: Callable[[], None] = lambda: None
         """Raises what is known by now to be wrong; called while this rank waits."""
         self._prefix = f"zcompile/{group.group_name}/waits"
-        if len(self.ranks) > 1 and dist.get_backend(group) != "fake":
+        if len(self.ranks) > 1 and not is_fake(group):
             # Reports of an earlier model on the group say nothing of this one's ranks.
             self._prefix += f" {default_store().add(f'{self._prefix} of {self.rank}', 1)}"
         self._told = False

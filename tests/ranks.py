@@ -21,23 +21,32 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Up to `size` processes that run functions as the ranks of a process group."""
+    """Up to `size` processes that run functions as the ranks of a process group.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: How many there may be.
+        simulated: True for ranks that have a simulated GPU each, and groups of the backend "nccl".
+    """
+
+    def __init__(self, size: int, *, simulated: bool = False) -> None:
         self.context = multiprocessing.get_context("spawn")
-        self.size = size
+        self.size, self.simulated = size, simulated
         self.workers: list[tuple[Any, Connection]] = []
 
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 240, group: float = 60
     ) -> list[Any]:
-        """Call `function(rank, *args)` on `world` ranks under a gloo group; returns what each gave."""
-        self._start(world)
+        """Call `function(rank, *args)` on `world` ranks under a process group; returns what each gave.
+
+        Of a world that is larger than the pool, which only simulated ranks may have, the first rank is there alone.
+        """
+        there = world if world <= self.size else 1
+        self._start(there)
         with tempfile.TemporaryDirectory() as folder:
             job = (function.__module__, function.__qualname__, args, world, str(Path(folder) / "store"), group)
-            for rank in range(world):
+            for rank in range(there):
                 self.workers[rank][1].send((rank, *job))
-            answers = [self._receive(rank, timeout) for rank in range(world)]
+            answers = [self._receive(rank, timeout) for rank in range(there)]
         if failed := [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]:
             # Ranks of which one failed may disagree in what torch counts, as the names of groups.
             self.close()
@@ -58,11 +67,10 @@ class Ranks:
         self.close()
         return False, f"no answer within {timeout} s: a hang"
 
-    def _start(self, world: int) -> None:
-        assert world <= self.size, f"the pool has {self.size} ranks"
-        while len(self.workers) < world:
+    def _start(self, there: int) -> None:
+        while len(self.workers) < there:
             mine, theirs = self.context.Pipe()
-            process = self.context.Process(target=_work, args=(theirs,), daemon=True)
+            process = self.context.Process(target=_work, args=(theirs, self.size, self.simulated), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, mine))
@@ -74,8 +82,9 @@ class Ranks:
         self.workers = []
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, size: int, simulated: bool) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    join = _simulated_join(size) if simulated else _gloo
     import torch
     import torch.distributed as dist
 
@@ -87,15 +96,7 @@ def _work(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=group),
-            )
-            # A rank that is done at once would close its connections while others are still connecting.
-            dist.barrier()
+            join(store, rank, world, timedelta(seconds=group))
             value: Any = importlib.import_module(module)
             for part in name.split("."):
                 value = getattr(value, part)
@@ -108,3 +109,26 @@ def _work(connection: Connection) -> None:
             torch.compiler.reset()
             garbage.collect()
         connection.send(answer)
+
+
+def _gloo(store: str, rank: int, world: int, timeout: timedelta) -> None:
+    import torch.distributed as dist
+
+    shared = dist.FileStore(store, world)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=timeout)
+    # A rank that is done at once would close its connections while others are still connecting.
+    dist.barrier()
+
+
+def _simulated_join(size: int) -> Callable[[str, int, int, timedelta], None]:
+    """How ranks of a pool of `size` join. Makes the simulated device, which has to be there before torch."""
+    importlib.import_module("tests.simulated.device")
+    from tests.simulated import nccl
+
+    def join(store: str, rank: int, world: int, timeout: timedelta) -> None:
+        if world > size:
+            nccl.pretend(world)
+        else:
+            nccl.join(store, rank, world, timeout)
+
+    return join

@@ -98,6 +98,7 @@ __all__ = [
     "has_step_pre_hooks",
     "hook_tables",
     "inductor_decompositions",
+    "is_fake",
     "is_persistent",
     "is_symbolic",
     "is_tangent",
@@ -596,6 +597,11 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend of a group for tensors on `device`; a RuntimeError if it has none."""
     name: str = group._get_backend(device).name()
     return name.lower()
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """True if the other ranks of a group are not there: its backend is torch's "fake", alone or beside another."""
+    return "fake" in {backend_name(group, device) for device in group._device_types}
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -1,0 +1,185 @@
+"""What zcompile does on a GPU, in every way that has streams of its own: a few steps, watched by the checker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import zcompile
+from tests.models import batch, make
+from tests.test_fragments import batch as broken_batch
+from tests.test_fragments import make as make_broken
+
+STEPS = 5
+BATCH = 40
+"""Large enough that activations are worth offloading."""
+Streams = Literal["default", "forward", "alternating"]
+"""Where forwards run: on the default stream, on another one, or on two in turns, with the backward."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A way to train.
+
+    Args:
+        options: Of `zcompile.compile`, or of `train_step`.
+        steps: True for `zcompile.train_step`.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "gpt"
+    steps: bool = False
+    accumulates: bool = False
+    evaluates: bool = False
+    streams: Streams = "default"
+    clip: float | None = None
+    broken: bool = False
+    """The graph breaks inside the model."""
+
+    @property
+    def begin(self) -> Callable[[], nn.Module]:
+        return lambda: (make_broken("Own") if self.broken else make(self.model)).cuda()
+
+    def batch(self, step: int) -> list[torch.Tensor]:
+        if self.broken:
+            return [broken_batch(0, step).cuda()]
+        return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(self.model, 0, step, BATCH)]
+
+
+def loop(stage: int, *, model: str = "gpt", streams: Streams = "default", accumulates: bool = False,
+         evaluates: bool = False, broken: bool = False, **options: Any) -> Scenario:  # fmt: skip
+    return Scenario({"stage": stage, **options}, model, False, accumulates, evaluates, streams, None, broken)
+
+
+def step(stage: int, *, streams: Streams = "default", clip: float | None = None, **options: Any) -> Scenario:
+    return Scenario({"stage": stage, **options}, steps=True, streams=streams, clip=clip)
+
+
+BF16 = torch.bfloat16
+SCENARIOS: dict[str, Scenario] = {
+    "stage 0": loop(0),
+    "stage 1": loop(1),
+    "stage 2": loop(2),
+    "stage 3": loop(3),
+    "stage 3, prefetch 0": loop(3, prefetch=0),
+    "stage 3, prefetch 4": loop(3, prefetch=4),
+    "stage 1, bf16": loop(1, dtype=BF16),
+    "stage 2, pieces": loop(2, bucket=4096),
+    "stage 3, pieces": loop(3, bucket=4096),
+    "stage 3, bf16, pieces": loop(3, dtype=BF16, bucket=4096),
+    "stage 3, odd sizes": loop(3, model="mlp"),
+    "stage 3, convolutions": loop(3, model="conv"),
+    "stage 2, arenas, pieces": loop(2, arenas=True, bucket=4096),
+    "stage 3, arenas, checkpoint": loop(3, arenas=True, checkpoint="unit"),
+    "stage 3, activations": loop(3, offload_activations="cpu"),
+    "stage 3, activations, checkpoint": loop(3, offload_activations="cpu", checkpoint="unit"),
+    "stage 3, activations, arenas": loop(3, offload_activations="cpu", checkpoint="unit", arenas=True),
+    "stage 2, parameters": loop(2, offload_parameters="cpu"),
+    "stage 3, parameters": loop(3, offload_parameters="cpu"),
+    "stage 3, parameters, arenas": loop(3, offload_parameters="cpu", arenas=True, prefetch=4),
+    "stage 3, parameters, bf16, arenas": loop(3, offload_parameters="cpu", arenas=True, dtype=BF16),
+    "stage 1, accumulating": loop(1, accumulates=True),
+    "stage 3, accumulating": loop(3, accumulates=True),
+    "stage 2, evaluating": loop(2, evaluates=True),
+    "stage 3, evaluating": loop(3, evaluates=True),
+    "stage 1, side stream": loop(1, streams="forward"),
+    "stage 3, side stream": loop(3, streams="forward"),
+    "stage 3, alternating": loop(3, streams="alternating"),
+    "stage 3, side stream, arenas": loop(3, streams="forward", arenas=True, offload_activations="cpu"),
+    "stage 3, graph breaks": loop(3, broken=True),
+    "stage 1, graph breaks": loop(1, broken=True),
+    "train step, stage 2": step(2),
+    "train step, stage 3": step(3),
+    "train step, stage 3, bf16": step(3, dtype=BF16),
+    "train step, stage 3, clipping": step(3, clip=1.0),
+    "train step, stage 3, optimizer": step(3, offload_optimizer="cpu"),
+    "train step, stage 3, parameters": step(3, offload_parameters="cpu"),
+    "train step, stage 3, pieces, arenas": step(3, bucket=4096, arenas=True),
+    "train step, stage 1, alternating": step(1, streams="alternating"),
+    "train step, stage 3, alternating": step(3, streams="alternating"),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one scenario: what was not ordered in all its steps, and counts of the last one."""
+
+    findings: list[str]
+    waits: dict[str, int]
+    launches: dict[str, int]
+    calls: list[list[str]]
+    """Of each group, the collectives that it was asked for in all steps."""
+
+    @property
+    def messages(self) -> int:
+        return sum(count for name, count in self.launches.items() if name.startswith("nccl::"))
+
+
+def run(rank: int, name: str) -> Report:
+    """Train as the scenario says, on a simulated device."""
+    from tests.simulated import nccl
+    from tests.simulated.device import checker
+
+    scenario = SCENARIOS[name]
+    train = _trainer(scenario)
+    checker.findings.clear()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()] if scenario.streams == "alternating" else [None, None]
+    for number in range(STEPS):
+        batch = scenario.batch(number)
+        checker.begin_step()
+        with _beside(streams[number % 2]):
+            train(batch)
+    waits, launches = dict(checker.waits), dict(checker.launches)
+    findings = [str(finding) for finding in checker.findings.values()]
+    return Report(findings, waits, launches, nccl.calls())
+
+
+def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
+    model = scenario.begin()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if scenario.steps:
+        options = {"backend": "eager", **scenario.options}
+        whole = zcompile.train_step(model, None, optimizer, clip_grad_norm=scenario.clip, **options)
+        return lambda batch: whole(*batch)
+    side = torch.cuda.Stream() if scenario.streams == "forward" else None
+    compiled = zcompile.compile(model, optimizer=optimizer, backend="eager", **scenario.options)
+
+    def forward(batch: list[torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = compiled(*batch)
+        return result.square().mean() if scenario.broken else result
+
+    def one(batch: list[torch.Tensor]) -> None:
+        if scenario.accumulates:
+            with compiled.no_sync():
+                forward(batch).backward()
+        with _beside(side):
+            loss = forward(batch)
+        for tensor in batch if side is not None else ():
+            tensor.record_stream(side)
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        if scenario.evaluates:
+            with torch.no_grad():
+                forward(batch)
+                forward(batch)
+
+    return one
+
+
+@contextmanager
+def _beside(stream: torch.Stream | None) -> Iterator[None]:
+    """Inside, kernels go to `stream`, which is joined with the current one before and behind."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
