@@ -11,7 +11,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 
@@ -141,41 +140,6 @@ class HostWork(AsyncWork):
             with self._waits.explained(self._what):
                 raise self._error
         self._waits.over()
-
-
-class EventWork(AsyncWork):
-    """What the host itself reads of a stream: it waits for the event behind it, as long as the others come."""
-
-    def __init__(self, event: torch.Event, waits: Waits, what: str, limit: timedelta) -> None:
-        """`limit`: how long the ranks of the group may wait for each other."""
-        super().__init__()
-        self._event, self._waits, self._what = event, waits, what
-        self._deadline = self.started + limit.total_seconds()
-
-    @property
-    def done(self) -> bool:
-        """True once the stream has come to the event."""
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        with self._waits.explained(self._what):
-            self._waits.until(self._within, self._what)
-        self._waits.over()
-
-    def _within(self, seconds: float) -> bool:
-        """True if the stream has come to the event after at most so many seconds."""
-        deadline = time.perf_counter() + seconds
-        while not self._event.query():
-            if time.perf_counter() > self._deadline:
-                raise RuntimeError("timed out: the other ranks' answers have not come")
-            if time.perf_counter() > deadline:
-                return False
-            time.sleep(_GLANCE)
-        return True
-
-
-_GLANCE = 5e-5
-"""Seconds between two looks at an event."""
 
 
 class Progress:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile._torch import close_connections, group_timeout
-from zcompile.runtime.async_work import AsyncWork, EventWork, HostWork, Progress, StreamWork
-from zcompile.runtime.collectives import Collectives, Member, Piece, Shared
+from zcompile._torch import close_connections, gloo_of
+from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
+from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import current_stream, is_gpu, is_host, new_stream, on_stream
 
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
@@ -35,9 +35,9 @@ class BackendCollectives(Collectives):
         self._averages = averages
         self._progress = None
         if is_host(member.device) and member.size > 1:
-            self._progress = Progress(functools.partial(close_connections, member.group, member.rank, member.size))
+            hang_up = functools.partial(close_connections, gloo_of(member.group), member.rank, member.size)
+            self._progress = Progress(hang_up)
         self._staging: torch.Stream | None = None
-        self._sharing: torch.Stream | None = None
 
     def stamp(self, run: int) -> None:
         """Messages cannot tell."""
@@ -93,34 +93,6 @@ class BackendCollectives(Collectives):
         """One collective."""
         work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
-
-    def share(self, numbers: torch.Tensor) -> Shared:
-        """One collective, on a GPU by a stream of its own.
-
-        Hazards: all tensors are allocated, filled and read there, behind each other; the host reads the result, in
-        pinned memory, behind the event that its copy has left.
-        """
-        if is_host(self.member.device):
-            gathered = torch.empty(self.size * numbers.numel(), dtype=torch.int64)
-            sending = self._launched(_all_gather, gathered, numbers)
-            work = self._follow(lambda: _ended(sending), "what the others run")
-            return Shared(work, lambda: gathered.view(self.size, -1))
-        stream = self._sharing = self._sharing or new_stream(self.member.device)
-        with on_stream(stream):
-            mine = numbers.pin_memory().to(self.member.device, non_blocking=True)
-            all_ = mine.new_empty(self.size * mine.numel())
-            self._launched(_all_gather, all_, mine).wait()
-            host = torch.empty(all_.shape, dtype=torch.int64, pin_memory=True)
-            host.copy_(all_, non_blocking=True)
-            arrived = stream.record_event()
-        limit = group_timeout(self.member.group, self.member.device)
-        return Shared(
-            EventWork(arrived, self.member.waits, "what the others run", limit), lambda: host.view(self.size, -1)
-        )
-
-    def largest(self, flags: torch.Tensor) -> None:
-        """One collective."""
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.member.group)
 
     def _launched(self, collective: Callable[..., dist.Work], *args: Any, **options: Any) -> dist.Work:
         with self.member.waits.explained("a collective"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from zcompile.runtime.async_work import AsyncWork, EventWork, HostWork, TrafficMeter
+from zcompile.runtime.async_work import AsyncWork, HostWork, TrafficMeter
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.waits import Waits
 
@@ -37,7 +37,7 @@ class Member:
 class Shared:
     """What all ranks have sent, [ranks, n], on its way."""
 
-    work: HostWork | EventWork
+    work: HostWork
     rows: Callable[[], torch.Tensor]
 
     @property
@@ -90,11 +90,3 @@ class Collectives(ABC):
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         """Average a contiguous `tensor` over the ranks in place."""
-
-    @abstractmethod
-    def share(self, numbers: torch.Tensor) -> Shared:
-        """Send this rank's int64 [n] on the host to all others, and get theirs, without waiting."""
-
-    @abstractmethod
-    def largest(self, flags: torch.Tensor) -> None:
-        """The largest of all ranks' integer `flags`, element by element, in place."""

@@ -60,6 +60,8 @@ class Gather:
     done: Full | None = None
     sent: Sequence[tuple[list[Param], torch.Tensor]] = ()
     """Of a gather for a later step: what this rank has sent, for that step to see whether it still holds."""
+    writes: int = 0
+    """What `UnitShards.writes` said when it was started."""
     stream: int = 0
     """The stream that it was started on, to which the allocator gives its memory again."""
 
@@ -87,6 +89,7 @@ class Gather:
         self.arrivals = []
         result = Full(unit, tensors, straight if self.keep else None)
         if self.keep:
+            result.writes = self.writes
             self.bound.keep(result)
         return result
 
@@ -196,8 +199,9 @@ def _start(
         if copies:
             sent.append((params, shard))
         arrivals.append((message, arrived, work))
+    arrivals += _whole(bound)
     stream = stream_number(communicator.device)
-    return Gather(bound, [*arrivals, *_whole(bound)], keep, places, sent=sent, stream=stream)
+    return Gather(bound, arrivals, keep, places, sent=sent, writes=shards.writes(), stream=stream)
 
 
 def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWork | None]]:

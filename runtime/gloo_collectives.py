@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,11 +43,13 @@ class GlooCollectives(Collectives):
 
     separates = True
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, gloo: Any) -> None:
+        """`gloo`: the backend, of the member's group or one of its hosts alone."""
         super().__init__(member)
+        self._gloo = gloo
         self._progress = None
         if member.size > 1:
-            self._progress = Progress(functools.partial(close_connections, member.group, member.rank, member.size))
+            self._progress = Progress(functools.partial(close_connections, gloo, member.rank, member.size))
         self._tag = _TAG
         self._tags = itertools.cycle(range(1, _MESSAGES))
 
@@ -199,16 +202,16 @@ class GlooCollectives(Collectives):
         the progress thread sends is not `recorded`: the program's thread does not wait for it.
         """
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        tag, group = self._tag if tag is None else tag, self.member.group
-        works: list[tuple[int, dist.Work | None]] = []
+        tag = self._tag if tag is None else tag
+        works: Works = []
         with self._sending() if recorded else contextlib.nullcontext():
             for i in (i for i in reversed(others) if received[i].numel()):
                 with _of_rank(i):
-                    works.append((i, dist.irecv(received[i], group=group, group_src=i, tag=tag)))
+                    works.append((i, self._gloo.recv([received[i]], i, tag)))
             for i in (i for i in others if sent[i].numel()):
                 with _of_rank(i):
-                    works.append((i, dist.isend(sent[i], group=group, group_dst=i, tag=tag)))
-        return [(i, work) for i, work in works if work is not None]
+                    works.append((i, self._gloo.send([sent[i]], i, tag)))
+        return works
 
     @contextlib.contextmanager
     def _sending(self) -> Iterator[None]:
@@ -229,7 +232,7 @@ class GlooCollectives(Collectives):
         self.member.waits.awaited = None
 
     def share(self, numbers: torch.Tensor) -> Shared:
-        """To every rank, from every rank, under a tag that meets whatever they run."""
+        """Send this rank's int64 [n] to all others, and get theirs, without waiting, whatever they run."""
         rows = list(torch.empty(self.size, numbers.numel(), dtype=torch.int64))
         rows[self.rank] = numbers
         with self.member.waits.explained("what the others run"):
@@ -239,7 +242,7 @@ class GlooCollectives(Collectives):
         )
 
     def largest(self, flags: torch.Tensor) -> None:
-        """To every rank, from every rank."""
+        """The largest of all ranks' integer `flags`, element by element, in place."""
         self._exchange_small(flags.view(-1), _largest).wait()
 
     def _follow(self, arrive: Callable[[], None], what: str, *, metered: bool = True) -> HostWork:

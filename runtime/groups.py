@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcompile._torch import backend_name, is_fake, root_mesh
+from zcompile._torch import backend_name, connect_hosts, gloo_of, group_timeout, is_fake, root_mesh
 from zcompile.errors import GroupError
 from zcompile.runtime.async_work import AsyncWork, TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
@@ -31,10 +33,14 @@ class Communicator:
         self.is_fake = is_fake(self.group)
         self.collectives: Collectives
         """What is not metered here."""
+        self.control: GlooCollectives | None = None
+        """What the hosts tell each other, past the streams of any GPU; None where there are no others."""
         if backend == BACKENDS[HOST] and is_host(device):
-            self.collectives = GlooCollectives(member)
+            self.collectives = self.control = GlooCollectives(member, gloo_of(self.group))
         else:
             self.collectives = BackendCollectives(member, averages=backend == BACKENDS[GPU])
+            if self.size > 1 and not self.is_fake:
+                self.control = GlooCollectives(replace(member, traffic=TrafficMeter()), _hosts(member))
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
@@ -68,15 +74,34 @@ class Communicator:
             tensor.copy_(sent)
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' integer `flags`, element by element; not metered, it is no program's."""
-        if self.size > 1:
+        """The largest of all ranks' integer `flags` on the host, element by element, in place.
+
+        From host to host: no stream is waited for. Not metered, it is no program's.
+        """
+        if self.size > 1 and self.control is not None:
             with self.recorder.span("wait"), self.waits.explained("a comparison of the ranks"):
-                self.collectives.largest(flags)
+                self.control.largest(flags)
         return flags
+
+    def stamp(self, run: int) -> None:
+        """What is sent from now on belongs to the run with this number, where messages can tell."""
+        self.collectives.stamp(run)
+        if self.control is not None:
+            self.control.stamp(run)
 
     def _count(self, payload: int) -> None:
         self.traffic.payload += payload
         self.traffic.messages += 1
+
+
+def _hosts(member: Member) -> Any:
+    """Connections between the hosts of a group whose collectives are of GPUs."""
+    try:
+        timeout = group_timeout(member.group, member.device)
+        return connect_hosts(member.waits.name("control"), member.rank, member.size, timeout)
+    except RuntimeError as error:
+        fix = "let hosts reach each other by gloo: GLOO_SOCKET_IFNAME names the network interface"
+        raise GroupError("process group", f"the hosts of its ranks cannot connect: {error}", fix) from error
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -154,11 +154,12 @@ class Lockstep:
             return RollCall(position, None, frozenset(marks), frozenset({variant}))
         self._look()
         self.communicator.waits.run = str(position)
-        shared = self.communicator.collectives.share(
+        assert self.communicator.control is not None, "there are others"
+        shared = self.communicator.control.share(
             torch.tensor([*position.numbers(), variant, *_packed(marks)], dtype=torch.int64)
         )
         self._open.append(call := RollCall(position, shared))
-        self.communicator.collectives.stamp(hash(tuple(position.numbers()[:-1])))
+        self.communicator.stamp(hash(tuple(position.numbers()[:-1])))
         return call
 
     def check(self) -> None:

@@ -56,6 +56,9 @@ class ActivationStorage(ABC):
     def drop(self, handle: Any) -> None:
         """Nobody will ask for it."""
 
+    def sweep(self) -> None:  # noqa: B027  (only some have anything to let go of)
+        """Let go of what was brought back for nobody: the backward that asked for it has failed."""
+
 
 class OffloadedActivations:
     """Slots for activations of one model, which `storage` keeps."""
@@ -104,6 +107,7 @@ class OffloadedActivations:
         for number in [number for number, token in self._tokens.items() if token.expired()]:
             self.storage.drop(self._slots[number].handle)
             self._forget(number)
+        self.storage.sweep()
 
     def _forget(self, number: int) -> None:
         del self._slots[number], self._tokens[number]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class ShardedParameter(ExplainedDTensor):
     """A sharded `nn.Parameter`. What optimizers, clipping and checkpoints do with a DTensor works unchanged."""
 
     zcompile_name: str
+    zcompile_unseen: int = 0
+    """Writes past the version counters: operations on lists of tensors move none of a DTensor's."""
+    zcompile_exposed: bool = False
+    """True once somebody has taken its `.data`, through which it can be written to for ever."""
 
     def __deepcopy__(self, _: object) -> ShardedParameter:
         """A parameter with memory of its own; torch's own way fails on a view of a larger storage."""
@@ -46,12 +50,15 @@ class ShardedParameter(ExplainedDTensor):
 
         Raises:
             ParameterError: the result is differentiable, a term of a loss outside of the model's call; or `func` mixes
-                the parameter with a plain tensor.
+                the parameter with a plain tensor, or puts one into its `.data`.
             GroupError: naming the ranks that have not come, and the line that has called it.
         """
+        if func == _SET_DATA:  # a new object each time
+            return _assign(*args)
         try:
             with explained(func, args), no_torch_function():
                 result = func(*args, **(kwargs or {}))
+            _note_write(func, args)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise _refusal(args, func) from error
@@ -79,6 +86,34 @@ _SAME_VALUES = frozenset(
     }
 )
 """What gives the parameter itself, for others to read: trackers call `detach().cpu().numpy()`."""
+
+
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
+    """`param.data = value`: into the shard's own memory, from which it is gathered.
+
+    Raises:
+        ParameterError: `value` is not laid out as the parameter is.
+    """
+    alike = isinstance(value, DTensor) and value.placements == param.placements and value.dtype is param.dtype
+    if not alike or value.shape != param.shape:
+        problem = f"is a shard, and its .data would be {value.dtype} {list(value.shape)} that is none"
+        raise ParameterError(param.zcompile_name, problem, "write in place, under torch.no_grad(): param.copy_(value)")
+    local_tensor(param).copy_(local_tensor(value))
+
+
+def _note_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Note what `func` may have done to parameters, now or later, that no version counter tells."""
+    if func == _GET_DATA:
+        args[0].zcompile_exposed = True
+        return
+    name = getattr(func, "__name__", "")
+    if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+        for tensor in tree_leaves(args):
+            if isinstance(tensor, ShardedParameter):
+                tensor.zcompile_unseen += 1
 
 
 def sharded(tensor: torch.Tensor, name: str, waits: Waits | None = None) -> ShardedParameter:

@@ -21,7 +21,7 @@ from zcompile._torch import backward_number, local_tensor, version_of
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.explained_dtensor import explain
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.parameter import sharded
+from zcompile.runtime.parameter import ShardedParameter, sharded
 from zcompile.runtime.placement import ModelParallel, Placing, along
 from zcompile.runtime.shard_memory import ShardMemory, aligned_end
 
@@ -29,7 +29,7 @@ from zcompile.runtime.shard_memory import ShardMemory, aligned_end
 class Full:
     """The full parameters of a unit, in the unit's order; emptied by `release`."""
 
-    __slots__ = ("arrived", "is_stale", "tensors", "unit")
+    __slots__ = ("arrived", "is_stale", "tensors", "unit", "writes")
 
     def __init__(
         self, unit: Unit, tensors: list[torch.Tensor | None], arrived: Mapping[int, torch.Tensor] | None = None
@@ -40,6 +40,8 @@ class Full:
         """The memory, padded and 1-D, of parameters that were gathered straight into it, by their place in the unit."""
         self.is_stale = False
         """True for a kept copy that the shards have outgrown: only its memory is of use, for the next gather."""
+        self.writes = 0
+        """Of a kept copy: what `UnitShards.writes` said when it was gathered."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         tensor = self.tensors[index]
@@ -222,6 +224,25 @@ class UnitShards:
     def version(self) -> int:
         """A number that grows with every write in place that autograd sees; zero for units that have just come."""
         return sum(_version(parameter) - self._adopted[name] for name, parameter in self.parameters.items())
+
+    def writes(self) -> int:
+        """A number that changes with every write that torch, or the parameters themselves, make known."""
+        unseen = (p.zcompile_unseen for p in self.parameters.values() if isinstance(p, ShardedParameter))
+        return self.version() + sum(unseen)
+
+    @property
+    def may_differ(self) -> bool:
+        """True if a full copy, kept or on its way, that is taken to be up to date may be so no longer."""
+        if not self.has_current:
+            return False
+        copies = [*(full for full in self.kept.values() if not full.is_stale), *self.ahead.values()]
+        exposed = (p.zcompile_exposed for p in self.parameters.values() if isinstance(p, ShardedParameter))
+        return any(exposed) or any(copy.writes != self.writes() for copy in copies)
+
+    def compared(self) -> None:
+        """The copies that are left equal the shards as they are now."""
+        for copy in [*self.kept.values(), *self.ahead.values()]:
+            copy.writes = self.writes()
 
     def outgrow_kept(self) -> None:
         """Every kept copy is out of date now. One that no gather has renewed since the last time is freed."""

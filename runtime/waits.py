@@ -85,6 +85,10 @@ class Waits:
             self._prefix += f" {default_store().add(f'{self._prefix} of {self.rank}', 1)}"
         self._told = False
 
+    def name(self, what: str) -> str:
+        """A name in the store for something that the ranks of this model's group have together."""
+        return f"{self._prefix}/{what}"
+
     def until(
         self, done: Callable[[float], bool], what: str, awaited: Callable[[], Sequence[int]] | None = None
     ) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import Ranks
+from zcompile._torch import gloo_of
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member
@@ -16,12 +17,12 @@ from zcompile.runtime.waits import Waits
 HOST = torch.device("cpu")
 
 
-def both(name: str) -> tuple[Collectives, Collectives, Member]:
+def both(name: str) -> tuple[GlooCollectives, Collectives, Member]:
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
     group = mesh.get_group()
     member = Member(group, HOST, mesh.get_local_rank(), world, TrafficMeter(world), Waits(group))
-    return GlooCollectives(member), BackendCollectives(member, averages=False), member
+    return GlooCollectives(member, gloo_of(group)), BackendCollectives(member, averages=False), member
 
 
 def results(collectives: Collectives, member: Member) -> dict[str, torch.Tensor]:
@@ -32,14 +33,10 @@ def results(collectives: Collectives, member: Member) -> dict[str, torch.Tensor]
     collectives.reduce_scatter(shard, numbers.clone()).wait()
     rows = numbers.view(member.size, -1)
     collectives.reduce_scatter_by_pieces(pieces, lambda start, stop: rows[:, start:stop].contiguous(), 7).wait()
-    whole, small, flags = numbers.clone(), numbers[:1].clone() + member.rank, torch.tensor([member.rank, -member.rank])
+    whole, small = numbers.clone(), numbers[:1].clone() + member.rank
     collectives.all_reduce(whole).wait()
     collectives.all_reduce(small).wait()
-    collectives.stamp(3)
-    collectives.largest(flags)
-    shared = collectives.share(torch.tensor([member.rank, 7])).read()
-    found = {"gathered": gathered, "shard": shard, "pieces": pieces, "whole": whole, "small": small}
-    return {**found, "flags": flags, "shared": shared}
+    return {"gathered": gathered, "shard": shard, "pieces": pieces, "whole": whole, "small": small}
 
 
 def compare(rank: int, world: int) -> list[str]:
@@ -61,10 +58,20 @@ def against_arithmetic(rank: int) -> bool:
         and torch.equal(found["shard"], numbers[24 * rank : 24 * (rank + 1)] * 2)
         and torch.equal(found["pieces"], found["shard"])
         and torch.equal(found["whole"], numbers * 2)
-        and found["flags"].tolist() == [2, 0]
-        and found["shared"].tolist() == [[0, 7], [1, 7], [2, 7]]
     )
 
 
 def test_collectives_give_what_arithmetic_gives(ranks: Ranks) -> None:
     assert ranks.run(3, against_arithmetic) == [True] * 3
+
+
+def told(rank: int) -> tuple[list[int], list[list[int]]]:
+    exchanged, _, _ = both("told")
+    flags = torch.tensor([rank, -rank])
+    exchanged.stamp(3)
+    exchanged.largest(flags)
+    return flags.tolist(), exchanged.share(torch.tensor([rank, 7])).read().tolist()
+
+
+def test_hosts_tell_each_other_numbers(ranks: Ranks) -> None:
+    assert ranks.run(3, told) == [([2, 0], [[0, 7], [1, 7], [2, 7]])] * 3

@@ -16,6 +16,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch
 from tests.ranks import Ranks
+from zcompile._torch import tree_leaves
 from zcompile.cost.memory import model_state
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.runtime import executor, loader
@@ -134,11 +135,12 @@ class Wire:
         self.sent = 0.0
 
     def counted(self, launch: Any, share: float) -> Any:
-        """`launch`, which sends `share` of the bytes of its first argument."""
+        """`launch`, which sends `share` of the bytes of the tensor that it is given."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            (tensor,) = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
             # Numbers are what ranks tell each other of their runs.
-            self.sent += args[0].nbytes * share if args[0].is_floating_point() else 0
+            self.sent += tensor.nbytes * share if tensor.is_floating_point() else 0
             return launch(*args, **kwargs)
 
         return call
@@ -149,20 +151,21 @@ def measure_bytes(rank: int, stage: int, steps: int) -> dict[str, float]:
     import torch.distributed as dist
 
     wire = Wire()
-    ordinary = dist.isend, dist.all_reduce
+    gloo = dist.ProcessGroupGloo
+    ordinary = gloo.send, dist.all_reduce
     compiled = zcompile.compile(model(), stage=stage, backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     compiled(*batch("gpt", rank, 0)).backward()
     optimizer.step()
     before = compiled.traffic.bytes
     try:
-        dist.isend = wire.counted(ordinary[0], 1)
+        gloo.send = wire.counted(ordinary[0], 1)
         dist.all_reduce = wire.counted(ordinary[1], 2 * (WORLD - 1) / WORLD)
         for step in range(steps):
             compiled(*batch("gpt", rank, step)).backward()
             optimizer.step()
     finally:
-        dist.isend, dist.all_reduce = ordinary
+        gloo.send, dist.all_reduce = ordinary
     step_program = compiled._engine.runtime.steps[0].program
     kept = sum(unit.nbytes for unit in compiled.layout.units[-3:]) if stage == 3 else 0  # prefetch + 1
     unread = compiled.layout.units[0].nbytes if stage == 3 else 0  # no backward of an embedding reads its weights
@@ -216,10 +219,10 @@ def measure_kept(rank: int, stage: int) -> dict[str, Any]:
         shards = compiled._engine.runtime.shards.values()
         places.append([t.data_ptr() for held in shards for full in held.kept.values() for t in full.arrived.values()])
         optimizer.step()
-    compiled._engine.runtime.freshness.refresh()
+    compiled._engine.runtime.freshness.outgrow()
     stale = sum(len(held.kept) for held in shards)
     compiled._engine.runtime.freshness.step()
-    compiled._engine.runtime.freshness.refresh()
+    compiled._engine.runtime.freshness.outgrow()
     return {"places": places, "stale": stale, "left": sum(len(held.kept) for held in shards)}
 
 

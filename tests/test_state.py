@@ -32,7 +32,7 @@ from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.ranks import RankError, Ranks
 from zcompile import StateError
-from zcompile._torch import close_connections, default_store
+from zcompile._torch import close_connections, default_store, gloo_of
 from zcompile.state import checkpoint
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -1018,7 +1018,7 @@ def after_a_death(rank: int) -> None:
     elif rank == 0:
         with pytest.raises(RuntimeError):
             dist.recv(torch.empty(1), 1, group)
-        close_connections(group, 0, 3)
+        close_connections(gloo_of(group), 0, 3)
         default_store().wait(["released"], timedelta(seconds=20))  # its process goes on
     else:
         with pytest.raises(RuntimeError):

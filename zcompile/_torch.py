@@ -86,6 +86,7 @@ __all__ = [
     "close_connections",
     "compile_plainly",
     "compile_with_inductor",
+    "connect_hosts",
     "copyable",
     "default_partition",
     "default_store",
@@ -93,6 +94,7 @@ __all__ = [
     "flattened",
     "force_stride_order",
     "give_up",
+    "gloo_of",
     "group_timeout",
     "has_gradient_hooks",
     "has_step_pre_hooks",
@@ -609,9 +611,21 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def close_connections(group: dist.ProcessGroup, rank: int, size: int) -> None:
-    """End whatever waits for a message on a gloo group: one that times out closes the connections of this process."""
-    backend: Any = group._get_backend(torch.device("cpu"))
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """The gloo backend of a group, which sends and receives tensors of the host."""
+    return group._get_backend(torch.device("cpu"))
+
+
+def connect_hosts(name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo backend that connects the hosts of `size` ranks, which meet by `name`; a RuntimeError if they do not.
+
+    It is no group of torch's, which counts these: ranks that have not made equally many would not find each other.
+    """
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
+
+
+def close_connections(backend: Any, rank: int, size: int) -> None:
+    """End whatever waits for a message on a gloo backend: one that times out closes this process's connections."""
     for other in range(size):
         # Waiting for a rank that has died fails at once and closes nothing, so one that lives has to be found.
         if other != rank:

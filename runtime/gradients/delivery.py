@@ -183,19 +183,18 @@ class Delivery:
 
     def _reduce_rest(self) -> list[Gradients]:
         """Reduce what any rank holds back of parameters that this backward did not reach. Collective."""
+        named = [(unit, name) for unit in self.units.values() for name in unit.parameters]
+        held = {name for unit in self.units.values() for name in unit.names_held() if not unit.is_taken(name)}
+        flags = torch.tensor([name in held for _, name in named], dtype=torch.int32)
+        on_any = self.lockstep.communicator.any_rank(flags).tolist()
+        waiting = {name for _, name in itertools.compress(named, on_any)}
         rest = []
         for unit in self.units.values():
-            names = list(unit.parameters)
-            held = set(unit.names_held())
-            flags = torch.tensor([name in held and not unit.is_taken(name) for name in names], dtype=torch.int32)
-            on_any = unit.communicator.any_rank(flags.to(unit.communicator.device)).tolist()
-            if waiting := set(itertools.compress(names, on_any)):
-                bound = BoundUnit(unit, Unit(unit.unit.name, tuple(p for p in unit.unit.params if p.name in waiting)))
+            if params := tuple(param for param in unit.unit.params if param.name in waiting):
+                device = unit.communicator.device
                 # Zeros, to which the reduction adds what is held back.
-                zeros = [
-                    torch.zeros(p.shape, dtype=p.dtype, device=unit.communicator.device) for p in bound.unit.params
-                ]
-                rest.append(self.reduce(bound, zeros))
+                zeros = [torch.zeros(param.shape, dtype=param.dtype, device=device) for param in params]
+                rest.append(self.reduce(BoundUnit(unit, Unit(unit.unit.name, params)), zeros))
         return rest
 
 

@@ -64,7 +64,7 @@ class Outside:
         self.delivery.enter(RunKind.GRADIENTS, hashlib.sha256(b"outside of programs").hexdigest())
         self.delivery.lockstep.check()  # the host waits here anyway
         communicator = self.delivery.lockstep.communicator
-        flags = torch.tensor([name in brought for name in names], dtype=torch.int32, device=communicator.device)
+        flags = torch.tensor([name in brought for name in names], dtype=torch.int32)
         on_any = communicator.any_rank(flags).tolist()
         wanted = {name for name, flag in zip(names, on_any, strict=True) if flag}
         return [self.delivery.reduce(bound, grads) for bound, grads in self._bound(brought, wanted)]

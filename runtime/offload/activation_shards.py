@@ -71,3 +71,6 @@ class ShardStorage(ActivationStorage):
 
     def drop(self, handle: _Shard) -> None:
         self.inner.drop(handle.handle)
+
+    def sweep(self) -> None:
+        self.inner.sweep()

@@ -22,42 +22,66 @@ PENDING = 2
 """Activations that are on their way to the disk at once: more would fill the memory that they are to leave."""
 
 
-class HostStorage(ActivationStorage):
-    """Pinned memory of the host, for a model on a GPU: copies run on a stream of their own.
+@dataclass(frozen=True)
+class _Copy:
+    """A copy on its way, and the device's tensor that it reads or writes."""
 
-    Hazards: the value is complete when the current stream gets to the offload, which the copying stream waits for; it
-    must not be freed for other work before it is read, which `record_stream` sees to. The way back is behind the way
-    out in the same stream. What comes back is allocated on the copying stream, and used on the one that waits. The host
-    waits for the copy before the last, so that what has been freed by name is not alive in great numbers.
+    tensor: torch.Tensor
+    ended: torch.Event
+    stream: torch.Stream
+    """That the tensor's memory goes back to, and so the one that has to wait."""
+
+    def land(self) -> None:
+        self.stream.wait_event(self.ended)
+
+
+class HostStorage(ActivationStorage):
+    """Pinned memory of the host, for a model on a GPU: copies run on a stream of their own, and the host never waits.
+
+    Hazards: the value is complete when the current stream gets to the offload, which the copying stream waits for. It
+    is held until the current stream waits for the copy before the last, so its memory is free for later work of that
+    stream only, and no more than a few of them are alive. What comes back is allocated on the current stream, for which
+    the copying stream waits before it writes; who uses it waits for the copy. The way back is behind the way out in the
+    same stream. An arrival that nobody waits for, because the backward failed, is held until the next forward.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = new_stream(device)
-        self._leaving: deque[torch.Event] = deque()
+        self._leaving: deque[_Copy] = deque()
+        self._coming: dict[int, _Copy] = {}
 
     def put(self, flat: torch.Tensor) -> torch.Tensor:
         if len(self._leaving) >= PENDING:
-            self._leaving.popleft().synchronize()
-        self._stream.wait_stream(current_stream(flat.device))
+            self._leaving.popleft().land()
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-        with on_stream(self._stream):
-            host.copy_(flat, non_blocking=True)
-            self._leaving.append(self._stream.record_event())
-        flat.record_stream(self._stream)
+        self._leaving.append(self._copied(host, flat, flat))
         return host
 
     def get(self, handle: torch.Tensor, dtype: torch.dtype, *, last: bool) -> Callable[[], torch.Tensor]:
-        with on_stream(self._stream):
-            back = handle.to(self._stream.device, non_blocking=True)
-            arrived = self._stream.record_event()
+        back = torch.empty(handle.shape, dtype=handle.dtype, device=self._stream.device)
+        coming = self._coming[id(back)] = self._copied(back, handle, back)
+        behind = list(self._leaving)
 
         def land() -> torch.Tensor:
-            current = current_stream(self._stream.device)
-            current.wait_event(arrived)
-            back.record_stream(current)
-            return back
+            current_stream(self._stream.device).wait_event(coming.ended)
+            for left in behind:  # before it in the same stream
+                if self._leaving and self._leaving[0] is left:
+                    self._leaving.popleft().land()
+            self._coming.pop(id(back), None)
+            return coming.tensor
 
         return land
+
+    def _copied(self, to: torch.Tensor, source: torch.Tensor, held: torch.Tensor) -> _Copy:
+        current = current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with on_stream(self._stream):
+            to.copy_(source, non_blocking=True)
+        return _Copy(held, self._stream.record_event(), current)
+
+    def sweep(self) -> None:
+        while self._coming:
+            self._coming.popitem()[1].land()
 
     def drop(self, handle: torch.Tensor) -> None:
         """Torch keeps pinned memory until the copies from and to it have ended."""

@@ -10,8 +10,8 @@ run beside the compute, on streams of their own. Hazards:
   its memory until it is read.
 - The host writes to shards, and reads gradients, without asking any stream. So it waits for gradients before they are
   delivered or used for an update, and for all copies whenever a call of the model, or the backward of a program, has
-  ended or failed. An update within the backward comes behind every gather of its unit in that step, which its gradients
-  have waited for.
+  ended or failed; not twice for the same ones. An update within the backward comes behind every gather of its unit in
+  that step, which its gradients have waited for.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class HostShards(Reserved):
         self._model = model
         self._sending = new_stream(model) if on_gpu else None
         self._returning = new_stream(model) if on_gpu else None
+        self._sent: torch.Event | None = None
+        """Behind copies to the device for which the host has not waited."""
+        self._returned: torch.Event | None = None
+        """Behind copies of gradients for which it has not, and what was sent before these."""
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
         copy = super().own(value)
@@ -64,6 +68,7 @@ class HostShards(Reserved):
         self._sending.wait_stream(current_stream(self._model))
         with on_stream(self._sending):
             yield
+        self._sent = self._sending.record_event()
 
     def copied(self, arrived: torch.Tensor) -> AsyncWork | None:
         if self._sending is None:
@@ -76,16 +81,22 @@ class HostShards(Reserved):
             return gradient.to(self.device, copy=True)
         host = torch.empty(gradient.shape, dtype=gradient.dtype, device=self.device, pin_memory=True)
         self._returning.wait_stream(current_stream(self._model))
+        if self._sent is not None:
+            self._returning.wait_event(self._sent)
+            self._sent = None
         with on_stream(self._returning):
             host.copy_(gradient, non_blocking=True)
         gradient.record_stream(self._returning)
+        self._returned = self._returning.record_event()
         return host
 
     def landed(self) -> None:
-        if self._returning is not None:
-            self._returning.synchronize()
+        if self._returned is not None:
+            self._returned.synchronize()
+            self._returned = None
 
     def settle(self) -> None:
         self.landed()
-        if self._sending is not None:
-            self._sending.synchronize()
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None

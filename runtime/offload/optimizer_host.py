@@ -55,6 +55,8 @@ class HostState:
         self._arrived: dict[str, torch.Event] = {}
         """By unit: when what is on its way is there."""
         self._stream = new_stream(device) if is_gpu(device) else None
+        self._left: torch.Event | None = None
+        """Behind copies to the host for which it has not waited."""
 
     def begin(self) -> None:
         """A step begins: what the first updates need is fetched."""
@@ -87,13 +89,16 @@ class HostState:
                 state: dict[str, Any] = optimizer.state.get(parameter, {})
                 for name in names:
                     self._leave((id(optimizer), id(parameter), name), state)
+            if self._stream is not None:
+                self._left = self._stream.record_event()
 
     def end(self) -> None:
         """The step is over: its state is on the host when this returns."""
         self._coming.clear()
         self._arrived.clear()
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._left is not None:
+            self._left.synchronize()
+            self._left = None
 
     def _copying(self) -> contextlib.AbstractContextManager[Any]:
         return on_stream(self._stream)

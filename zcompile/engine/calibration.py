@@ -95,7 +95,7 @@ class _Meter:
 
     def _seconds(self, run: Callable[[], object], times: int = 3) -> float:
         """The least seconds of `run`, after one run that is not counted; the device is waited for."""
-        self.communicator.any_rank(torch.zeros(1, dtype=torch.int32, device=self.device))  # all ranks begin together
+        self.communicator.any_rank(torch.zeros(1, dtype=torch.int32))  # all ranks begin together
         least = math.inf
         for count in range(times + 1):
             before = time.perf_counter()

@@ -59,7 +59,7 @@ class Compiler:
             self._agree,
             lambda digest: digest not in self._agreed,
             runtime.lockstep,
-            runtime.freshness.refresh,
+            runtime.freshness,
             runtime.recorder,
             runtime.arenas,
             runtime.offloads,

@@ -309,7 +309,7 @@ class Leaves:
             self.delivery.enter(RunKind.GRADIENTS, _digest(*leaves))
             self.delivery.lockstep.check()  # the host waits for the flags anyway
             reached = [g is not None or shards.held(name) is not None for name, g in zip(leaves, own, strict=True)]
-            flags = torch.tensor(reached, dtype=torch.int32, device=shards.communicator.device)
+            flags = torch.tensor(reached, dtype=torch.int32)
             on_any = shards.communicator.any_rank(flags).tolist()
             zipped = zip(leaves.values(), own, on_any, strict=True)
             grads = [(torch.zeros_like(leaf) if g is None else g) if wanted else None for leaf, g, wanted in zipped]

@@ -44,9 +44,12 @@ from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import MOST, Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
+from zcompile.runtime.stale_copies import Freshness
 from zcompile.schedule.default_pipeline import ACCUMULATE
 from zcompile.schedule.pipeline import ALWAYS
 
+WRITTEN = 0
+"""The mark of a rank whose full copies may no longer equal the shards, in what it tells the others of a forward."""
 ALL = HOLDS + 1
 """The mark of a rank on which gradients flow to all parameters of a program; behind it are those of groups of them."""
 
@@ -63,8 +66,8 @@ class Session:
     """True for a digest on which the ranks have not agreed."""
     lockstep: Lockstep
     """Told of every run of a phase that communicates."""
-    refresh: Callable[[], None]
-    """Called before every forward that uses full copies of before: none that is out of date is current afterwards."""
+    freshness: Freshness
+    """Asked before every forward that uses full copies of before."""
     recorder: Recorder
     arenas: Arenas
     offloads: Offloads
@@ -156,13 +159,17 @@ class CompiledStep:
         lockstep = self.session.lockstep
         kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
         lockstep.enter_tensor_parallel(kind)
-        meets = self._communicates[Phase.FORWARD] or self._has_copies  # the ranks compare their copies, too
-        if meets:
-            lockstep.enter(kind, self._digest, is_new=self.session.is_new(self._digest))
-        if meets or lockstep.tensor is not None:
+        freshness, uses_copies = self.session.freshness, self._has_copies
+        if self._communicates[Phase.FORWARD] or uses_copies:  # the ranks may have to compare these
+            marks = [WRITTEN] if uses_copies and freshness.outgrow() else []
+            call = lockstep.enter(kind, self._digest, marks, is_new=self.session.is_new(self._digest))
             self._agree()
-        if self._has_copies:
-            self.session.refresh()
+            if uses_copies and freshness.has_current:
+                lockstep.check()
+                if WRITTEN in call.marks:
+                    freshness.compare()
+        elif lockstep.tensor is not None:
+            self._agree()
         for offload in self.session.offloads.values():
             offload.sweep()
         placeholders = [box[index] for index in self.reread]

@@ -57,7 +57,7 @@ class ModelRuntime:
         self.breaks: list[Break] = []
         """Where graphs break: a model with any runs as several programs."""
         self.recorder = communicator.recorder
-        self.freshness = Freshness(self.shards, communicator, lambda: self.lockstep.check())
+        self.freshness = Freshness(self.shards, communicator)
         steps = self._steps
         self.tensor = TensorParallelGroup(parallel, communicator.device) if parallel is not None else None
         """Those that have the other parts of the model, if it is divided."""

@@ -124,7 +124,7 @@ class Materialiser:
             problem = "" if value is None else _problem(value, original)
         except Exception as error:  # a disk, a network, a file that somebody cuts while it is read
             problem, why = PROBLEMS[0], f"{type(error).__name__}: {error}"
-        codes = torch.tensor([problem == one for one in PROBLEMS], dtype=torch.int32, device=self.device)
+        codes = torch.tensor([problem == one for one in PROBLEMS], dtype=torch.int32)
         for one, found in zip(PROBLEMS, self.communicator.any_rank(codes).tolist(), strict=True):
             if found:
                 said = one.format(dtype=original.dtype, why=why)

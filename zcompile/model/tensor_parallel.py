@@ -133,7 +133,7 @@ def _differing(tensors: Mapping[str, torch.Tensor], parallel: ModelParallel, dev
     """The names of those that have other values on other ranks. Collective over the tensor-parallel mesh."""
     if not tensors:
         return []
-    sums = torch.stack([_checksum(local_tensor(tensor)).to(device) for tensor in tensors.values()])
+    sums = torch.stack([_checksum(local_tensor(tensor)).cpu() for tensor in tensors.values()])
     most, least = Communicator(parallel.mesh, device).any_rank(torch.stack([sums, -sums])).unbind()
     # int64 wraps alike on all ranks, also where it is negated.
     zipped = zip(tensors, most.tolist(), least.tolist(), strict=True)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import close_connections, group_timeout, local_tensor, set_group_timeout, with_local
+from zcompile._torch import close_connections, gloo_of, group_timeout, local_tensor, set_group_timeout, with_local
 from zcompile.errors import StateError, nearest
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
@@ -342,7 +342,7 @@ class ModelState:
         What torch.distributed.checkpoint raises is on all ranks already. The group stays as it is: a later save fails.
         """
         if self._group is not None and self.communicator.size > 1 and not isinstance(failure, CheckpointException):
-            close_connections(self._group, self.communicator.rank, self.communicator.size)
+            close_connections(gloo_of(self._group), self.communicator.rank, self.communicator.size)
 
     # -- errors of all ranks --------------------------------------------------------------------------------------
 
