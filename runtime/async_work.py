@@ -90,13 +90,16 @@ class StreamWork(AsyncWork):
         """
         super().__init__()
         self._land, self._alive, self._finish, self._waits = land, tuple(alive), finish, waits
+        self._landed = False
 
     def wait(self) -> None:
+        if self._landed:  # one work stands for several messages that went together
+            return
         with self._waits.explained("a collective") if self._waits is not None else contextlib.nullcontext():
             self._land()
         if self._finish is not None:
             self._finish()
-        self._alive, self._finish = (), None
+        self._landed, self._alive, self._finish = True, (), None
 
 
 class HostWork(AsyncWork):

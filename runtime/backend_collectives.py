@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile._torch import close_connections, gloo_of
+from zcompile._torch import close_connections, gather_together, gloo_of, reduce_together
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import current_stream, is_gpu, is_host, new_stream, on_stream
@@ -51,6 +51,27 @@ class BackendCollectives(Collectives):
         """One collective; where the backend has no average, it sums, and the sum is divided."""
         work = self._launched(_reduce_scatter, shard, full, op=self._op)
         return self._fly(work, (shard, full), lambda: self._divide(shard))
+
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[AsyncWork]:
+        """On GPUs one launch, whose works are one."""
+        if len(fulls) < 2 or not is_gpu(self.member.device):
+            return super().all_gather_many(fulls, shards)
+        with self.member.waits.explained("a collective"):
+            work = gather_together(self.member.group, fulls, shards)
+        return [self._fly(work, (*fulls, *shards))] * len(fulls)
+
+    def reduce_scatter_many(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[AsyncWork]:
+        """On GPUs one launch, whose works are one."""
+        if len(fulls) < 2 or not is_gpu(self.member.device):
+            return super().reduce_scatter_many(shards, fulls)
+        with self.member.waits.explained("a collective"):
+            work = reduce_together(self.member.group, shards, fulls, self._op)
+
+        def finish() -> None:
+            for shard in shards:
+                self._divide(shard)
+
+        return [self._fly(work, (*shards, *fulls), finish)] * len(fulls)
 
     def rows_staged(self, *, packed: bool) -> int:
         """What is packed."""

@@ -6,7 +6,7 @@ On gloo and hosts they are exchanges (`gloo_collectives`), else the backend's ow
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +74,14 @@ class Collectives(ABC):
     @abstractmethod
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
         """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`."""
+
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[AsyncWork]:
+        """`all_gather` of each of several, which may go as one."""
+        return [self.all_gather(full, shard) for full, shard in zip(fulls, shards, strict=True)]
+
+    def reduce_scatter_many(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[AsyncWork]:
+        """`reduce_scatter` of each of several, which may go as one."""
+        return [self.reduce_scatter(shard, full) for shard, full in zip(shards, fulls, strict=True)]
 
     @abstractmethod
     def rows_staged(self, *, packed: bool) -> int:

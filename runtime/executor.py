@@ -6,16 +6,18 @@ What a program sees of a unit is a `BoundUnit`: it knows in which messages the u
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zcompile._torch import chunk_cat, copy_all
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
-from zcompile.runtime.device import current_stream, stream_number
+from zcompile.runtime.device import current_stream, is_gpu, stream_number
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
@@ -112,11 +114,11 @@ class Reduction:
                     _land(work, "reduce_scatter", unit.name, communicator, arrived.nbytes * communicator.size)
                 else:
                     _land(work, "all_reduce", unit.name, communicator, 2 * arrived.nbytes)
-            offset = 0
+            offset, arrived = 0, arrived.to(unit.params[message[0]].dtype)
             for param in (unit.params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
                 part = _part(arrived, offset, param, communicator.rank if scattered else None)
-                result[param.name] = self.bound.shards.memory.home(part.to(param.dtype))
+                result[param.name] = self.bound.shards.memory.home(part)
                 offset += param.shard_numel if scattered else param.numel
         self.arrivals = []
         return Gradients(self.bound.shards, result)
@@ -177,31 +179,43 @@ def _start(
     communicator, memory = shards.communicator, shards.memory
     memory.before(unit.name)
     places = Places(at, communicator.device)
-    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]] = []
-    sent: list[tuple[list[Param], torch.Tensor]] = []
-    for message in bound.messages(lambda index: bool(unit.params[index].shards)):
-        params = [unit.params[index] for index in message]
-        shard = shards.wire(params)
-        casts = dtype is not None and params[0].compute_dtype is dtype
-        if communicator.size == 1 and not memory.is_away:
-            arrivals.append((message, shard.to(dtype) if casts else shard, None))
-            continue
-        # A stale copy's memory is used again: fresh memory costs the kernel's zeros, page by page. Nobody reads what
-        # was there: a backward that still would is refused, and on CUDA the gather waits for the current stream.
-        arrived = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
-        if arrived is None:
-            kind = dtype if dtype is not None and casts else shard.dtype
-            arrived = places.empty(shard.numel() * communicator.size, kind)
+    messages = bound.messages(lambda index: bool(unit.params[index].shards))
+    params = [[unit.params[index] for index in message] for message in messages]
+    sent = [shards.wire(some) for some in params]
+    kinds = [dtype if dtype is not None and some[0].compute_dtype is dtype else some[0].dtype for some in params]
+    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]]
+    if communicator.size == 1 and not memory.is_away:
+        arrivals = [(message, shard.to(kind), None) for message, shard, kind in zip(messages, sent, kinds, strict=True)]
+    else:
+        arrived = []
+        for message, shard, kind in zip(messages, sent, kinds, strict=True):
+            # A stale copy's memory is used again: fresh memory costs the kernel's zeros, page by page. Nobody reads
+            # what was there: a backward that still would is refused, and on CUDA the gather waits for the current
+            # stream.
+            stale = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
+            arrived.append(places.empty(shard.numel() * communicator.size, kind) if stale is None else stale)
         with memory.sending():
-            if casts or copies or memory.is_away:  # sent from its place among what arrives
-                shard = arrived.view(communicator.size, -1)[communicator.rank].copy_(shard, non_blocking=True)
-            work = communicator.all_gather(arrived, shard) if communicator.size > 1 else memory.copied(arrived)
-        if copies:
-            sent.append((params, shard))
-        arrivals.append((message, arrived, work))
+            sent = _in_place(sent, arrived, communicator, always=copies or memory.is_away)
+            works: Sequence[AsyncWork | None]
+            if communicator.size > 1:
+                works = communicator.all_gather_many(arrived, sent)
+            else:
+                works = [memory.copied(full) for full in arrived]
+        arrivals = list(zip(messages, arrived, works, strict=True))
     arrivals += _whole(bound)
+    told = list(zip(params, sent, strict=True)) if copies else []
     stream = stream_number(communicator.device)
-    return Gather(bound, arrivals, keep, places, sent=sent, writes=shards.writes(), stream=stream)
+    return Gather(bound, arrivals, keep, places, sent=told, writes=shards.writes(), stream=stream)
+
+
+def _in_place(
+    sent: list[torch.Tensor], arrived: list[torch.Tensor], communicator: Communicator, *, always: bool
+) -> list[torch.Tensor]:
+    """What is sent, from its place among what arrives where it is cast first, or `always`."""
+    own = [full.view(communicator.size, -1)[communicator.rank] for full in arrived]
+    copied = [always or shard.dtype is not full.dtype for shard, full in zip(sent, arrived, strict=True)]
+    copy_all([*itertools.compress(own, copied)], [*itertools.compress(sent, copied)])
+    return [place if copies else shard for place, shard, copies in zip(own, sent, copied, strict=True)]
 
 
 def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWork | None]]:
@@ -307,44 +321,51 @@ def _reduce(
     messages = bound.messages(lambda index: grads[index] is not None)
     if communicator.size == 1:  # nothing is sent, so nothing is packed
         messages = [[index] for message in messages for index in message]
+    together = []
     for message in messages:
         first = params[message[0]]
         cast = dtype if first.reduction_dtype is dtype else None
         parts = [(params[index], grads[index]) for index in message]
-        work: AsyncWork | None
+        work: AsyncWork | None = None
         if scattered and first.shards:
-            arrived, work = _scattered(communicator, parts, cast, bucket, places)
+            pieces = _by_pieces(communicator, parts, cast, bucket)
+            if pieces is not None:
+                arrivals.append((message, *pieces))
+                continue
+            arrived = _packed_for_scatter(parts, communicator.size, cast, places)
+            if communicator.size > 1:
+                together.append((message, arrived))
+                continue
         else:
             arrived = _flat([grad for _, grad in parts], cast)
             work = None if communicator.size == 1 else communicator.all_reduce(arrived)
         arrivals.append((message, arrived, work))
+    mine = [torch.empty(s.numel() // communicator.size, dtype=s.dtype, device=s.device) for _, s in together]
+    works = communicator.reduce_scatter_many(mine, [sent for _, sent in together])
+    arrivals += [(message, shard, work) for (message, _), shard, work in zip(together, mine, works, strict=True)]
     return Reduction(bound, arrivals, scattered)
 
 
-def _scattered(
+def _by_pieces(
     communicator: Communicator,
     parts: list[tuple[Param, torch.Tensor | None]],
     dtype: torch.dtype | None,
     bucket: int | None,
-    places: Places,
-) -> tuple[torch.Tensor, AsyncWork | None]:
-    """Where this rank's shard of one message's average arrives, and the work that brings it."""
+) -> tuple[torch.Tensor, AsyncWork] | None:
+    """Where this rank's shard of a gradient's average arrives, and the work that brings it; None if it goes whole."""
     size, (param, grad) = communicator.size, parts[0]
     assert grad is not None, "messages hold parameters with gradients only"
     kind = dtype or grad.dtype
-    if bucket is not None and len(parts) == 1 and param.padded_numel * kind.itemsize > bucket:
-        packed = param.padded_numel != param.numel or kind is not grad.dtype or not grad.is_contiguous()
-        if staged := communicator.collectives.rows_staged(packed=packed):
-            row = param.shard_numel // param.rows
-            width = max(bucket // (staged * row * kind.itemsize), 1) * row
-            arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)
-            piece = functools.partial(_piece, param, grad, kind, packed)
-            return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)
-    sent = _packed_for_scatter(parts, size, dtype, places)
-    if size == 1:
-        return sent, None
-    arrived = torch.empty(sent.numel() // size, dtype=sent.dtype, device=sent.device)
-    return arrived, communicator.reduce_scatter(arrived, sent)
+    if bucket is None or len(parts) > 1 or param.padded_numel * kind.itemsize <= bucket or size == 1:
+        return None
+    packed = param.padded_numel != param.numel or kind is not grad.dtype or not grad.is_contiguous()
+    if not (staged := communicator.collectives.rows_staged(packed=packed)):
+        return None
+    row = param.shard_numel // param.rows
+    width = max(bucket // (staged * row * kind.itemsize), 1) * row
+    arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)
+    piece = functools.partial(_piece, param, grad, kind, packed)
+    return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)
 
 
 def _piece(param: Param, grad: torch.Tensor, dtype: torch.dtype, packed: bool, start: int, stop: int) -> torch.Tensor:
@@ -352,11 +373,15 @@ def _piece(param: Param, grad: torch.Tensor, dtype: torch.dtype, packed: bool, s
     if not packed:
         return grad.view(param.shards, -1)[:, start:stop]
     row = param.shard_numel // param.rows
-    rows = torch.zeros(param.shards, (stop - start) // row, *param.shape[1:], dtype=dtype, device=grad.device)
-    for rank in range(param.shards):
-        first, end = param.shard_rows(rank)
-        mine = grad[min(first + start // row, end) : min(first + stop // row, end)]
-        rows[rank, : len(mine)].copy_(mine)
+    begin, end, whole = start // row, stop // row, param.shape[0] // param.rows
+    rows = torch.empty(param.shards, end - begin, *param.shape[1:], dtype=dtype, device=grad.device)
+    if whole:  # the ranks that have as many rows as the first: by one kernel, however many they are
+        rows[:whole].copy_(grad[: whole * param.rows].unflatten(0, (whole, param.rows))[:, begin:end])
+    if whole < param.shards:
+        rest = grad[whole * param.rows :][begin:end]
+        rows[whole, : len(rest)].copy_(rest)
+        rows[whole, len(rest) :].zero_()
+        rows[whole + 1 :].zero_()
     return rows.view(param.shards, -1)
 
 
@@ -381,6 +406,9 @@ def _packed_for_scatter(
     first = parts[0][1]
     assert first is not None, "messages hold parameters with gradients only"
     packed = places.empty(size * total, dtype or first.dtype).view(size, total)
+    if is_gpu(packed.device):
+        chunk_cat([grad for _, grad in parts if grad is not None], size, packed)
+        return packed.view(-1)
     offset = 0
     for param, grad in parts:
         assert grad is not None, "messages hold parameters with gradients only"
@@ -408,15 +436,12 @@ def _unpacked(arrived: torch.Tensor, params: list[Param], places: Places | None)
     widths = [param.shard_numel for param in params]
     parts = rows.split(widths, dim=1)
     # In a world of one the parts are the shards themselves, contiguous already: nothing is copied.
-    apart = [_contiguous(part, places) for part in parts]
+    if size > 1:
+        places = places or Places(None, arrived.device)
+        parts = tuple(places.empty(part.numel(), part.dtype).view_as(part) for part in parts)
+        torch.split_with_sizes_copy(rows, widths, dim=1, out=parts)
+    apart = [part.reshape(-1) for part in parts]
     return [flat[: param.numel].view(param.shape) for flat, param in zip(apart, params, strict=True)]
-
-
-def _contiguous(part: torch.Tensor, places: Places | None) -> torch.Tensor:
-    """The elements of `part`, [ranks, width], in one run."""
-    if part.is_contiguous() or places is None:
-        return part.contiguous().view(-1)
-    return places.empty(part.numel(), part.dtype).view_as(part).copy_(part).view(-1)
 
 
 def _part(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,10 +48,22 @@ class Communicator:
         self._count(full.nbytes)
         return self.collectives.all_gather(full, shard)
 
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[AsyncWork]:
+        """`all_gather` of each of several, which may go as one."""
+        for full in fulls:
+            self._count(full.nbytes)
+        return self.collectives.all_gather_many(fulls, shards)
+
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
         """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`."""
         self._count(full.nbytes)
         return self.collectives.reduce_scatter(shard, full)
+
+    def reduce_scatter_many(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[AsyncWork]:
+        """`reduce_scatter` of each of several, which may go as one."""
+        for full in fulls:
+            self._count(full.nbytes)
+        return self.collectives.reduce_scatter_many(shards, fulls)
 
     def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         """`reduce_scatter` of what `piece` gives, at most `width` elements of each rank's shard at a time."""

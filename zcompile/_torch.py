@@ -83,16 +83,19 @@ __all__ = [
     "backend_name",
     "backward_number",
     "buffers_of",
+    "chunk_cat",
     "close_connections",
     "compile_plainly",
     "compile_with_inductor",
     "connect_hosts",
+    "copy_all",
     "copyable",
     "default_partition",
     "default_store",
     "defaults_of",
     "flattened",
     "force_stride_order",
+    "gather_together",
     "give_up",
     "gloo_of",
     "group_timeout",
@@ -123,6 +126,7 @@ __all__ = [
     "random_state",
     "random_states_as_tensors",
     "real_tensors",
+    "reduce_together",
     "replayed_random",
     "retracing",
     "root_mesh",
@@ -622,6 +626,35 @@ def connect_hosts(name: str, rank: int, size: int, timeout: timedelta) -> Any:
     It is no group of torch's, which counts these: ranks that have not made equally many would not find each other.
     """
     return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
+
+
+def gather_together(
+    group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+) -> dist.Work:
+    """all_gather of several tensors by one launch."""
+    work: dist.Work = group.allgather_into_tensor_coalesced(list(fulls), list(shards))
+    return work
+
+
+def reduce_together(
+    group: dist.ProcessGroup, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """reduce_scatter of several tensors by one launch."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]  # as torch's own functions take either
+    work: dist.Work = group.reduce_scatter_tensor_coalesced(list(shards), list(fulls), options)
+    return work
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor to its target, which may be of another dtype or device; on GPUs by as few kernels as can be."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
+    """Each tensor's rows in `chunks` parts, as `Shard(0)` divides, padded with zeros; `out`: these by part, flat."""
+    torch._chunk_cat(list(tensors), 0, chunks, out=out)
 
 
 def close_connections(backend: Any, rank: int, size: int) -> None:

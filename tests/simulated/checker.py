@@ -4,9 +4,10 @@ Vector clocks (Fidge 1988, Mattern 1989) over the streams and the host. A kernel
 before, and behind what the host had done by its launch; an event carries the clock of its stream to whoever waits for
 it. Two accesses of the same bytes, one of them a write, must be ordered, and torch's caching allocator adds its own:
 
-- freed memory goes to the next owner on the stream that it was allocated for, at once. That stream must know by then of
-  what others do there, or one that does must have been announced with `record_stream`: it is waited for.
-- what was allocated may be what an earlier owner of its stream still uses: an allocation counts as a write there.
+- freed memory goes to a later owner on the stream that it was allocated for, at once, whatever other streams still do
+  there, unless they were announced with `record_stream`: those are waited for. So what is allocated for a stream may be
+  anything that was freed there before.
+- its own stream may still be busy with the owner before: another one that uses it must have waited for the allocation.
 
 One host is assumed: its threads are taken to wait for each other, as autograd's do.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 HOST = -1
@@ -46,9 +47,12 @@ class Touch:
     access: Access
     operation: str
     line: str
+    freed: str = ""
+    """The line that gave the memory back, of an access by an owner before."""
 
     def __str__(self) -> str:
-        return f"{_name(self.stream)} {self.access.verb} it by {self.operation} at {self.line}"
+        freed = f", which is freed at {self.freed}" if self.freed else ""
+        return f"{_name(self.stream)} {self.access.verb} it by {self.operation} at {self.line}{freed}"
 
 
 @dataclass(eq=False)
@@ -90,6 +94,9 @@ class Checker:
         self._events: dict[int, Clock] = {}
         self._blocks: dict[int, Block] = {}
         self._begins: list[int] = []
+        self._freed: dict[int, dict[tuple[int, bool], Touch]] = {}
+        """By stream: what each other one may still do to memory that went back to it, the last read and the last write:
+        what is behind these is behind those before."""
         self._tick = 0
         self.findings: dict[tuple[str, str, str], Finding] = {}
         """By kind and the two lines: one of each."""
@@ -145,12 +152,14 @@ class Checker:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def allocate(self, begin: int, nbytes: int, stream: int) -> None:
-        """Memory for `stream`: its owner before may have been busy with it there until now."""
-        block = self._add(begin, nbytes, stream)
-        tick = self._clock(stream).get(stream, 0)
-        if tick:
-            whole = Access(block.begin, block.end, writes=True)
+        """Memory for `stream`: owners before may still be busy with it."""
+        block, clock = self._add(begin, nbytes, stream), self._clock(stream)
+        whole = Access(block.begin, block.end, writes=True)
+        if tick := clock.get(stream, 0):
             block.touches.append(Touch(stream, tick, whole, "the owner before", block.line))
+        for touch in self._freed.get(stream, {}).values():
+            if clock.get(touch.stream, 0) < touch.tick:
+                block.touches.append(replace(touch, access=whole._replace(writes=touch.access.writes)))
 
     def pin(self, begin: int, nbytes: int) -> None:
         """Pinned memory of the host. Torch gives it to nobody else before copies from and to it have ended."""
@@ -169,14 +178,13 @@ class Checker:
         self._begins.pop(bisect.bisect_left(self._begins, begin))
         if block.stream == HOST:
             return
-        known = Clock()
+        known, line = Clock(), self._line()
         for stream in (block.stream, HOST, *block.kept):
             _join(known, self._clock(stream))
+        pending = self._freed.setdefault(block.stream, {})
         for touch in block.touches:
-            if known.get(touch.stream, 0) < touch.tick:
-                line = self._line()
-                freed = f"{_name(block.stream)} may give it away, freed at {line}, before that is over"
-                self._report("freed too early", touch, freed, line, block)
+            if not touch.freed and known.get(touch.stream, 0) < touch.tick and touch.stream != block.stream:
+                pending[touch.stream, touch.access.writes] = replace(touch, freed=line)
 
     # -- what they have in common -------------------------------------------------------------------------------------
 
@@ -202,7 +210,7 @@ class Checker:
         for other in block.touches:
             unordered = other.stream != touch.stream and mine.get(other.stream, 0) < other.tick
             if unordered and (access.writes or other.access.writes) and _overlap(access, other.access):
-                self._report("not ordered", other, str(touch), touch.line, block)
+                self._report("freed too early" if other.freed else "not ordered", other, str(touch), touch.line, block)
         block.touches = [other for other in block.touches if not self._covers(touch, other)]
         block.touches.append(touch)
 

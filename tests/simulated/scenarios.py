@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zcompile
-from tests.models import batch, make
+from tests.models import GPT, batch, make
 from tests.test_fragments import batch as broken_batch
 from tests.test_fragments import make as make_broken
 
@@ -41,14 +41,17 @@ class Scenario:
     broken: bool = False
     """The graph breaks inside the model."""
 
-    @property
-    def begin(self) -> Callable[[], nn.Module]:
-        return lambda: (make_broken("Own") if self.broken else make(self.model)).cuda()
+    def begin(self) -> nn.Module:
+        if self.model == "large":
+            torch.manual_seed(0)
+            return GPT(width=128).cuda()
+        return (make_broken("Own") if self.broken else make(self.model)).cuda()
 
     def batch(self, step: int) -> list[torch.Tensor]:
         if self.broken:
             return [broken_batch(0, step).cuda()]
-        return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(self.model, 0, step, BATCH)]
+        kind = "gpt" if self.model == "large" else self.model
+        return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(kind, 0, step, BATCH)]
 
 
 def loop(stage: int, *, model: str = "gpt", streams: Streams = "default", accumulates: bool = False,
@@ -72,6 +75,8 @@ SCENARIOS: dict[str, Scenario] = {
     "stage 2, pieces": loop(2, bucket=4096),
     "stage 3, pieces": loop(3, bucket=4096),
     "stage 3, bf16, pieces": loop(3, dtype=BF16, bucket=4096),
+    "stage 3, large": loop(3, model="large"),
+    "stage 3, large, pieces": loop(3, model="large", bucket=65536),
     "stage 3, odd sizes": loop(3, model="mlp"),
     "stage 3, convolutions": loop(3, model="conv"),
     "stage 2, arenas, pieces": loop(2, arenas=True, bucket=4096),
@@ -119,14 +124,43 @@ class Report:
     def messages(self) -> int:
         return sum(count for name, count in self.launches.items() if name.startswith("nccl::"))
 
+    @property
+    def packing(self) -> int:
+        """Kernels that bring what is sent, or has arrived, into another order or dtype."""
+        return sum(self.launches.get(f"aten::{name}", 0) for name in PACKING)
+
+
+PACKING = ("_chunk_cat", "_foreach_copy_", "cat", "split_with_sizes_copy")
+
 
 def run(rank: int, name: str) -> Report:
     """Train as the scenario says, on a simulated device."""
+    return _watched(SCENARIOS[name], _trainer(SCENARIOS[name]))
+
+
+def run_fsdp2(rank: int) -> Report:
+    """Train the model of the scenarios by `fully_shard` on each block and the root, on a simulated device."""
+    from torch.distributed.fsdp import fully_shard
+
+    scenario = SCENARIOS["stage 3"]
+    model: Any = scenario.begin()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train(batch: list[torch.Tensor]) -> None:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _watched(scenario, train)
+
+
+def _watched(scenario: Scenario, train: Callable[[list[torch.Tensor]], object]) -> Report:
     from tests.simulated import nccl
     from tests.simulated.device import checker
 
-    scenario = SCENARIOS[name]
-    train = _trainer(scenario)
     checker.findings.clear()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if scenario.streams == "alternating" else [None, None]
     for number in range(STEPS):

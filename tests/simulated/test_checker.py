@@ -134,7 +134,20 @@ def test_memory_that_is_freed_must_not_be_in_use_elsewhere(checker: Checker) -> 
     waits_for(checker, SIDE, MAIN)
     checker.launch(SIDE, "read", read())
     checker.free(MEMORY)
+    checker.allocate(MEMORY, 32, MAIN)
+    assert not checker.findings, "nobody has used it again"
+    checker.launch(MAIN, "write", write(0, 4))
     assert kinds(checker) == ["freed too early"]
+
+
+def test_memory_that_is_used_again_behind_its_last_use(checker: Checker) -> None:
+    waits_for(checker, SIDE, MAIN)
+    checker.launch(SIDE, "read", read())
+    checker.free(MEMORY)
+    waits_for(checker, MAIN, SIDE)
+    checker.allocate(MEMORY, 32, MAIN)
+    checker.launch(MAIN, "write", write(0, 4))
+    assert not checker.findings
 
 
 @pytest.mark.parametrize("safe", ["told", "ordered", "waited"])
@@ -148,6 +161,8 @@ def test_memory_is_freed_safely(checker: Checker, safe: str) -> None:
     else:
         checker.sync_stream(SIDE, "synchronize")
     checker.free(MEMORY)
+    checker.allocate(MEMORY, 32, MAIN)
+    checker.launch(MAIN, "write", write(0, 4))
     assert not checker.findings
 
 

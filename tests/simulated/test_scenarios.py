@@ -39,3 +39,37 @@ def test_everything_is_ordered(gpus: Ranks, name: str) -> None:
     (report,) = gpus.run(4, scenarios.run, name)
     assert report.findings == []
     assert sum(report.waits.values()) == WAITS.get(name, 0), report.waits
+
+
+@quickly("world", [8, 64, 256], [64])
+def test_a_step_launches_no_more_in_a_larger_world(gpus: Ranks, world: int) -> None:
+    """And no more to communicate than FSDP2 does, on the same device; regions are Inductor's."""
+    (ours,), (theirs,) = gpus.run(world, scenarios.run, "stage 3"), gpus.run(world, scenarios.run_fsdp2)
+    (smallest,) = gpus.run(4, scenarios.run, "stage 3")
+    assert theirs.findings == ours.findings == []
+    assert theirs.waits == ours.waits == {}
+    assert ours.launches == smallest.launches
+    assert ours.messages <= theirs.messages
+    assert ours.packing <= theirs.packing
+
+
+@pytest.mark.slow
+def test_a_parameter_that_is_large_costs_no_message_of_its_own(gpus: Ranks) -> None:
+    (wide,), (narrow,) = gpus.run(4, scenarios.run, "stage 3, large"), gpus.run(4, scenarios.run, "stage 3")
+    assert wide.findings == []
+    assert wide.messages == narrow.messages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [8, 64, 256])
+def test_a_piece_is_packed_by_a_few_kernels_in_any_world(gpus: Ranks, world: int) -> None:
+    pieces, whole = (gpus.run(world, scenarios.run, name)[0] for name in ("stage 3, large, pieces", "stage 3, large"))
+    assert sum(pieces.launches.values()) - sum(whole.launches.values()) <= 5 * pieces.messages
+
+
+@pytest.mark.parametrize("name", ["stage 3", "train step, stage 3"])
+def test_ranks_that_are_there_ask_for_the_same(gpus: Ranks, name: str) -> None:
+    one, other = gpus.run(2, scenarios.run, name)
+    assert one.findings == other.findings == []
+    assert one.waits == other.waits == {}
+    assert one.calls == other.calls

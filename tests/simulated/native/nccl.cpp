@@ -35,12 +35,15 @@ void* record(c10::Stream stream) {
 
 class StreamWork final : public Work {
  public:
-  StreamWork(int rank, c10d::OpType type, void* end, Tensors held) : Work(rank, type), end_(end), held_(std::move(held)) {
+  StreamWork(int rank, c10d::OpType type, c10::Stream stream, Tensors held)
+      : Work(rank, type), stream_(stream), end_(record(stream)), held_(std::move(held)) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{DEVICE});
     future_->markCompleted(c10::IValue(held_));
   }
+  // Of a work that nobody waited for, torch holds the tensors until its watchdog has seen it end.
   ~StreamWork() override {
+    for (const Tensor& tensor : held_) device().recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
     device().destroyEvent(end_, 0);
   }
   bool isCompleted() override { return device().queryEvent(end_); }
@@ -57,6 +60,7 @@ class StreamWork final : public Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
+  c10::Stream stream_;
   void* end_;
   Tensors held_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -169,7 +173,7 @@ class Nccl final : public Backend {
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
     if (transport_) transport_->barrier(opts)->wait();
     device().synchronizeDevice(0);
-    return c10::make_intrusive<StreamWork>(rank_, c10d::OpType::BARRIER, record(stream_), Tensors{});
+    return c10::make_intrusive<StreamWork>(rank_, c10d::OpType::BARRIER, stream_, Tensors{});
   }
 
  private:
@@ -257,7 +261,7 @@ class Nccl final : public Backend {
     for (const Tensor& tensor : launch.written) simulated::touch(accesses, tensor, true);
     simulated::launched((std::string("nccl::") + launch.call.name).c_str(), stream.id(), accesses);
     Tensors held = joined(launch.written, launch.read);
-    return c10::make_intrusive<StreamWork>(rank_, launch.call.type, record(stream), std::move(held));
+    return c10::make_intrusive<StreamWork>(rank_, launch.call.type, stream, std::move(held));
   }
 
   void note(const char* name, const Tensors& tensors) {
