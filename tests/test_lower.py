@@ -104,6 +104,17 @@ def test_what_is_deleted_behind_a_region_is_freed_within_it() -> None:
     assert torch.equal(z, torch.full((2,), 3.0))
 
 
+def test_regions_are_no_cuda_graphs() -> None:
+    """Whatever the user has set: they read parameters that are somewhere else in each step."""
+    config = importlib.import_module("torch._inductor.config")
+    seen: list[bool] = []
+    graph = make_fx(lambda x: (x.cos(),), tracing_mode="fake")(torch.ones(2))
+    looks = {"post_grad_custom_post_pass": lambda _: seen.append(config.triton.cudagraphs)}
+    with config.patch({"triton.cudagraphs": True, **looks}):
+        compile_with_inductor(graph, [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")])
+    assert seen == [False]
+
+
 def test_what_inductor_compiles_takes_a_list_and_empties_it() -> None:
     """Positional arguments, to which a torch that wraps otherwise would bring us back, live until the call returns."""
     graph = make_fx(lambda x: (x.sin(),), tracing_mode="fake")(torch.ones(2))

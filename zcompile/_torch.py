@@ -443,10 +443,16 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     for node in graph_module.graph.output_node().all_input_nodes:
         node.meta["example_value"] = node.meta["val"]
     with _quiet("torch._inductor.standalone_compile"):
-        compiled: Callable[..., Any] = standalone_compile(graph_module, example_inputs, dynamic_shapes="from_graph")
+        compiled: Callable[..., Any] = standalone_compile(
+            graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS
+        )
     # torch puts a module's own tensors in front of the list in the function that is left out.
     own = any(True for _ in itertools.chain(graph_module.parameters(), graph_module.buffers()))
     return _boxed_inside(compiled) if not own else lambda box: compiled(*box)
+
+
+_REGIONS = {"config_patches": {"triton.cudagraphs": False}}
+"""A region reads full parameters, which are somewhere else in each step: a CUDA graph would read what was there."""
 
 
 def inductor_code(graph_module: fx.GraphModule, example_inputs: list[Any]) -> str:
@@ -460,7 +466,9 @@ def inductor_code(graph_module: fx.GraphModule, example_inputs: list[Any]) -> st
     for node in graph_module.graph.output_node().all_input_nodes:
         node.meta["example_value"] = node.meta["val"]
     with _quiet("torch._inductor.standalone_compile"), config.patch(force_disable_caches=True):
-        found = get_code(standalone_compile, graph_module, example_inputs, dynamic_shapes="from_graph")
+        found = get_code(
+            standalone_compile, graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS
+        )
     return "\n".join(found)
 
 

@@ -25,7 +25,8 @@ import torch  # noqa: E402  (behind the device)
 from tests.simulated.checker import HOST, Access, Checker  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-ROOT = str(Path(__file__).parents[2]) + "/"
+ROOTS = [f"{Path(__file__).parents[2]}/"]
+"""Folders whose lines are told."""
 MACHINERY = {__file__, str(Path(__file__).with_name("checker.py"))}
 """Files whose lines nobody wants to see."""
 MEMORY = 8 << 30
@@ -69,6 +70,8 @@ _Heard = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Event))
 _native = ctypes.CDLL(str(library.build()["device"]))
 for _name in ("simulated_current_stream", "simulated_used", "simulated_peak"):
     getattr(_native, _name).restype = ctypes.c_int64
+_native.simulated_elapsed.argtypes = ctypes.c_int64, ctypes.c_int64
+_native.simulated_elapsed.restype = ctypes.c_double
 
 
 class Told:
@@ -133,9 +136,9 @@ def program_line() -> str:
     lines, frame = list[str](), sys._getframe(1)
     while frame is not None and len(lines) < 3:
         name = frame.f_code.co_filename
-        inside = name.startswith(ROOT) and "/.venv/" not in name and name not in MACHINERY
-        if name.startswith("<zcompile") or inside:
-            lines.append(f"{name.removeprefix(ROOT)}:{frame.f_lineno}")
+        root = "" if "/.venv/" in name or name in MACHINERY else next(filter(name.startswith, ROOTS), "")
+        if root or name.startswith("<zcompile"):
+            lines.append(f"{name.removeprefix(root)}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(lines) or "a line of another library"
 
@@ -175,6 +178,9 @@ class Event(torch.Event):
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
         return super().__new__(cls, DEVICE, enable_timing=enable_timing, blocking=blocking)
+
+    def elapsed_time(self, other: torch.Event) -> float:
+        return float(_native.simulated_elapsed(self.event_id, other.event_id))
 
 
 def stream_of(number: int) -> Stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,9 @@ from tests.test_fragments import make as make_broken
 STEPS = 5
 BATCH = 40
 """Large enough that activations are worth offloading."""
-Streams = Literal["default", "forward", "alternating"]
-"""Where forwards run: on the default stream, on another one, or on two in turns, with the backward."""
+Streams = Literal["default", "forward", "alternating", "apart"]
+"""Where forwards run: on the default stream, on another one, on two in turns, with the backward; or evaluations on two
+that know nothing of each other."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Scenario:
     clip: float | None = None
     broken: bool = False
     """The graph breaks inside the model."""
+    writes: bool = False
+    """Parameters are written to behind each step."""
+    reads: bool = False
+    """The host looks at the optimizer's state behind each step."""
+    world: int = 0
+    """How many ranks, where it matters."""
 
     def begin(self) -> nn.Module:
         if self.model == "large":
@@ -54,13 +61,19 @@ class Scenario:
         return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(kind, 0, step, BATCH)]
 
 
-def loop(stage: int, *, model: str = "gpt", streams: Streams = "default", accumulates: bool = False,
-         evaluates: bool = False, broken: bool = False, **options: Any) -> Scenario:  # fmt: skip
-    return Scenario({"stage": stage, **options}, model, False, accumulates, evaluates, streams, None, broken)
+HOW = {field.name for field in fields(Scenario)} - {"options", "steps"}
 
 
-def step(stage: int, *, streams: Streams = "default", clip: float | None = None, **options: Any) -> Scenario:
-    return Scenario({"stage": stage, **options}, steps=True, streams=streams, clip=clip)
+def loop(stage: int, **given: Any) -> Scenario:
+    """By the loop that everyone writes. `given`: of the scenario, and options of `zcompile.compile`."""
+    options = {name: value for name, value in given.items() if name not in HOW}
+    how = {name: value for name, value in given.items() if name in HOW}
+    return Scenario({"stage": stage, **options}, **how)
+
+
+def step(stage: int, **given: Any) -> Scenario:
+    """By `zcompile.train_step`."""
+    return replace(loop(stage, **given), steps=True)
 
 
 BF16 = torch.bfloat16
@@ -74,7 +87,7 @@ SCENARIOS: dict[str, Scenario] = {
     "stage 1, bf16": loop(1, dtype=BF16),
     "stage 2, pieces": loop(2, bucket=4096),
     "stage 3, pieces": loop(3, bucket=4096),
-    "stage 3, bf16, pieces": loop(3, dtype=BF16, bucket=4096),
+    "stage 3, bf16, pieces": loop(3, dtype=BF16, bucket=1024),
     "stage 3, large": loop(3, model="large"),
     "stage 3, large, pieces": loop(3, model="large", bucket=65536),
     "stage 3, odd sizes": loop(3, model="mlp"),
@@ -96,13 +109,19 @@ SCENARIOS: dict[str, Scenario] = {
     "stage 3, side stream": loop(3, streams="forward"),
     "stage 3, alternating": loop(3, streams="alternating"),
     "stage 3, side stream, arenas": loop(3, streams="forward", arenas=True, offload_activations="cpu"),
+    "stage 3, arenas, apart": loop(3, streams="apart", arenas=True),
+    "stage 3, arenas, accumulating": loop(3, arenas=True, accumulates=True),
+    "stage 3, parameters, evaluating": loop(3, offload_parameters="cpu", evaluates=True, writes=True),
+    "one rank, parameters": loop(3, offload_parameters="cpu", world=1),
     "stage 3, graph breaks": loop(3, broken=True),
     "stage 1, graph breaks": loop(1, broken=True),
     "train step, stage 2": step(2),
     "train step, stage 3": step(3),
+    "train step, stage 3, writing": step(3, writes=True),
     "train step, stage 3, bf16": step(3, dtype=BF16),
     "train step, stage 3, clipping": step(3, clip=1.0),
     "train step, stage 3, optimizer": step(3, offload_optimizer="cpu"),
+    "train step, stage 3, optimizer, reading": step(3, offload_optimizer="cpu", reads=True),
     "train step, stage 3, parameters": step(3, offload_parameters="cpu"),
     "train step, stage 3, pieces, arenas": step(3, bucket=4096, arenas=True),
     "train step, stage 1, alternating": step(1, streams="alternating"),
@@ -168,6 +187,7 @@ def _watched(scenario: Scenario, train: Callable[[list[torch.Tensor]], object]) 
         checker.begin_step()
         with _beside(streams[number % 2]):
             train(batch)
+            _busy(streams[1 - number % 2])
     waits, launches = dict(checker.waits), dict(checker.launches)
     findings = [str(finding) for finding in checker.findings.values()]
     return Report(findings, waits, launches, nccl.calls())
@@ -179,7 +199,15 @@ def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
     if scenario.steps:
         options = {"backend": "eager", **scenario.options}
         whole = zcompile.train_step(model, None, optimizer, clip_grad_norm=scenario.clip, **options)
-        return lambda batch: whole(*batch)
+
+        def once(batch: list[torch.Tensor]) -> None:
+            whole(*batch)
+            if scenario.writes:
+                _shrink(whole.model)
+            for state in optimizer.state.values() if scenario.reads else ():
+                state["exp_avg"].to_local().sum()
+
+        return once
     side = torch.cuda.Stream() if scenario.streams == "forward" else None
     compiled = zcompile.compile(model, optimizer=optimizer, backend="eager", **scenario.options)
 
@@ -199,12 +227,42 @@ def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
         del loss
         optimizer.step()
         optimizer.zero_grad()
-        if scenario.evaluates:
-            with torch.no_grad():
+        _busy(side)
+        with torch.no_grad():
+            if scenario.evaluates:
                 forward(batch)
                 forward(batch)
+            if scenario.streams == "apart":
+                _apart([lambda: forward(batch)] * 2)
+        if scenario.writes:
+            _shrink(compiled)
 
     return one
+
+
+def _busy(stream: torch.Stream | None) -> None:
+    """Take and write memory there without waiting for anything, as what prepares the next batch would."""
+    if stream is not None:
+        with torch.cuda.stream(stream):
+            torch.zeros(1024, device="cuda").add_(1)
+
+
+@torch.no_grad()
+def _shrink(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.99)
+
+
+def _apart(runs: list[Callable[[], object]]) -> None:
+    """Each on a stream of its own, which knows of what was before."""
+    current, streams = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in runs]
+    for stream in streams:
+        stream.wait_stream(current)
+    for run, stream in zip(runs, streams, strict=True):
+        with torch.cuda.stream(stream):
+            run()
+    for stream in streams:
+        current.wait_stream(stream)
 
 
 @contextmanager

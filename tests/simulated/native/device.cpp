@@ -233,7 +233,8 @@ struct Generator final : c10::GeneratorImpl {
     std::memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    Tensor state = at::empty({16}, at::kByte);
+    // Past the dispatcher, as CUDA's own: whoever traces gets a state and not a picture of one.
+    Tensor state = at::detail::empty_cpu({16}, at::kByte, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
     std::memcpy(state.data_ptr(), &seed_, 8);
     std::memcpy(static_cast<char*>(state.data_ptr()) + 8, &offset_, 8);
     return state.getIntrusivePtr();
@@ -551,6 +552,10 @@ void simulated_listen(simulated::Listener heard) {
 
 int64_t simulated_current_stream() {
   return simulated::current_stream;
+}
+
+double simulated_elapsed(int64_t begin, int64_t end) {
+  return simulated::guard.elapsedTime(reinterpret_cast<void*>(begin), reinterpret_cast<void*>(end), 0);
 }
 
 int64_t simulated_used() {

@@ -1,0 +1,188 @@
+"""Mutations of what keeps streams in order: each takes out a wait, an event, a hold or a `record_stream`.
+
+    python -m tests.simulated.mutations [--only TEXT]
+
+runs the scenarios that touch the line on a copy of the sources, and says which finding it makes. One that makes none
+has to say why nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WORLD = 4
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`line` of `file`, which stands there once, becomes `instead`.
+
+    Args:
+        survives: Why nothing is found, where nothing is to be found.
+    """
+
+    file: str
+    line: str
+    instead: str
+    scenarios: tuple[str, ...]
+    survives: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {' '.join(self.line.split())} -> {' '.join(self.instead.split())}"
+
+
+PARAMETERS = ("stage 3, parameters", "train step, stage 3, parameters")
+ACTIVATIONS = ("stage 3, activations", "stage 3, activations, checkpoint", "stage 3, side stream, arenas")
+PIECES = ("stage 3, bf16, pieces", "stage 3, large, pieces")
+AWAY, PUT, STATE = (f"runtime/offload/{name}.py" for name in ("host_shards", "activation_storage", "optimizer_host"))
+EXECUTOR, GPUS, WORK = (f"runtime/{name}.py" for name in ("executor", "backend_collectives", "async_work"))
+DELIVERY, ARENA = "runtime/gradients/delivery.py", "runtime/arena.py"
+
+MUTATIONS = (
+    # gathers and reductions
+    Mutation(EXECUTOR, "arrived.record_stream(current_stream(arrived.device))", "pass",
+             ("train step, stage 3, alternating", "train step, stage 1, alternating")),
+    Mutation(EXECUTOR, "if stream_number(shards.communicator.device) != self.stream:",
+             "if stream_number(shards.communicator.device) == self.stream:", ("train step, stage 3, alternating",)),
+    Mutation(EXECUTOR, "                work.wait()\n            full =", "                pass\n            full =",
+             ("stage 3, parameters", "one rank, parameters")),
+    Mutation(EXECUTOR, "work.wait()\n    waited", "pass\n    waited", ("stage 3",)),
+    Mutation(EXECUTOR, "kept, copies=True)", "kept, copies=False)", ("train step, stage 3, writing",)),
+    Mutation(WORK, "self._land()\n", "pass\n", ("stage 3",)),
+    Mutation(WORK, "tuple(alive), finish, waits\n", "(), finish, waits\n", ("stage 3",),
+             "torch holds the tensors of a collective itself until it is waited for"),
+    Mutation(WORK, "self._finish()\n", "pass\n", ("stage 3",),
+             "it divides sums where the backend has no average, which NCCL has"),
+    Mutation("runtime/stale_copies.py", "gather.wait()", "pass", ("train step, stage 3, writing",),
+             "torch holds the tensors of a collective that nobody has waited for"),
+    # pieces of a reduction
+    Mutation(GPUS, "staging.wait_stream(current_stream(self.member.device))", "pass", PIECES),
+    Mutation(GPUS, "== 2:\n                    on_their_way.popleft()[0].wait()",
+             "== 2:\n                    on_their_way.popleft()", PIECES,
+             "torch holds what a collective reads until it has ended: it would cost memory, and no order"),
+    Mutation(GPUS, "            while on_their_way:\n                on_their_way.popleft()[0].wait()",
+             "            while on_their_way:\n                on_their_way.popleft()", PIECES),
+    Mutation(GPUS, "while on_their_way:", "while len(on_their_way) > 1:", PIECES),
+    Mutation(GPUS, "done = staging.record_event()", "done = current_stream(part.device).record_event()", PIECES,
+             "within it the current stream is the staging one"),
+    Mutation(GPUS, "land = lambda: current_stream(self.member.device).wait_event(done)", "land = lambda: None", PIECES),
+    Mutation(GPUS, "StreamWork(land, (shard, piece), ", "StreamWork(land, (), ", PIECES,
+             "the program's own names hold gradients until the reduction has been waited for"),
+    # delivery
+    Mutation(DELIVERY, "current_stream(event.device).wait_event(event)", "pass",
+             ("stage 3, side stream", "stage 1, side stream"),
+             "autograd joins the caller's stream with those of its leaves, and placeholder parameters are leaves"),
+    Mutation(DELIVERY, "tensor.record_stream(current_stream(tensor.device))", "pass",
+             ("stage 3, side stream", "stage 1, side stream")),
+    Mutation(DELIVERY, "memory.landed()", "pass", PARAMETERS,
+             "the end of the backward has waited already; it is for programs that fail later"),
+    # shards in the memory of the host
+    Mutation(AWAY, "self._sending.wait_stream(current_stream(self._model))", "pass", PARAMETERS),
+    Mutation(AWAY, "self._sent = self._sending.record_event()", "pass", ("stage 3, parameters, evaluating",)),
+    Mutation(AWAY, "lambda: current_stream(self._model).wait_event(done)", "lambda: None", ("one rank, parameters",)),
+    Mutation(AWAY, "self._returning.wait_stream(current_stream(self._model))", "pass", PARAMETERS),
+    Mutation(AWAY, "self._returning.wait_event(self._sent)", "pass", PARAMETERS,
+             "the gradient that is copied comes behind every gather of the step, but for units without gradients"),
+    Mutation(AWAY, "gradient.record_stream(self._returning)", "pass", PARAMETERS),
+    Mutation(AWAY, "self._returned.synchronize()", "pass", PARAMETERS),
+    Mutation(AWAY, "self._sent.synchronize()", "pass", ("stage 3, parameters, evaluating",)),
+    Mutation(AWAY, "with on_stream(self._returning):", "if True:", PARAMETERS),
+    Mutation(EXECUTOR, "bound.shards.memory.landed()", "pass", ("train step, stage 3, parameters",)),
+    Mutation("zcompile/engine/model_runtime.py", "memory.settle()", "pass",
+             ("stage 3, parameters, evaluating",)),
+    Mutation("zcompile/engine/lowering.py", "memory.settle()", "pass", PARAMETERS,
+             "delivery waits for the same copies behind it; it is for a backward that fails later"),
+    # activations
+    Mutation(PUT, "self.stream.wait_event(self.ended)", "pass", ACTIVATIONS),
+    Mutation(PUT, "current_stream(self._stream.device).wait_event(coming.ended)", "pass", ACTIVATIONS),
+    Mutation(PUT, "self._stream.wait_stream(current)", "pass", ACTIVATIONS),
+    Mutation(PUT, ">= PENDING:\n            self._leaving.popleft().land()",
+             ">= PENDING:\n            self._leaving.popleft()", ACTIVATIONS),
+    Mutation(PUT, "self._copied(host, flat, flat)", "self._copied(host, flat, host)", ACTIVATIONS),
+    # the optimizer's state in the memory of the host
+    Mutation(STATE, "current_stream(self.device).wait_event(arrived)", "pass",
+             ("train step, stage 3, optimizer",)),
+    Mutation(STATE, "self._stream.wait_stream(current_stream(self.device))", "pass",
+             ("train step, stage 3, optimizer",)),
+    Mutation(STATE, "come.record_stream(current_stream(self.device))", "pass",
+             ("train step, stage 3, optimizer",),
+             "what has come leaves by the same stream, for which its memory was allocated"),
+    Mutation(STATE, "local.record_stream(self._stream)", "pass", ("train step, stage 3, optimizer",)),
+    Mutation(STATE, "self._left.synchronize()", "pass", ("train step, stage 3, optimizer, reading",)),
+    # arenas
+    Mutation(ARENA, "if block.is_free and block.stream == stream)", "if block.is_free)",
+             ("stage 3, arenas, apart",)),
+    Mutation(ARENA, "return self.lent is None or bool(self.lent.expired())", "return True",
+             ("stage 3, arenas, checkpoint", "stage 3, arenas, accumulating")),
+)  # fmt: skip
+
+
+def findings_of(mutation: Mutation) -> list[str]:
+    """What the checker finds.
+
+    Raises:
+        RuntimeError: the mutated program does not run.
+    """
+    source = (ROOT / mutation.file).read_text()
+    assert source.count(mutation.line) == 1, f"{mutation} stands there {source.count(mutation.line)} times"
+    with tempfile.TemporaryDirectory() as folder:
+        for name, place in (("zcompile", ""), ("passes", "passes"), ("runtime", "runtime")):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, Path(folder) / "zcompile" / place, dirs_exist_ok=True, ignore=ignored)
+        inside = mutation.file if mutation.file.startswith("zcompile/") else f"zcompile/{mutation.file}"
+        (Path(folder) / inside).write_text(source.replace(mutation.line, mutation.instead))
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", __name__.replace("__main__", __spec__.name), "--run", *mutation.scenarios]
+        ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
+    lines = ended.stdout.strip().splitlines()
+    if ended.returncode:
+        raise RuntimeError(f"{mutation} cannot run:\n{ended.stderr[-2000:]}")
+    return [finding for line in lines if line.startswith("[") for finding in json.loads(line)]
+
+
+def run(names: list[str]) -> None:
+    """Run scenarios in this process, and print their findings."""
+    device = importlib.import_module("tests.simulated.device")  # it has to be there before torch
+    import torch.distributed as dist
+
+    import zcompile
+    from tests.simulated import nccl, scenarios
+
+    device.ROOTS.append(f"{Path(zcompile.__file__).parent}/")
+    for name in names:
+        nccl.pretend(scenarios.SCENARIOS[name].world or WORLD)
+        print(json.dumps(scenarios.run(0, name).findings), flush=True)
+        dist.destroy_process_group()
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", default="", metavar="TEXT", help="mutations with this in their text")
+    options.add_argument("--run", nargs="+", metavar="SCENARIO", help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.run:
+        run(given.run)
+        return 0
+    missed = 0
+    chosen = [mutation for mutation in MUTATIONS if given.only in str(mutation)]
+    for mutation in chosen:
+        found = findings_of(mutation)
+        missed += not found and not mutation.survives
+        verdict = found[0] if found else f"survives: {mutation.survives}" if mutation.survives else "MISSED"
+        print(f"{mutation}\n    {verdict[:300]}", flush=True)
+    print(f"{len(chosen)} mutations, {missed} missed")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
