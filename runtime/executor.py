@@ -204,8 +204,9 @@ def _start(
         arrivals = list(zip(messages, arrived, works, strict=True))
     arrivals += _whole(bound)
     told = list(zip(params, sent, strict=True)) if copies else []
+    writes = shards.writes() if keep or copies else 0
     stream = stream_number(communicator.device)
-    return Gather(bound, arrivals, keep, places, sent=told, writes=shards.writes(), stream=stream)
+    return Gather(bound, arrivals, keep, places, sent=told, writes=writes, stream=stream)
 
 
 def _in_place(

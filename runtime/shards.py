@@ -237,7 +237,7 @@ class UnitShards:
             return False
         copies = [*(full for full in self.kept.values() if not full.is_stale), *self.ahead.values()]
         exposed = (p.zcompile_exposed for p in self.parameters.values() if isinstance(p, ShardedParameter))
-        return any(exposed) or any(copy.writes != self.writes() for copy in copies)
+        return any(exposed) or {copy.writes for copy in copies} != {self.writes()}
 
     def compared(self) -> None:
         """The copies that are left equal the shards as they are now."""
