@@ -76,8 +76,7 @@ MUTATIONS = (
     Mutation(GPUS, "done = staging.record_event()", "done = current_stream(part.device).record_event()", PIECES,
              "within it the current stream is the staging one"),
     Mutation(GPUS, "land = lambda: current_stream(self.member.device).wait_event(done)", "land = lambda: None", PIECES),
-    Mutation(GPUS, "StreamWork(land, (shard, piece), ", "StreamWork(land, (), ", PIECES,
-             "the program's own names hold gradients until the reduction has been waited for"),
+    Mutation(GPUS, "StreamWork(land, (shard, piece), ", "StreamWork(land, (), ", PIECES),
     # delivery
     Mutation(DELIVERY, "current_stream(event.device).wait_event(event)", "pass",
              ("stage 3, side stream", "stage 1, side stream"),
