@@ -407,8 +407,9 @@ def _packed_for_scatter(
     first = parts[0][1]
     assert first is not None, "messages hold parameters with gradients only"
     packed = places.empty(size * total, dtype or first.dtype).view(size, total)
-    if is_gpu(packed.device):
-        chunk_cat([grad for _, grad in parts if grad is not None], size, packed)
+    grads = [grad for _, grad in parts if grad is not None]
+    if is_gpu(packed.device) and all((grad.dtype, packed.dtype) in _PACKED_AT_ONCE for grad in grads):
+        chunk_cat(grads, size, packed)
         return packed.view(-1)
     offset = 0
     for param, grad in parts:
@@ -416,6 +417,13 @@ def _packed_for_scatter(
         _copy_rows(packed[:, offset : offset + param.shard_numel], grad.reshape(-1))
         offset += param.shard_numel
     return packed.view(-1)
+
+
+_PACKED_AT_ONCE = {
+    *((dtype, dtype) for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)),
+    (torch.bfloat16, torch.float32),
+}
+"""From which dtype to which CUDA's `_chunk_cat` packs; it casts in no other way."""
 
 
 def _copy_rows(target: torch.Tensor, flat: torch.Tensor) -> None:

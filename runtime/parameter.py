@@ -97,8 +97,8 @@ def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
     Raises:
         ParameterError: `value` is not laid out as the parameter is.
     """
-    alike = isinstance(value, DTensor) and value.placements == param.placements and value.dtype is param.dtype
-    if not alike or value.shape != param.shape:
+    where = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+    if where != (param.device_mesh, param.placements) or value.dtype is not param.dtype or value.shape != param.shape:
         problem = f"is a shard, and its .data would be {value.dtype} {list(value.shape)} that is none"
         raise ParameterError(param.zcompile_name, problem, "write in place, under torch.no_grad(): param.copy_(value)")
     local_tensor(param).copy_(local_tensor(value))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import zcompile
 from tests.models import batch, make
@@ -135,3 +135,5 @@ def test_what_is_no_shard_is_refused() -> None:
         param.data = torch.zeros(3)
     with pytest.raises(zcompile.ParameterError, match=r"torch\.float16"):
         param.data = param.detach().half()
+    with pytest.raises(zcompile.ParameterError, match=r"param\.copy_\(value\)"):
+        param.data = DTensor.from_local(torch.zeros(param.shape), param.device_mesh, [Replicate()])

@@ -66,9 +66,11 @@ class HostShards(Reserved):
             yield
             return
         self._sending.wait_stream(current_stream(self._model))
-        with on_stream(self._sending):
-            yield
-        self._sent = self._sending.record_event()
+        try:
+            with on_stream(self._sending):
+                yield
+        finally:  # what was copied before an error is on its way, too
+            self._sent = self._sending.record_event()
 
     def copied(self, arrived: torch.Tensor) -> AsyncWork | None:
         if self._sending is None:

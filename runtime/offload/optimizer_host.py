@@ -56,7 +56,7 @@ class HostState:
         """By unit: when what is on its way is there."""
         self._stream = new_stream(device) if is_gpu(device) else None
         self._left: torch.Event | None = None
-        """Behind copies to the host for which it has not waited."""
+        """Behind the last copy for which the host has not waited; a step that failed leaves some that nobody needed."""
 
     def begin(self) -> None:
         """A step begins: what the first updates need is fetched."""
@@ -110,7 +110,7 @@ class HostState:
             for key in away:
                 self._coming[key] = self._host[key].to(self.device, non_blocking=True, copy=True)
             if away and self._stream is not None:
-                self._arrived[unit] = self._stream.record_event()
+                self._left = self._arrived[unit] = self._stream.record_event()
 
     def _keys(self, unit: str) -> Iterator[Key]:
         """What of a unit's state is on the host; what has been loaded since, say, is where it was loaded."""
