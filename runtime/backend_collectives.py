@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile._torch import close_connections, gather_together, gloo_of, reduce_together
+from zcompile._torch import close_connections, gather_group, gather_together, gloo_of, reduce_together
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import current_stream, is_gpu, is_host, new_stream, on_stream
@@ -44,7 +44,7 @@ class BackendCollectives(Collectives):
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
         """One collective."""
-        work = self._launched(_all_gather, full, shard)
+        work = self._launched(_all_gather, full, shard, group=self._gathers)
         return self._fly(work, (full, shard))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
@@ -57,7 +57,7 @@ class BackendCollectives(Collectives):
         if len(fulls) < 2 or not is_gpu(self.member.device):
             return super().all_gather_many(fulls, shards)
         with self.member.waits.explained("a collective"):
-            work = gather_together(self.member.group, fulls, shards)
+            work = gather_together(self._gathers, fulls, shards)
         return [self._fly(work, (*fulls, *shards))] * len(fulls)
 
     def reduce_scatter_many(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[AsyncWork]:
@@ -115,9 +115,20 @@ class BackendCollectives(Collectives):
         work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
-    def _launched(self, collective: Callable[..., dist.Work], *args: Any, **options: Any) -> dist.Work:
+    @functools.cached_property
+    def _gathers(self) -> dist.ProcessGroup:
+        """A group whose messages do not wait for those of the other."""
+        return gather_group(self.member.group, self.member.device)
+
+    def _launched(
+        self,
+        collective: Callable[..., dist.Work],
+        *args: Any,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> dist.Work:
         with self.member.waits.explained("a collective"):
-            return collective(*args, group=self.member.group, async_op=True, **options)
+            return collective(*args, group=group or self.member.group, async_op=True, **options)
 
     def _fly(
         self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None

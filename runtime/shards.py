@@ -291,11 +291,18 @@ def shard_bytes(unit: Unit) -> int:
 
 
 def _sizes(unit: Unit) -> tuple[dict[torch.dtype, int], dict[str, int]]:
-    """The elements of the flat buffer of each dtype, and where each sharded parameter begins in it."""
+    """The elements of the flat buffer of each dtype, and where each sharded parameter begins in it.
+
+    A large one begins where kernels load many elements at once, whatever came before; small ones follow each other, for
+    they travel together.
+    """
     sizes: dict[torch.dtype, int] = {}
     offsets: dict[str, int] = {}
     for param in unit.params:
         if param.shards:
-            offsets[param.name] = sizes.get(param.dtype, 0)
-            sizes[param.dtype] = offsets[param.name] + param.shard_numel
+            start = sizes.get(param.dtype, 0)
+            if not param.is_small:
+                start = aligned_end(0, start * param.dtype.itemsize) // param.dtype.itemsize
+            offsets[param.name] = start
+            sizes[param.dtype] = start + param.shard_numel
     return sizes, offsets

@@ -24,6 +24,7 @@ from zcompile.model.units import find_blocks, make_layout, match_blocks
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.schedule_prefetch import schedule_prefetch
+from zcompile.runtime import shards as runtime_shards
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 worlds = st.integers(1, 9)
@@ -81,6 +82,20 @@ def test_a_gather_brings_the_padded_sharded_parameters(found: list[tuple[tuple[i
     assert layout.gathered_bytes("u") == (moved if world > 1 else 0), "alone, the shard is the parameter already"
     assert replace(layout, away=True).gathered_bytes("u") == moved + sum(p.nbytes for p in params if not p.shards)
     assert unit.messages == tuple((index,) for index in range(len(params))), "unpacked, each travels alone"
+
+
+@given(st.lists(st.integers(1, 40000), min_size=1, max_size=6), st.sampled_from(DTYPES), worlds)
+def test_large_shards_begin_where_kernels_load_many_elements_at_once(
+    widths: list[int], dtype: torch.dtype, world: int
+) -> None:
+    params = tuple(Param(f"w{i}", (world, width), dtype, shards=world) for i, width in enumerate(widths))
+    sizes, offsets = runtime_shards._sizes(Unit("u", params))
+    assert all(offsets[param.name] * dtype.itemsize % 16 == 0 for param in params if not param.is_small)
+    ends = [offsets[param.name] + param.shard_numel for param in params]
+    assert all(offsets[after.name] >= end for after, end in zip(params[1:], ends, strict=False))
+    assert sizes[dtype] == ends[-1]
+    for end, small in zip(ends, params[1:], strict=False):
+        assert not small.is_small or offsets[small.name] == end, "what travels together lies together"
 
 
 # -- units ------------------------------------------------------------------------------------------------------------

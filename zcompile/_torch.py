@@ -95,6 +95,7 @@ __all__ = [
     "defaults_of",
     "flattened",
     "force_stride_order",
+    "gather_group",
     "gather_together",
     "give_up",
     "gloo_of",
@@ -634,6 +635,29 @@ def connect_hosts(name: str, rank: int, size: int, timeout: timedelta) -> Any:
     It is no group of torch's, which counts these: ranks that have not made equally many would not find each other.
     """
     return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
+
+
+def gather_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Where the gathers of a group go. Where it is all ranks', on NCCL: a group of their own, one for all who ask.
+
+    On the stream of one group a gather would wait for the reductions before it. Its stream has a high priority, too: a
+    gather is waited for by the next kernels, which would else be scheduled before it. New groups are made by all ranks
+    of a world together, so other groups than its keep their one. Collective over the ranks when first called.
+    """
+    if backend_name(group, device) != dist.Backend.NCCL or group.size() != dist.get_world_size():
+        return group
+    for made in dist.distributed_c10d._world.pg_names:
+        if made.group_desc == _GATHERS:
+            return made
+    options, timeout = dist.ProcessGroupNCCL.Options(), group_timeout(group, device)
+    options.is_high_priority_stream, options._timeout = True, timeout
+    new: dist.ProcessGroup = dist.new_group(
+        timeout=timeout, backend=dist.Backend.NCCL, pg_options=options, group_desc=_GATHERS
+    )
+    return new
+
+
+_GATHERS = "zcompile: gathers"
 
 
 def gather_together(

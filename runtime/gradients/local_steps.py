@@ -1,7 +1,8 @@
-"""Local steps: an optimizer steps this rank's parts as plain tensors where DTensor has no rule for what it does.
+"""Local steps: an optimizer steps this rank's parts as plain tensors where it treats each element by itself.
 
-An optimizer that is not known is tried on small DTensors beside plain ones. If it cannot step them, local tensors are
-right if it treats each element by itself: pieces that are stepped apart get the values of the whole.
+torch's own mostly do, and on DTensors each of their operations costs a dispatch. An optimizer that is not known is
+tried on small DTensors beside plain ones. If it cannot step them, local tensors are right if it treats elements alone:
+pieces that are stepped apart get the values of the whole.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zcompile._torch import local_tensor, no_step_hooks, unhooked_step
+from zcompile._torch import local_tensor, no_step_hooks, no_torch_function, unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.parameter import sharded
 from zcompile.runtime.placement import Placing
 
-_AS_THEY_ARE = (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
-"""Optimizers that are known to step DTensors right, unless a fused kernel has no rule."""
-_FUSED_WITHOUT_RULE = (Adagrad, SGD)
+_ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
+"""Optimizers that are known to treat elements alone; a class derived from one of them may not."""
 _ROWS, _COLUMNS, _RATE, _STEPS = 7, 4, 0.01, 12
 _TOLERANCE = 0.15
 """Of the largest change, between a step of DTensors and one of plain tensors: Muon's, in bfloat16, are 0.08 apart."""
@@ -61,7 +61,8 @@ class LocalSteps:
 
     def begin(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalStep:
         """A step of `optimizer` on local tensors, for the parameters in `groups`."""
-        return LocalStep(optimizer, groups, self._locals)
+        with no_torch_function():  # a parameter's own costs more than what it is asked for
+            return LocalStep(optimizer, groups, self._locals)
 
 
 class LocalStep:
@@ -97,25 +98,30 @@ class LocalStep:
 
     def refresh(self) -> None:
         """Take over the gradients that a closure has brought."""
-        for param, mine in self._locals:
-            mine.grad = None if param.grad is None else local_tensor(param.grad)
+        with no_torch_function():
+            for param, mine in self._locals:
+                mine.grad = None if param.grad is None else local_tensor(param.grad)
 
     def finish(self) -> None:
         """Hand over what the step has left: state as DTensors that follow their parameters, groups, attributes."""
-        state = self.optimizer.state
+        with no_torch_function():
+            self._hand_over_state(self.optimizer.state)
+        for group, stepped in zip(self._groups, self.optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in stepped.items() if key != "params"})
+        own = {"state", "param_groups", *no_step_hooks()}
+        self._real.__dict__.update({key: value for key, value in self.optimizer.__dict__.items() if key not in own})
+
+    def _hand_over_state(self, state: MutableMapping[Any, Any]) -> None:
         for param, mine in self._locals:
             if mine.data_ptr() != (held := local_tensor(param)).data_ptr():
                 held.copy_(mine.detach())  # the step has put another tensor into `.data`
+            mine.grad = None  # it would outlive the parameter's, which is dropped before the next step
             if mine in state:
                 before = self._real.state.get(param, {})
                 kept = {key: _sharded(param, key, value, before.get(key)) for key, value in state[mine].items()}
                 self._real.state[param] = kept
         local = {mine for _, mine in self._locals}
         self._real.state.update({key: value for key, value in state.items() if key not in local})
-        for group, stepped in zip(self._groups, self.optimizer.param_groups, strict=True):
-            group.update({key: value for key, value in stepped.items() if key != "params"})
-        own = {"state", "param_groups", *no_step_hooks()}
-        self._real.__dict__.update({key: value for key, value in self.optimizer.__dict__.items() if key not in own})
 
 
 def _plain(value: Any) -> Any:
@@ -142,9 +148,8 @@ def _decided(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, LBFGS):
         _check_flattened(optimizer, params)
         return False
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    if type(optimizer) in _AS_THEY_ARE and not (fused and type(optimizer) in _FUSED_WITHOUT_RULE):
-        return False
+    if type(optimizer) in _ELEMENTWISE:
+        return True
     everything = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in everything]
     devices = [params[0].device] if is_gpu(params[0].device) else []

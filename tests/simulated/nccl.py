@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.simulated import library
+from zcompile._torch import is_fake
 
 
 def _module() -> ModuleType:
@@ -44,6 +45,9 @@ class ProcessGroupNCCL(_module().Nccl):  # type: ignore[misc]
 
 
 def _is_fake(store: dist.Store) -> bool:
+    """Whether the other ranks of a new group are not there."""
+    if (world := dist.GroupMember.WORLD) is not None:
+        return is_fake(world)
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, FakeStore)

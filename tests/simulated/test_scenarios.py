@@ -79,3 +79,17 @@ def test_ranks_that_are_there_ask_for_the_same(gpus: Ranks, name: str) -> None:
     assert one.findings == other.findings == []
     assert one.waits == other.waits == {}
     assert one.calls == other.calls
+
+
+def test_gathers_wait_for_no_reductions(gpus: Ranks) -> None:
+    """They have a group of their own, whose stream has a high priority."""
+    assert gpus.run(2, _groups)[0] == {"all_gather": [True], "reduce_scatter": [False]}
+
+
+def _groups(rank: int) -> dict[str, list[bool]]:
+    """For each collective of sharded training, the priorities of the groups that were asked for it."""
+    from tests.simulated import nccl
+
+    scenarios.run(rank, "stage 3")
+    made = [(group.options.is_high_priority_stream, "".join(group.calls())) for group in nccl.ProcessGroupNCCL.made]
+    return {kind: [high for high, calls in made if kind in calls] for kind in ("all_gather", "reduce_scatter")}
