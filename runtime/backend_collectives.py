@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile._torch import close_connections, gather_group, gather_together, gloo_of, reduce_together
+from zcompile._torch import close_connections, gather_group, gather_together, gloo_of, group_timeout, reduce_together
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import current_stream, is_gpu, is_host, new_stream, on_stream
+from zcompile.runtime.stream_watch import StreamWatch
 
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -38,6 +39,10 @@ class BackendCollectives(Collectives):
             hang_up = functools.partial(close_connections, gloo_of(member.group), member.rank, member.size)
             self._progress = Progress(hang_up)
         self._staging: torch.Stream | None = None
+        self._watch: StreamWatch | None = None
+        if is_gpu(member.device) and member.size > 1:
+            limit = group_timeout(member.group, member.device).total_seconds()
+            self._watch = StreamWatch(member.waits, member.device, limit)
 
     def stamp(self, run: int) -> None:
         """Messages cannot tell."""
@@ -107,7 +112,7 @@ class BackendCollectives(Collectives):
                 on_their_way.popleft()[0].wait()
             self._divide(shard)
             done = staging.record_event()
-        land = lambda: current_stream(self.member.device).wait_event(done)  # noqa: E731
+        land = self._watched(lambda: current_stream(self.member.device).wait_event(done))
         return StreamWork(land, (shard, piece), waits=self.member.waits)
 
     def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
@@ -135,7 +140,7 @@ class BackendCollectives(Collectives):
     ) -> AsyncWork:
         """The end of one collective that reads or writes `tensors`; `finish` runs once it is done."""
         if self._progress is None:
-            return StreamWork(work.wait, tensors, finish, self.member.waits)
+            return StreamWork(self._watched(work.wait), tensors, finish, self.member.waits)
         alive = list(tensors)
 
         def arrive() -> None:
@@ -145,6 +150,16 @@ class BackendCollectives(Collectives):
                 finish()
 
         return self._follow(arrive, "a collective")
+
+    def _watched(self, land: Callable[[], object]) -> Callable[[], None]:
+        """`land`, noted: should the stream never come past it, its line is told."""
+
+        def landed() -> None:
+            land()
+            if self._watch is not None:
+                self._watch.passed()
+
+        return landed
 
     def _follow(self, arrive: Callable[[], None], what: str) -> HostWork:
         assert self._progress is not None, "what blocks is waited for on a thread"

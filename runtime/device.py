@@ -91,6 +91,16 @@ def stream_number(device: torch.device) -> int:
     return int(current_stream(device).stream_id) if is_gpu(device) else 0
 
 
+def event_here(device: torch.device, event: torch.Event | None = None) -> torch.Event | None:
+    """`event`, or a new one, at this point of the current stream; None while that is captured into a graph."""
+    gpus = torch.get_device_module(device)
+    if gpus.is_current_stream_capturing():
+        return None
+    made: torch.Event = event or gpus.Event()
+    made.record(current_stream(device))
+    return made
+
+
 def timed_event(device: torch.device) -> torch.Event | None:
     """An event at this point of the current stream that tells its time; None while that is captured into a graph.
 

@@ -281,21 +281,45 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a program."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"line {self.number} of {self.file[len(_PROGRAM) : -1]}, `{_text_of(self.file, self.number)}`"
+
+    @classmethod
+    def here(cls, frame: types.FrameType | None = None) -> Place | None:
+        """The line that runs now, or in `frame`; None outside of programs."""
+        frame = frame or sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.startswith(_PROGRAM):
+            frame = frame.f_back
+        return None if frame is None else cls(frame.f_code.co_filename, frame.f_lineno)
+
+
+_PROGRAM = "<zcompile "
+"""What names of programs as files begin with."""
+
+
 def where_of(what: str, frame: types.FrameType | None = None) -> str:
     """The line of a program that waits now, with what is in its margin; else `what`, and the user's line that asked.
 
     `frame`: of the thread that waits; by default this one's.
     """
-    asked = ""
     frame = frame or sys._getframe()
-    while frame is not None:
-        file, number = frame.f_code.co_filename, frame.f_lineno
-        if file.startswith("<zcompile "):
-            return f"line {number} of {file[len('<zcompile ') : -1]}, `{_text_of(file, number)}`"
-        if not asked and _is_users(frame):
-            asked = f", at line {number} of {file}, `{_text_of(file, number)}`"
+    if (place := Place.here(frame)) is not None:
+        return str(place)
+    while frame is not None and not _is_users(frame):
         frame = frame.f_back
-    return f"{what}{asked}"
+    return what if frame is None else f"{what}, at {_line_of(frame)}"
+
+
+def _line_of(frame: types.FrameType) -> str:
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"line {number} of {file}, `{_text_of(file, number)}`"
 
 
 _NOT_THE_USERS = ("zcompile", "torch", "contextlib", "threading", "functools")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import linecache
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile._torch import default_store
+from zcompile.runtime import stream_watch
+from zcompile.runtime.stream_watch import StreamWatch
 from zcompile.runtime.waits import Report, to_blame
 
 
@@ -267,3 +271,54 @@ def test_a_rank_without_a_program_is_told_of_at_once(ranks: Ranks) -> None:
         assert other == "AgreementError"
         assert "rank 0 has none: mine raised ValueError: this batch has none" in message
         assert seconds < 20
+
+
+# -- a GPU ------------------------------------------------------------------------------------------------------------
+
+
+class Event:
+    """At a point that a stream comes past when `done` says so."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_a_gpu_that_comes_no_further_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+    monkeypatch.setattr(stream_watch, "event_here", lambda *_: events.append(Event()) or events[-1])
+    file, text = "<zcompile backward>", "\nu1 = wait(u1_gather)"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    watch = StreamWatch(SimpleNamespace(rank=2, run="run 3, backward"), torch.device("cpu"), 600)  # type: ignore[arg-type]
+    for _ in range(3):
+        exec(compile(text, file, "exec"), {"wait": lambda _: watch.passed(), "u1_gather": None})
+    events[0].done = True
+    told = (
+        r"the GPU of rank 2 has not come past line 2 of backward, `u1 = wait\(u1_gather\)` \(run 3, backward\) for 11 s"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.look(100)
+        watch.look(109)
+        with pytest.raises(RuntimeWarning, match=told):
+            watch.look(111)
+        watch.look(300)  # once, until the end is near
+        with pytest.raises(RuntimeWarning, match=r"for 541 s.*600 s after the launch NCCL's watchdog ends the process"):
+            watch.look(641)
+        events[1].done = True
+        watch.look(700)
+        watch.look(705)
+        events[2].done = True
+        watch.look(900)
+        watch.look(1000)
+
+
+def test_only_the_last_waits_of_a_gpu_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_watch, "event_here", lambda _, event: event or Event())
+    watch = StreamWatch(SimpleNamespace(rank=0, run=""), torch.device("cpu"), 600)  # type: ignore[arg-type]
+    for _ in range(2 * stream_watch.KEPT + 1):
+        watch.passed()
+    assert len(watch._passed) == stream_watch.KEPT
+    assert max(wait.number for wait in watch._passed) == 2 * stream_watch.KEPT

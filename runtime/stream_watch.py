@@ -1,0 +1,95 @@
+"""Stream watch: says at which line a GPU waits in vain, before the end of its group's timeout ends the process.
+
+The host does not wait in collectives of a GPU, so no error of theirs comes back to a line: NCCL's watchdog writes which
+collective of the group it was, and ends the process. What this writes before stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from zcompile.runtime.device import event_here
+from zcompile.runtime.waits import WARNED, Place, Waits
+
+KEPT = 1024
+"""Waits that are remembered: about as many kernels as CUDA lets the host launch ahead."""
+LOOKS = 2.0
+"""Seconds between two looks at the GPU."""
+LAST = 0.9
+"""Of the timeout: when it is said once more, beside what the watchdog will write."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A wait of the stream for a collective."""
+
+    number: int
+    end: torch.Event
+    place: Place | None
+    run: str
+
+
+class StreamWatch:
+    """Remembers the waits of one model's streams; a thread of its own looks for one that does not end.
+
+    Args:
+        waits: Of the model.
+        device: The GPU.
+        limit: Seconds after which the group's watchdog ends the process.
+    """
+
+    def __init__(self, waits: Waits, device: torch.device, limit: float) -> None:
+        self._waits, self._device, self._limit = waits, device, limit
+        self._passed: list[_Wait] = []
+        self._count = 0
+        self._first, self._since, self._due = -1, 0.0, WARNED
+        ended = threading.Event()
+        thread = threading.Thread(target=_look, args=(weakref.ref(self), ended), name=NAME, daemon=True)
+        thread.start()
+        weakref.finalize(self, ended.set)
+
+    def passed(self) -> None:
+        """The current stream has been told to wait for a collective; the host goes on."""
+        slot = self._count % KEPT
+        event = event_here(self._device, self._passed[slot].end if slot < len(self._passed) else None)
+        if event is None:  # within a capture
+            return
+        wait = _Wait(self._count, event, Place.here(), self._waits.run)
+        self._passed[slot : slot + 1] = [wait]
+        self._count += 1
+
+    def look(self, now: float) -> None:
+        """Say which line the device has not come past for long, if there is one; `now` is a time in seconds."""
+        ordered = sorted(self._passed, key=lambda wait: wait.number)
+        first = next((wait for wait in ordered if not wait.end.query()), None)
+        if first is None or first.number != self._first:
+            self._first, self._since = (-1 if first is None else first.number), now
+            self._due = min(WARNED, LAST * self._limit)
+            return
+        if (waited := now - self._since) >= self._due:
+            self._due = LAST * self._limit if self._due < LAST * self._limit else float("inf")
+            self._tell(first, waited)
+
+    def _tell(self, wait: _Wait, waited: float) -> None:
+        where = str(wait.place) if wait.place is not None else "a collective"
+        run = f" ({wait.run})" if wait.run else ""
+        text = (
+            f"zcompile: the GPU of rank {self._waits.rank} has not come past {where}{run} for {waited:.0f} s: it waits"
+            f" for the other ranks there. {self._limit:.0f} s after the launch NCCL's watchdog ends the process"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+NAME = "zcompile watch"
+
+
+def _look(reference: weakref.ref[StreamWatch], ended: threading.Event) -> None:
+    while not ended.wait(LOOKS) and (watch := reference()) is not None:
+        watch.look(time.perf_counter())
+        del watch  # while it waits, the thread keeps nothing alive
