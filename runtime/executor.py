@@ -6,19 +6,18 @@ What a program sees of a unit is a `BoundUnit`: it knows in which messages the u
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zcompile._torch import chunk_cat, copy_all
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
-from zcompile.runtime.device import current_stream, is_gpu, stream_number
+from zcompile.runtime.device import current_stream, stream_number
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.messages import flattened, pack, part_of, piece_of, sent_in_place, unpack
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.shards import Full, UnitShards
@@ -84,7 +83,7 @@ class Gather:
                 _land(work, "all_gather", unit.name, shards.communicator, arrived.nbytes)
             elif work is not None:  # it was only copied
                 work.wait()
-            full = _unpacked(arrived, [unit.params[i] for i in message], self.places)
+            full = unpack(arrived, [unit.params[i] for i in message], self.places)
             for index, tensor in zip(message, full, strict=True):
                 tensors[index] = tensor
         straight = {message[0]: arrived for message, arrived, _ in self.arrivals if len(message) == 1}
@@ -117,7 +116,7 @@ class Reduction:
             offset, arrived = 0, arrived.to(unit.params[message[0]].dtype)
             for param in (unit.params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
-                part = _part(arrived, offset, param, communicator.rank if scattered else None)
+                part = part_of(arrived, offset, param, communicator.rank if scattered else None)
                 result[param.name] = self.bound.shards.memory.home(part)
                 offset += param.shard_numel if scattered else param.numel
         self.arrivals = []
@@ -195,7 +194,7 @@ def _start(
             stale = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
             arrived.append(places.empty(shard.numel() * communicator.size, kind) if stale is None else stale)
         with memory.sending():
-            sent = _in_place(sent, arrived, communicator, always=copies or memory.is_away)
+            sent = sent_in_place(sent, arrived, communicator, always=copies or memory.is_away)
             works: Sequence[AsyncWork | None]
             if communicator.size > 1:
                 works = communicator.all_gather_many(arrived, sent)
@@ -207,16 +206,6 @@ def _start(
     writes = shards.writes() if keep or copies else 0
     stream = stream_number(communicator.device)
     return Gather(bound, arrivals, keep, places, sent=told, writes=writes, stream=stream)
-
-
-def _in_place(
-    sent: list[torch.Tensor], arrived: list[torch.Tensor], communicator: Communicator, *, always: bool
-) -> list[torch.Tensor]:
-    """What is sent, from its place among what arrives where it is cast first, or `always`."""
-    own = [full.view(communicator.size, -1)[communicator.rank] for full in arrived]
-    copied = [always or shard.dtype is not full.dtype for shard, full in zip(sent, arrived, strict=True)]
-    copy_all([*itertools.compress(own, copied)], [*itertools.compress(sent, copied)])
-    return [place if copies else shard for place, shard, copies in zip(own, sent, copied, strict=True)]
 
 
 def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWork | None]]:
@@ -333,12 +322,12 @@ def _reduce(
             if pieces is not None:
                 arrivals.append((message, *pieces))
                 continue
-            arrived = _packed_for_scatter(parts, communicator.size, cast, places)
+            arrived = pack(parts, communicator.size, cast, places)
             if communicator.size > 1:
                 together.append((message, arrived))
                 continue
         else:
-            arrived = _flat([grad for _, grad in parts], cast)
+            arrived = flattened([grad for _, grad in parts], cast)
             work = None if communicator.size == 1 else communicator.all_reduce(arrived)
         arrivals.append((message, arrived, work))
     mine = [torch.empty(s.numel() // communicator.size, dtype=s.dtype, device=s.device) for _, s in together]
@@ -365,101 +354,8 @@ def _by_pieces(
     row = param.shard_numel // param.rows
     width = max(bucket // (staged * row * kind.itemsize), 1) * row
     arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)
-    piece = functools.partial(_piece, param, grad, kind, packed)
+    piece = functools.partial(piece_of, param, grad, kind, packed)
     return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)
-
-
-def _piece(param: Param, grad: torch.Tensor, dtype: torch.dtype, packed: bool, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of each rank's padded shard of a gradient, [ranks, stop - start]: whole rows of dim 0."""
-    if not packed:
-        return grad.view(param.shards, -1)[:, start:stop]
-    row = param.shard_numel // param.rows
-    begin, end, whole = start // row, stop // row, param.shape[0] // param.rows
-    rows = torch.empty(param.shards, end - begin, *param.shape[1:], dtype=dtype, device=grad.device)
-    if whole:  # the ranks that have as many rows as the first: by one kernel, however many they are
-        rows[:whole].copy_(grad[: whole * param.rows].unflatten(0, (whole, param.rows))[:, begin:end])
-    if whole < param.shards:
-        rest = grad[whole * param.rows :][begin:end]
-        rows[whole, : len(rest)].copy_(rest)
-        rows[whole, len(rest) :].zero_()
-        rows[whole + 1 :].zero_()
-    return rows.view(param.shards, -1)
-
-
-def _flat(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
-    """Gradients end to end, 1-D; a single contiguous one of the right dtype as it is."""
-    flat = [grad.reshape(-1).to(dtype or grad.dtype) for grad in grads if grad is not None]
-    # Flattened, a number that was expanded is one still: nothing can be sent of it, or added to it.
-    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-
-
-def _packed_for_scatter(
-    parts: list[tuple[Param, torch.Tensor | None]], size: int, dtype: torch.dtype | None, places: Places
-) -> torch.Tensor:
-    """Gradients as reduce_scatter sends them: for each rank the padded shards of all parameters, [size, total] flat.
-
-    A single gradient that divides evenly and needs no cast is sent as it is, unless it is a number that was expanded.
-    """
-    (param, grad), *more = parts
-    if not more and grad is not None and param.padded_numel == param.numel and dtype in (None, grad.dtype):
-        return grad.reshape(-1).contiguous()
-    total = sum(param.shard_numel for param, _ in parts)
-    first = parts[0][1]
-    assert first is not None, "messages hold parameters with gradients only"
-    packed = places.empty(size * total, dtype or first.dtype).view(size, total)
-    grads = [grad for _, grad in parts if grad is not None]
-    if is_gpu(packed.device) and all((grad.dtype, packed.dtype) in _PACKED_AT_ONCE for grad in grads):
-        chunk_cat(grads, size, packed)
-        return packed.view(-1)
-    offset = 0
-    for param, grad in parts:
-        assert grad is not None, "messages hold parameters with gradients only"
-        _copy_rows(packed[:, offset : offset + param.shard_numel], grad.reshape(-1))
-        offset += param.shard_numel
-    return packed.view(-1)
-
-
-_PACKED_AT_ONCE = {
-    *((dtype, dtype) for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)),
-    (torch.bfloat16, torch.float32),
-}
-"""From which dtype to which CUDA's `_chunk_cat` packs; it casts in no other way."""
-
-
-def _copy_rows(target: torch.Tensor, flat: torch.Tensor) -> None:
-    """Fill `target`, [size, width], row by row from `flat`, and with zeros behind its end."""
-    width = target.shape[1]
-    whole = flat.numel() // width if width else 0
-    target[:whole].copy_(flat[: whole * width].view(whole, width))
-    target[whole:].zero_()
-    if rest := flat.numel() - whole * width:
-        target[whole, :rest].copy_(flat[whole * width :])
-
-
-def _unpacked(arrived: torch.Tensor, params: list[Param], places: Places | None) -> list[torch.Tensor]:
-    """Full parameters out of a gathered message: one is a view of it, several are copied apart."""
-    if len(params) == 1:
-        return [arrived[: params[0].numel].view(params[0].shape)]
-    size = max(params[0].shards, 1)
-    rows = arrived.view(size, -1)
-    widths = [param.shard_numel for param in params]
-    parts = rows.split(widths, dim=1)
-    # In a world of one the parts are the shards themselves, contiguous already: nothing is copied.
-    if size > 1:
-        places = places or Places(None, arrived.device)
-        parts = tuple(places.empty(part.numel(), part.dtype).view_as(part) for part in parts)
-        torch.split_with_sizes_copy(rows, widths, dim=1, out=parts)
-    apart = [part.reshape(-1) for part in parts]
-    return [flat[: param.numel].view(param.shape) for flat, param in zip(apart, params, strict=True)]
-
-
-def _part(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) -> torch.Tensor:
-    """One gradient out of a reduced message: this rank's rows, or all of it when `rank` is None."""
-    if rank is None:
-        return arrived[offset : offset + param.numel].view(param.shape)
-    start, stop = param.shard_rows(rank)
-    row = param.shard_numel // param.rows if param.rows else 0
-    return arrived[offset : offset + (stop - start) * row].view(stop - start, *param.shape[1:])
 
 
 def _land(work: AsyncWork, operation: str, unit: str, communicator: Communicator, payload: int) -> None:

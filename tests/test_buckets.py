@@ -68,7 +68,7 @@ def largest(rank: int, rows: int) -> tuple[int, int]:
     params = tuple(replace(one.unit.params[0], name=name) for name in "pqr")
     unit = BoundUnit(UnitShards(Unit("u", params), one.shards.communicator), Unit("u", params))
     unit.shards.parameters.update({name: nn.Parameter(torch.zeros(1)) for name in "pqr"})
-    make_piece, alive, most = executor._piece, [0], [0]
+    make_piece, alive, most = executor.piece_of, [0], [0]
 
     def counted(*args: Any) -> torch.Tensor:
         made = make_piece(*args)
@@ -78,13 +78,13 @@ def largest(rank: int, rows: int) -> tuple[int, int]:
         weakref.finalize(storage, lambda nbytes: alive.__setitem__(0, alive[0] - nbytes), storage.nbytes())
         return made
 
-    executor._piece = counted
+    executor.piece_of = counted
     try:
         reductions = [reduce_scatter(unit, [grad] * 3, dtype=torch.float32, bucket=2**16) for _ in range(2)]
         for reduction in reductions:
             reduction.wait()
     finally:
-        executor._piece = make_piece
+        executor.piece_of = make_piece
     return most[0], 2 * grad.nbytes
 
 

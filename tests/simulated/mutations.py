@@ -75,7 +75,7 @@ MUTATIONS = (
     Mutation(GPUS, "while on_their_way:", "while len(on_their_way) > 1:", PIECES),
     Mutation(GPUS, "done = staging.record_event()", "done = current_stream(part.device).record_event()", PIECES,
              "within it the current stream is the staging one"),
-    Mutation(GPUS, "land = lambda: current_stream(self.member.device).wait_event(done)", "land = lambda: None", PIECES),
+    Mutation(GPUS, "lambda: current_stream(self.member.device).wait_event(done)", "lambda: None", PIECES),
     Mutation(GPUS, "StreamWork(land, (shard, piece), ", "StreamWork(land, (), ", PIECES),
     # delivery
     Mutation(DELIVERY, "current_stream(event.device).wait_event(event)", "pass",

@@ -1,0 +1,120 @@
+"""Messages: how parameters and gradients lie in what is sent, and how they are brought into it and out of it.
+
+For each rank the padded shards of all parameters of the message, end to end: [size, total], flat. A single parameter
+needs no copy, where it divides evenly and is not cast.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from zcompile._torch import chunk_cat, copy_all
+from zcompile.ir.layout import Param
+from zcompile.runtime.arena import Places
+from zcompile.runtime.device import is_gpu
+from zcompile.runtime.groups import Communicator
+
+
+def sent_in_place(
+    sent: list[torch.Tensor], arrived: list[torch.Tensor], communicator: Communicator, *, always: bool
+) -> list[torch.Tensor]:
+    """What is sent, from its place among what arrives where it is cast first, or `always`."""
+    own = [full.view(communicator.size, -1)[communicator.rank] for full in arrived]
+    copied = [always or shard.dtype is not full.dtype for shard, full in zip(sent, arrived, strict=True)]
+    copy_all([*itertools.compress(own, copied)], [*itertools.compress(sent, copied)])
+    return [place if copies else shard for place, shard, copies in zip(own, sent, copied, strict=True)]
+
+
+def piece_of(param: Param, grad: torch.Tensor, dtype: torch.dtype, packed: bool, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of each rank's padded shard of a gradient, [ranks, stop - start]: whole rows of dim 0."""
+    if not packed:
+        return grad.view(param.shards, -1)[:, start:stop]
+    row = param.shard_numel // param.rows
+    begin, end, whole = start // row, stop // row, param.shape[0] // param.rows
+    rows = torch.empty(param.shards, end - begin, *param.shape[1:], dtype=dtype, device=grad.device)
+    if whole:  # the ranks that have as many rows as the first: by one kernel, however many they are
+        rows[:whole].copy_(grad[: whole * param.rows].unflatten(0, (whole, param.rows))[:, begin:end])
+    if whole < param.shards:
+        rest = grad[whole * param.rows :][begin:end]
+        rows[whole, : len(rest)].copy_(rest)
+        rows[whole, len(rest) :].zero_()
+        rows[whole + 1 :].zero_()
+    return rows.view(param.shards, -1)
+
+
+def flattened(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:
+    """Gradients end to end, 1-D; a single contiguous one of the right dtype as it is."""
+    flat = [grad.reshape(-1).to(dtype or grad.dtype) for grad in grads if grad is not None]
+    # Flattened, a number that was expanded is one still: nothing can be sent of it, or added to it.
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+def pack(
+    parts: list[tuple[Param, torch.Tensor | None]], size: int, dtype: torch.dtype | None, places: Places
+) -> torch.Tensor:
+    """Gradients as reduce_scatter sends them: for each rank the padded shards of all parameters, [size, total] flat.
+
+    A single gradient that divides evenly and needs no cast is sent as it is, unless it is a number that was expanded.
+    """
+    (param, grad), *more = parts
+    if not more and grad is not None and param.padded_numel == param.numel and dtype in (None, grad.dtype):
+        return grad.reshape(-1).contiguous()
+    total = sum(param.shard_numel for param, _ in parts)
+    first = parts[0][1]
+    assert first is not None, "messages hold parameters with gradients only"
+    packed = places.empty(size * total, dtype or first.dtype).view(size, total)
+    grads = [grad for _, grad in parts if grad is not None]
+    if is_gpu(packed.device) and all((grad.dtype, packed.dtype) in _PACKED_AT_ONCE for grad in grads):
+        chunk_cat(grads, size, packed)
+        return packed.view(-1)
+    offset = 0
+    for param, grad in parts:
+        assert grad is not None, "messages hold parameters with gradients only"
+        _copy_rows(packed[:, offset : offset + param.shard_numel], grad.reshape(-1))
+        offset += param.shard_numel
+    return packed.view(-1)
+
+
+_PACKED_AT_ONCE = {
+    *((dtype, dtype) for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)),
+    (torch.bfloat16, torch.float32),
+}
+"""From which dtype to which CUDA's `_chunk_cat` packs; it casts in no other way."""
+
+
+def _copy_rows(target: torch.Tensor, flat: torch.Tensor) -> None:
+    """Fill `target`, [size, width], row by row from `flat`, and with zeros behind its end."""
+    width = target.shape[1]
+    whole = flat.numel() // width if width else 0
+    target[:whole].copy_(flat[: whole * width].view(whole, width))
+    target[whole:].zero_()
+    if rest := flat.numel() - whole * width:
+        target[whole, :rest].copy_(flat[whole * width :])
+
+
+def unpack(arrived: torch.Tensor, params: list[Param], places: Places | None) -> list[torch.Tensor]:
+    """Full parameters out of a gathered message: one is a view of it, several are copied apart."""
+    if len(params) == 1:
+        return [arrived[: params[0].numel].view(params[0].shape)]
+    size = max(params[0].shards, 1)
+    rows = arrived.view(size, -1)
+    widths = [param.shard_numel for param in params]
+    parts = rows.split(widths, dim=1)
+    # In a world of one the parts are the shards themselves, contiguous already: nothing is copied.
+    if size > 1:
+        places = places or Places(None, arrived.device)
+        parts = tuple(places.empty(part.numel(), part.dtype).view_as(part) for part in parts)
+        torch.split_with_sizes_copy(rows, widths, dim=1, out=parts)
+    apart = [part.reshape(-1) for part in parts]
+    return [flat[: param.numel].view(param.shape) for flat, param in zip(apart, params, strict=True)]
+
+
+def part_of(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) -> torch.Tensor:
+    """One gradient out of a reduced message: this rank's rows, or all of it when `rank` is None."""
+    if rank is None:
+        return arrived[offset : offset + param.numel].view(param.shape)
+    start, stop = param.shard_rows(rank)
+    row = param.shard_numel // param.rows if param.rows else 0
+    return arrived[offset : offset + (stop - start) * row].view(stop - start, *param.shape[1:])
