@@ -16,6 +16,7 @@ QUIET  := --quiet --quiet --disable-pip-version-check
 PIP    := $(BIN)/python -m pip $(QUIET)
 TORCH  := $(VENV)/.torch-installed
 READY  := $(VENV)/.project-installed
+TRITON := .triton/.installed
 BENCH  := .venv-bench
 BENCH_READY := $(BENCH)/.installed
 COPY   := $(abspath $(VENV))/typecheck
@@ -59,6 +60,10 @@ bench: $(BENCH_READY) ## Measure training steps beside DDP, FSDP2 and DeepSpeed,
 .PHONY: bench-memory
 bench-memory: $(BENCH_READY) ## Measure peak memory beside the same, a quarter of an hour; ARGS=--help for less
 	$(BENCH)/bin/python -m benchmarks.memory $(ARGS)
+
+.PHONY: triton
+triton: $(READY) $(TRITON) ## Compile regions for an H100 without one, a quarter of an hour; ARGS=--help for less
+	$(BIN)/python -m tests.kernels $(ARGS)
 
 .PHONY: check
 check: lint types ## Check lint, format and types; change nothing
@@ -104,6 +109,12 @@ $(READY): $(TORCH) pyproject.toml
 	@echo "Setting up $(VENV): zcompile and its tools"
 	@$(PIP) install --constraint constraints.txt 'setuptools>=77.0.3' --editable '.[dev]'
 	@rm -rf zcompile.egg-info build
+	@touch $@
+
+# In a folder that no other target has on its path: Inductor behaves otherwise wherever Triton can be imported.
+$(TRITON): constraints.txt | $(READY)
+	@echo "Setting up $(@D)"
+	@$(PIP) install --no-deps --upgrade --constraint constraints.txt --target $(@D) triton
 	@touch $@
 
 # The peers are in an environment of their own: DeepSpeed brings a dozen packages that the project itself never needs.

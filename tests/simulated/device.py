@@ -215,6 +215,11 @@ class Properties:
     clock_rate, memory_clock_rate, memory_bus_width = 1_980_000, 2_619_000, 5120
 
 
+def fuse_attention() -> None:
+    """Let attention be traced, in this process and from now on, as the kernels of a GPU, which cannot run here."""
+    _native.simulated_fuse_attention()
+
+
 def synchronize() -> None:
     torch._C._accelerator_synchronizeDevice(0)
 

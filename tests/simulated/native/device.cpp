@@ -12,6 +12,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/record_function.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -455,6 +456,16 @@ std::unique_ptr<at::ObserverContext> watch(const at::RecordFunction& record) {
   return nullptr;
 }
 
+// The attention that a GPU of compute capability 8.0 or more runs: flash attention of 16-bit values without a mask, else
+// the memory-efficient one, which knows no grouped queries, else several operations. torch's own choice is part of its
+// CUDA build.
+int64_t choose_attention(const Tensor& query, const Tensor&, const Tensor&, const std::optional<Tensor>& mask, double,
+                         bool, std::optional<double>, bool grouped) {
+  bool narrow = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+  if (narrow && !mask) return int64_t(at::SDPBackend::flash_attention);
+  return int64_t(grouped ? at::SDPBackend::math : at::SDPBackend::efficient_attention);
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
 }
@@ -544,6 +555,11 @@ void simulated_start() {
   at::setHostAllocator(DeviceType::CUDA, &simulated::host_allocator);
   at::addGlobalCallback(at::RecordFunctionCallback(&simulated::watch).needsInputs(true).scopes(
       {at::RecordScope::FUNCTION}));
+}
+
+// From now on attention is traced as a GPU's kernels, which cannot run here.
+void simulated_fuse_attention() {
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&simulated::choose_attention);
 }
 
 void simulated_listen(simulated::Listener heard) {
