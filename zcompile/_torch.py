@@ -12,6 +12,7 @@ import itertools
 import logging
 import re
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -80,6 +81,7 @@ __all__ = [
     "after_backward",
     "aot_autograd",
     "around_compiling",
+    "autocast_operations",
     "backend_name",
     "backward_number",
     "buffers_of",
@@ -118,6 +120,7 @@ __all__ = [
     "no_step_hooks",
     "no_torch_function",
     "of_fixed_sizes",
+    "other_kernels",
     "parameters_of",
     "partitioner_budget",
     "path_of_input",
@@ -197,6 +200,35 @@ def writes_arguments(operation: OpOverload) -> bool:
 def defaults_of(operation: OpOverload) -> dict[str, Any]:
     """The arguments of an operation in order, each with its default."""
     return {argument.name: argument.default_value for argument in operation._schema.arguments}
+
+
+def autocast_operations(kind: str) -> dict[str, OpOverload]:
+    """The operations that autocast treats on devices of this kind, by their names in a library of ATen's."""
+    key = _autocast_key(kind)
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    treated = [name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
+    found = {}
+    for name in (name.removeprefix("aten::") for name in treated):
+        packet, _, overload = name.partition(".")
+        found[name] = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+@contextlib.contextmanager
+def other_kernels(kind: str, kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
+    """Inside, autocast on devices of this kind does this to operations of ATen's; to those without a kernel, nothing.
+
+    For all threads. `torch.library.Library` without the name with which it can be taken back is public.
+    """
+    with warnings.catch_warnings(), torch.library._scoped_library("aten", "IMPL") as library:
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel or torch.library.fallthrough_kernel, _autocast_key(kind))
+        yield
+
+
+def _autocast_key(kind: str) -> str:
+    return f"Autocast{kind.upper()}"
 
 
 METADATA_TYPES: Mapping[str, frozenset[str]] = {

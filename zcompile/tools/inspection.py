@@ -30,6 +30,7 @@ from zcompile.report.program_page import write_page
 from zcompile.schedule.decision import Request, checkpoint_budget, decide
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal
+from zcompile.tools.gpu_autocast import autocast_of
 from zcompile.tools.named_models import Subject, raised
 from zcompile.tools.tracing import trace
 
@@ -38,7 +39,8 @@ def of_subject(
     subject: Subject, options: Options, world: int, hardware: Hardware, units: Sequence[str] | None = None
 ) -> Journal:
     """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
-    traced = trace(subject.model, subject.args, subject.kwargs, dtype=options.dtype, units=units)
+    given = subject.model, subject.args, subject.kwargs
+    traced = trace(*given, dtype=options.dtype, units=units, device=hardware.device)
     layout = make_layout(
         subject.model, STAGES[options.stage], axes_over(subject.model, world), units, options.precision
     )
@@ -56,7 +58,7 @@ def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hard
     if not script.is_file():
         raise SubjectError(str(script), "is no file", "give the path of a script, or what `zcompile plan` takes")
     try:
-        with _as_one_rank(), _as_main(script, arguments), intercepting():
+        with _as_one_rank(), _as_main(script, arguments), intercepting(), autocast_of(hardware.device):
             runpy.run_path(str(script), run_name="__main__")
     except Traced as traced:
         layout = traced.program.layout.over(world)

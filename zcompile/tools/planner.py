@@ -90,7 +90,7 @@ def plan(
     for done, choice in enumerate(choices):
         if choice.dtype not in rewriters:
             tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
-            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units)
+            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units, device=device.device)
             rewriters[choice.dtype] = Rewriter(model, traced, units)
         tell(str(choice), done, len(choices))
         forecasts += rewriters[choice.dtype].forecasts(choice, worlds, device)

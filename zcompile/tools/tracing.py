@@ -29,9 +29,11 @@ from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_divided
 from zcompile.model.units import Precision, axes_over, make_layout
 from zcompile.report.explain import Break
+from zcompile.runtime.device import HOST
 from zcompile.runtime.placement import Placing
 from zcompile.schedule.decision import Request
 from zcompile.schedule.options import Options
+from zcompile.tools.gpu_autocast import autocast_of
 
 
 def trace(
@@ -42,11 +44,13 @@ def trace(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     units: Sequence[str] | None = None,
+    device: str = HOST,
 ) -> Program:
     """The program of `model(*args, **kwargs)` and its backward, laid out for stage 3 in a world of one.
 
-    The model, and tensors among the arguments, may be on meta: they are traced as if on the CPU, without values. The
-    model is left as it was. Of one that `parallelize_module` has divided, the program is that of this rank's part.
+    The model, and tensors among the arguments, may be on meta: they are traced as if on the CPU, without values, and
+    with a `dtype` of 16 bits in the dtypes that autocast chooses on a `device` of this kind. The model is left as it
+    was. Of one that `parallelize_module` has divided, the program is that of this rank's part.
 
     Raises:
         ModelError: the model has no parameters, is sharded already, or is divided otherwise than by tensor parallelism,
@@ -68,7 +72,8 @@ def trace(
     _check_arguments(model, signature, args, dict(kwargs or {}))
     given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
     call = traceable(model, lambda *a, **k: model(*a, **k), [type(model).__qualname__, str(layout)])
-    with _without_memory(model, layout) as placeholders, torch.enable_grad(), autocast("cpu", dtype):
+    in_low_precision = autocast(HOST, dtype)
+    with _without_memory(model, layout) as placeholders, torch.enable_grad(), autocast_of(device), in_low_precision:
         names = Names(
             {id(made): name for name, (made, _) in placeholders.items()},
             {id(buffer): name for name, buffer in model.named_buffers()},
@@ -150,7 +155,7 @@ def _without_memory(model: nn.Module, layout: Layout) -> Iterator[dict[str, tupl
     """Placeholders in place of the model's parameters, and memory for buffers on meta, until the block ends."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     placeholders = {
-        name: placeholder_of(parameter, layout.param(name).full_dtype, torch.device("cpu"))
+        name: placeholder_of(parameter, layout.param(name).full_dtype, torch.device(HOST))
         for name, parameter in model.named_parameters()
     }
     before = [(module, dict(parameters_of(module)), dict(buffers_of(module))) for module in model.modules()]
