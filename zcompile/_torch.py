@@ -1,6 +1,6 @@
-"""Every private name of torch that zcompile uses, and for what. Tried with torch 2.13.0.
+"""Every private name of torch that zcompile uses, and for what. The tests have run on torch 2.11 to 2.15.
 
-Each name was also looked up in the sources of the other supported releases before it was taken in; nothing outside this
+Where releases differ, what a name can do is asked for, not the number of the release. Nothing outside this
 module imports from a module of torch whose path has a part beginning with an underscore.
 """
 
@@ -13,7 +13,7 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CellType, FunctionType
@@ -116,6 +116,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "modules_given_to",
     "no_donated_buffers",
+    "no_log_of_failures",
     "no_rematerialization",
     "no_step_hooks",
     "no_torch_function",
@@ -475,7 +476,7 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     # "from_graph" looks for the fake mode, whose symbols name the varying sizes, where Dynamo leaves it.
     for node in graph_module.graph.output_node().all_input_nodes:
         node.meta["example_value"] = node.meta["val"]
-    with _quiet("torch._inductor.standalone_compile"):
+    with _quiet(_ARTIFACTS):
         compiled: Callable[..., Any] = standalone_compile(
             graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS
         )
@@ -484,6 +485,8 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     return _boxed_inside(compiled) if not own else lambda box: compiled(*box)
 
 
+_ARTIFACTS = "torch._inductor.standalone_compile"
+"""The logger that warns where an artifact cannot be saved, which is nobody's concern: we save none."""
 _REGIONS = {"config_patches": {"triton.cudagraphs": False}}
 """A region reads full parameters, which are somewhere else in each step: a CUDA graph would read what was there."""
 
@@ -498,7 +501,7 @@ def inductor_code(graph_module: fx.GraphModule, example_inputs: list[Any]) -> st
 
     for node in graph_module.graph.output_node().all_input_nodes:
         node.meta["example_value"] = node.meta["val"]
-    with _quiet("torch._inductor.standalone_compile"), config.patch(force_disable_caches=True):
+    with _quiet(_ARTIFACTS), config.patch(force_disable_caches=True):
         found = get_code(
             standalone_compile, graph_module, example_inputs, dynamic_shapes="from_graph", options=_REGIONS
         )
@@ -572,9 +575,14 @@ def tracing_again(values: Sequence[Any]) -> Iterator[None]:
         yield
 
 
+def no_log_of_failures() -> contextlib.AbstractContextManager[None]:
+    """While a graph is traced: torch raises the error of an operation that cannot be computed, without logging it."""
+    return _quiet("torch._subclasses.fake_tensor")
+
+
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """No warnings of one logger: we do not save artifacts, so that saving one fails is nobody's concern."""
+    """Nothing is logged by one logger."""
     logger = logging.getLogger(name)
     logger.addFilter(_refuse)
     try:
@@ -617,7 +625,7 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return any(not getattr(hook, "is_own", False) for hook in (parameter._backward_hooks or {}).values())
 
 
-def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Collection[Any]]:
+def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:
     """Where hooks of calls and of their backwards are: those of all modules there are, then those of `modules`."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     everywhere = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
@@ -653,7 +661,9 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let the ranks of a gloo group wait for each other as long as `timeout` from now on."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    # torch 2.14 made it public, and its old name warns.
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout, group)
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:

@@ -16,7 +16,14 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import TorchRuntimeError, buffers_of, local_tensor, parameters_of, tree_map_only
+from zcompile._torch import (
+    TorchRuntimeError,
+    buffers_of,
+    local_tensor,
+    no_log_of_failures,
+    parameters_of,
+    tree_map_only,
+)
 from zcompile.engine.interception import Traced
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.frontend.capture import Capture, Names, Runner
@@ -115,7 +122,7 @@ def _reason(error: Exception) -> str:
 def _first_traced(name: str, call: Callable[[], object]) -> Program:
     """The program that is traced while `call` calls the model of this name."""
     try:
-        with typed_errors():
+        with typed_errors(), no_log_of_failures():
             call()
     except Traced as found:
         return found.program
