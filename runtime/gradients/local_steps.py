@@ -41,6 +41,15 @@ def sharing(optimizer: Optimizer, **attributes: Any) -> Optimizer:
     return made
 
 
+def first_state(optimizer: Optimizer, group: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """State of the parameters in `group` before any step: none, but for torch 2.11's Adagrad, which is made with it."""
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    if isinstance(optimizer, Adagrad):
+        options = {name: group[name] for name in ("initial_accumulator_value", "fused")}
+        state |= Adagrad(group["params"], **options).state
+    return state
+
+
 class LocalSteps:
     """Which optimizers step local tensors, found out at the first step of each."""
 
@@ -249,7 +258,9 @@ def _stepped(
         rate = options["lr"]
         options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, torch.Tensor) else _RATE
     kept = {name: copy.copy(value) for name, value in vars(optimizer).items() if isinstance(value, (dict, list, set))}
-    tried = sharing(optimizer, **{**kept, "state": defaultdict(dict), "param_groups": [{**options, "params": [param]}]})
+    tried_group = {**options, "params": [param]}
+    state = first_state(optimizer, tried_group)
+    tried = sharing(optimizer, **{**kept, "state": state, "param_groups": [tried_group]})
     for gradient in gradients:
         param.grad = gradient.clone()
         unhooked_step(tried)

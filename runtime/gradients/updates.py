@@ -15,7 +15,7 @@ from zcompile._torch import unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.delivery import run_hooks
-from zcompile.runtime.gradients.local_steps import LocalSteps, sharing
+from zcompile.runtime.gradients.local_steps import LocalSteps, first_state, sharing
 
 
 class States(Protocol):
@@ -171,7 +171,7 @@ def _tried(
     if "lr" in group:  # a schedule may begin with none
         group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
     before = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-    tried = sharing(optimizer, state=defaultdict(dict), param_groups=[group])
+    tried = sharing(optimizer, state=first_state(optimizer, group), param_groups=[group])
     attributes = dict(tried.__dict__)
     for _ in range(3):
         for parameter, value in zip(parameters, values, strict=True):

@@ -7,7 +7,7 @@ torch.compile traces them again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -40,20 +40,27 @@ def _tree(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, nn.Module | 
 
 
 class HookWatch:
-    """The number of hooks on what is traced of a module, as a text; which ones they are torch.compile sees itself.
+    """The number of hooks on what is traced of a module, as a text, with the constants among their defaults.
 
+    Which ones they are torch.compile sees itself, but in torch 2.11 not these constants.
     `itself`: its own hooks are traced too, not only those of the modules in it.
     """
 
     def __init__(self, module: nn.Module, *, itself: bool) -> None:
         self.module, self.itself = module, itself
-        self._tables: tuple[int, Sequence[Collection[Any]]] = (-1, ())
+        self._tables: tuple[int, Sequence[Mapping[int, Callable[..., Any]]]] = (-1, ())
 
     def text(self, version: int) -> str:
-        """A text that is another one for other numbers of hooks, and for another `version` of the tree."""
+        """A text that is another one for other numbers or constants, and for another `version` of the tree."""
         known, tables = self._tables
         if known != version:
             modules = [module for module in self.module.modules() if self.itself or module is not self.module]
             self._tables = version, (tables := hook_tables(modules))
-        hooks = [f"{index}:{len(table)}" for index, table in enumerate(tables) if table] if any(tables) else []
+        hooks = [f"{index}:{_constants(table)}" for index, table in enumerate(tables) if table] if any(tables) else []
         return f"tree {version} hooks {','.join(hooks)}"
+
+
+def _constants(hooks: Mapping[int, Callable[..., Any]]) -> list[list[Any]]:
+    """Of each hook the constants among the defaults of its arguments."""
+    defaults = [getattr(hook, "__defaults__", None) or () for hook in hooks.values()]
+    return [[value for value in values if isinstance(value, (bool, int, float, str))] for values in defaults]
