@@ -6,15 +6,22 @@ SHELL       := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-VENV   ?= .venv
+VENV   ?= .venv$(TORCH:%=-torch-%)
 RANKS  ?= 2
 JOBS   ?= 2
 ARGS   ?=
 
+# Without TORCH it is the torch of constraints.txt; each other one has an environment of its own.
+RELEASES := 2.11 2.12 2.13 2.14 2.15
+ifneq ($(filter-out $(RELEASES:%=%.%),$(TORCH)),)
+    $(error zcompile runs on torch $(firstword $(RELEASES)) to $(lastword $(RELEASES)), and TORCH=$(TORCH) is none of these: give one in full, such as TORCH=2.14.1)
+endif
+PIN    := $(if $(TORCH),torch==$(TORCH),--constraint constraints.txt torch)
+
 BIN    := $(VENV)/bin
 QUIET  := --quiet --quiet --disable-pip-version-check
 PIP    := $(BIN)/python -m pip $(QUIET)
-TORCH  := $(VENV)/.torch-installed
+HAS_TORCH := $(VENV)/.torch-installed
 READY  := $(VENV)/.project-installed
 TRITON := .triton/.installed
 BENCH  := .venv-bench
@@ -26,7 +33,7 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: help
 help: ## Show this help
-	@echo 'Usage: make TARGET [PYTHON=python3] [VENV=.venv] [RANKS=2] [JOBS=2] [ARGS="options of the command"]'
+	@echo 'Usage: make TARGET [PYTHON=python3] [TORCH=2.14.1] [VENV=.venv] [RANKS=2] [JOBS=2] [ARGS="options of the command"]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: demo
@@ -95,19 +102,19 @@ format: $(READY) ## Format the code and fix what ruff can fix by itself
 .PHONY: clean
 clean: ## Remove caches, build outputs and dumps; the virtual environment stays
 	rm -rf build dist site *.egg-info zcompile_dump .mypy_cache .pytest_cache .ruff_cache .hypothesis $(COPY)
-	find . \( -path ./.git -o -path './$(VENV)' \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+	find . \( -path ./.git -o -path './$(VENV)' -o -path './.venv*' \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
-$(TORCH): constraints.txt
+$(HAS_TORCH): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"zcompile needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}: make PYTHON=...")'
 	@echo "Setting up $(VENV): torch"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --constraint constraints.txt torch
+	@$(PIP) install $(PIN)
 	@touch $@
 
 # setuptools is named for `make types`, which builds without isolation. An editable install reads nothing from the egg-info.
-$(READY): $(TORCH) pyproject.toml
+$(READY): $(HAS_TORCH) pyproject.toml
 	@echo "Setting up $(VENV): zcompile and its tools"
-	@$(PIP) install --constraint constraints.txt 'setuptools>=77.0.3' --editable '.[dev]'
+	@$(PIP) install $(PIN) 'setuptools>=77.0.3' --editable '.[dev]'
 	@rm -rf zcompile.egg-info build
 	@touch $@
 

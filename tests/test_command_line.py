@@ -356,14 +356,26 @@ def test_a_config_of_hugging_face_is_a_model_on_meta(tmp_path: Path) -> None:
 # -- the doctor -------------------------------------------------------------------------------------------------------
 
 
-def test_the_doctor_finds_what_is_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_finds_what_is_there(run: Run) -> None:
     code, out, _ = run("doctor")
     assert code == 0
     assert torch.__version__ in out
-    monkeypatch.setattr(doctor, "TORCH", ((9, 0), (9, 1)))
+
+
+def test_the_doctor_says_where_something_needed_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     code, out, _ = run("doctor")
     assert code == 1
     assert "missing" in out
+
+
+def test_the_doctor_names_the_releases_of_torch_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = {finding.subject: finding for finding in doctor.examine()}
+    assert findings["torch"].found == torch.__version__
+    monkeypatch.setattr(torch, "__version__", "2.15.7+cpu")
+    findings = {finding.subject: finding for finding in doctor.examine()}
+    assert findings["torch"].found.startswith("2.15.7+cpu, on which the tests have not run; they have on 2.11.0, ")
+    assert findings["torch"].is_well
 
 
 def trained_alone(rank: int) -> float:

@@ -24,6 +24,7 @@ LONGEST = 60
 ROOMS = {
     "_torch": "",
     "errors": "",
+    "torch_range": "",
     "ir": "",
     "runtime": "ir",
     "runtime.gradients": "ir runtime",
@@ -42,8 +43,8 @@ ROOMS = {
     "named_backend": "torch_backend",
     "compiled": "ir cost model schedule runtime runtime.gradients runtime.offload engine state",
     "train_step": "frontend schedule report runtime runtime.gradients runtime.offload engine compiled",
-    "tools": "ir cost frontend model schedule report runtime engine compiled",
-    "": "ir cost facts schedule tools compiled torch_backend train_step",
+    "tools": "torch_range ir cost frontend model schedule report runtime engine compiled",
+    "": "torch_range ir cost facts schedule tools compiled torch_backend train_step",
     "__main__": "tools",
 }
 """What each room may import beside itself; all may import `_torch` and `errors`."""

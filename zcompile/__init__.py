@@ -2,6 +2,12 @@
 
 from importlib.metadata import version
 
+import torch
+
+from zcompile.torch_range import check_torch
+
+check_torch(torch.__version__)
+
 from zcompile.compiled import CompiledModule, compile
 from zcompile.cost.dag import dag
 from zcompile.cost.forecast import Forecast, Plan
@@ -23,6 +29,7 @@ from zcompile.errors import (
     StateError,
     SubjectError,
     TimelineError,
+    VersionError,
     ZcompileError,
 )
 from zcompile.facts import Fact, Violation, verify
@@ -65,6 +72,7 @@ __all__ = [
     "Timeline",
     "TimelineError",
     "TrainStep",
+    "VersionError",
     "Violation",
     "ZcompileError",
     "backend",

@@ -29,6 +29,10 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) or "\n" in text else f"{text}."
 
 
+class VersionError(ZcompileError, ImportError):
+    """The torch that is installed is none of those that zcompile runs on."""
+
+
 class OptionError(ZcompileError, ValueError):
     """An option of `zcompile.compile` or `zcompile.pipeline` that cannot be meant."""
 

@@ -139,7 +139,7 @@ def program_line() -> str:
     lines, frame = list[str](), sys._getframe(1)
     while frame is not None and len(lines) < 3:
         name = frame.f_code.co_filename
-        root = "" if "/.venv/" in name or name in MACHINERY else next(filter(name.startswith, ROOTS), "")
+        root = "" if "/site-packages/" in name or name in MACHINERY else next(filter(name.startswith, ROOTS), "")
         if root or name.startswith("<zcompile"):
             lines.append(f"{name.removeprefix(root)}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]

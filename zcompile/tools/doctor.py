@@ -24,9 +24,8 @@ from zcompile.errors import GroupError, OptionError
 from zcompile.runtime.device import BACKENDS, GPU, HOST, describe, gpu_count, own_device, use_gpu
 from zcompile.runtime.groups import Communicator
 from zcompile.tools.profile_fit import REFERENCES, Observation, fit, observe
+from zcompile.torch_range import TESTED, is_tested
 
-TORCH = ((2, 11), (2, 14))
-"""The first torch that is supported, and the first that is not."""
 PATIENCE = timedelta(minutes=5)
 
 
@@ -46,10 +45,7 @@ class Finding:
 def examine() -> Iterator[Finding]:
     """Look at Python, torch, compilers, devices and the tools that are of use, without measuring anything."""
     yield Finding("Python", platform.python_version(), sys.version_info >= (3, 11), "install Python 3.11 or later")
-    first, after = TORCH
-    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    wanted = f"pip install 'torch>={first[0]}.{first[1]},<{after[0]}.{after[1]}'"
-    yield Finding("torch", torch.__version__, first <= found < after, wanted)
+    yield Finding("torch", _torch_release())
     yield from _devices()
     yield from _backends()
     yield from _compilers()
@@ -57,6 +53,13 @@ def examine() -> Iterator[Finding]:
     yield Finding("graphviz", dot or "not found", bool(dot), "install graphviz, to draw programs", is_needed=False)
     for package, use in (("safetensors", "checkpoints of Hugging Face"), ("transformers", "plans from their configs")):
         yield _package(package, use)
+
+
+def _torch_release() -> str:
+    """The version, and whether the tests have run on it; what is not supported at all is refused by the import."""
+    if is_tested(torch.__version__):
+        return torch.__version__
+    return f"{torch.__version__}, on which the tests have not run; they have on {', '.join(TESTED)}"
 
 
 def _devices() -> Iterator[Finding]:
