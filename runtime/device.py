@@ -1,6 +1,7 @@
 """Devices: what a GPU has and the host has not, and the memory of both. No other file names a kind of device.
 
-Streams and events are those of torch's module for the device (`torch.cuda`), of which torch makes its own.
+A GPU is any device with streams and memory of its own. Streams and events are those of torch's module for its kind
+(`torch.cuda`, `torch.xpu`), of which torch makes its own; collectives are those of its group's backend.
 """
 
 from __future__ import annotations
@@ -11,16 +12,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-HOST, GPU = "cpu", "cuda"
-KINDS = (HOST, GPU)
-BACKENDS = {HOST: "gloo", GPU: "nccl"}
-"""Of process groups, for tensors of each kind of device."""
+HOST, CUDA = "cpu", "cuda"
+KINDS = (HOST, CUDA, "xpu")
+"""Kinds of devices that profiles of hardware are about."""
+NCCL = "nccl"
+"""The backend that averages on the wire."""
+_WITHOUT_STREAMS = (HOST, "meta", "mps")
+"""Kinds of devices that are no GPU here: there are no streams for collectives to run on."""
+
+
+def gpu_kind() -> str:
+    """The kind of GPU that this process can use, as torch calls it; CUDA's where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return CUDA if found is None or found.type in _WITHOUT_STREAMS else found.type
+
+
+def backend_of(kind: str) -> str:
+    """What torch takes for collectives of tensors on devices of this kind; gloo where it knows of nothing."""
+    try:
+        return str(dist.get_default_backend_for_device(kind))
+    except ValueError:
+        return str(dist.Backend.GLOO)
 
 
 def is_gpu(device: torch.device) -> bool:
     """True for a device with streams and memory of its own."""
-    return device.type == GPU
+    return device.type not in _WITHOUT_STREAMS
 
 
 def is_host(device: torch.device) -> bool:
@@ -33,25 +52,31 @@ def is_host(device: torch.device) -> bool:
 
 def gpu_count() -> int:
     """The number of GPUs that this process can use."""
-    gpus = torch.get_device_module(GPU)
+    gpus = torch.get_device_module(gpu_kind())
     return int(gpus.device_count()) if gpus.is_available() else 0
+
+
+def usual_kind() -> str:
+    """The kind of device that ranks of this machine train on."""
+    return gpu_kind() if gpu_count() else HOST
 
 
 def describe(index: int) -> str:
     """What a GPU is called, and its memory."""
-    about = torch.get_device_module(GPU).get_device_properties(index)
+    about = torch.get_device_module(gpu_kind()).get_device_properties(index)
     return f"{about.name}, {about.total_memory / 1e9:.0f} GB"
 
 
 def use_gpu(index: int) -> None:
     """Make a GPU this process's own, where there is one."""
     if gpu_count():
-        torch.get_device_module(GPU).set_device(index)
+        torch.get_device_module(gpu_kind()).set_device(index)
 
 
 def own_device(kind: str) -> torch.device:
     """The device of this kind that this process works with."""
-    return torch.device(kind, torch.get_device_module(kind).current_device()) if kind == GPU else torch.device(kind)
+    device = torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device()) if is_gpu(device) else device
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -94,7 +119,7 @@ def stream_number(device: torch.device) -> int:
 def event_here(device: torch.device, event: torch.Event | None = None) -> torch.Event | None:
     """`event`, or a new one, at this point of the current stream; None while that is captured into a graph."""
     gpus = torch.get_device_module(device)
-    if gpus.is_current_stream_capturing():
+    if _is_capturing(gpus):
         return None
     made: torch.Event = event or gpus.Event()
     made.record(current_stream(device))
@@ -107,11 +132,17 @@ def timed_event(device: torch.device) -> torch.Event | None:
     Within a capture an event would become a part of the graph.
     """
     gpus = torch.get_device_module(device)
-    if gpus.is_current_stream_capturing():
+    if _is_capturing(gpus):
         return None
     event: torch.Event = gpus.Event(enable_timing=True)
     event.record(current_stream(device))
     return event
+
+
+def _is_capturing(gpus: Any) -> bool:
+    """Whether the current stream is captured into a graph; not every kind of GPU has these."""
+    asked = getattr(gpus, "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 def synchronize(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from zcompile.errors import GroupError
 from zcompile.runtime.async_work import AsyncWork, TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member, Piece
-from zcompile.runtime.device import BACKENDS, GPU, HOST, gpu_count, is_host, own_device
+from zcompile.runtime.device import HOST, NCCL, backend_of, gpu_count, gpu_kind, is_host, own_device
 from zcompile.runtime.gloo_collectives import GlooCollectives
 from zcompile.runtime.waits import Waits
 
@@ -36,10 +36,10 @@ class Communicator:
         """What is not metered here."""
         self.control: GlooCollectives | None = None
         """What the hosts tell each other, past the streams of any GPU; None where there are no others."""
-        if backend == BACKENDS[HOST] and is_host(device):
+        if backend == backend_of(HOST) and is_host(device):
             self.collectives = self.control = GlooCollectives(member, gloo_of(self.group))
         else:
-            self.collectives = BackendCollectives(member, averages=backend == BACKENDS[GPU])
+            self.collectives = BackendCollectives(member, averages=backend == NCCL)
             if self.size > 1 and not self.is_fake:
                 self.control = GlooCollectives(replace(member, traffic=TrafficMeter()), _hosts(member))
 
@@ -127,7 +127,7 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def default_device(mesh: DeviceMesh | None) -> torch.device:
     """Where a model without memory is to live: where the mesh's, or else the default group's, collectives run."""
-    return own_device(mesh.device_type if mesh is not None else GPU if _reaches_gpus() else HOST)
+    return own_device(mesh.device_type if mesh is not None else gpu_kind() if _reaches_gpus() else HOST)
 
 
 def _reaches_gpus() -> bool:
@@ -136,7 +136,7 @@ def _reaches_gpus() -> bool:
     if group is None or not gpu_count():
         return False
     try:
-        return backend_name(group, torch.device(GPU)) == BACKENDS[GPU]
+        return backend_name(group, torch.device(gpu_kind())) == backend_of(gpu_kind())
     except RuntimeError:
         return False
 
@@ -161,7 +161,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, tensor: DeviceMe
         if ranks > 1:
             fix = "call torch.distributed.init_process_group() before zcompile.compile"
             raise GroupError("process group", f"not initialised, though WORLD_SIZE is {ranks}", fix)
-        dist.init_process_group(BACKENDS.get(device.type, BACKENDS[HOST]), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend_of(device.type), store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 

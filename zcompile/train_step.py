@@ -20,7 +20,7 @@ from zcompile.engine.fragments import Fragment, Tree
 from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
 from zcompile.report.explain import Break
-from zcompile.runtime.device import BACKENDS
+from zcompile.runtime.device import HOST, backend_of, gpu_kind
 from zcompile.runtime.gradients.updates import States, Updater
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.offload.optimizer_file import StateFile
@@ -126,7 +126,7 @@ def _check_reaches_host(mesh: DeviceMesh | None) -> None:
         backend_name(group, torch.device("cpu"))
     except RuntimeError as error:
         problem = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
-        both = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
+        both = ",".join(f"{kind}:{backend_of(kind)}" for kind in (HOST, gpu_kind()))
         fix = f"initialise one beside NCCL: init_process_group({both!r})"
         raise GroupError("process group", problem, fix) from error
 

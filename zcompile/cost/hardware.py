@@ -18,8 +18,7 @@ import torch
 
 from zcompile.errors import ProfileError, nearest
 from zcompile.ir.axis import Axis
-from zcompile.runtime.device import GPU as GPU_KIND
-from zcompile.runtime.device import HOST, KINDS
+from zcompile.runtime.device import CUDA, HOST, KINDS
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Those that a profile has rates of matrix products for."""
@@ -130,7 +129,7 @@ CPU = replace(
 GPU = replace(
     Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9),
     name="a GPU on 200 Gbit/s",
-    device=GPU_KIND,
+    device=CUDA,
     host_bandwidth=25e9,
 )
 """A GPU with a 200 Gbit/s link, likewise."""

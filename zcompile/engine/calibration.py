@@ -15,7 +15,7 @@ import torch
 
 from zcompile._torch import real_tensors
 from zcompile.cost.hardware import DTYPES, Hardware, Link
-from zcompile.runtime.device import GPU, HOST, is_gpu, synchronize, total_bytes
+from zcompile.runtime.device import is_gpu, synchronize, total_bytes
 from zcompile.runtime.groups import Communicator
 
 
@@ -31,9 +31,9 @@ class Sizes:
     """Bytes gathered to measure the line."""
 
 
-LITTLE = {HOST: Sizes(768, 32 * 2**20, 4 * 2**20), GPU: Sizes(4096, 256 * 2**20, 64 * 2**20)}
-"""Done in a fraction of a second, while a model is compiled."""
-MUCH = {HOST: Sizes(1024, 64 * 2**20, 8 * 2**20), GPU: Sizes(8192, 2**30, 256 * 2**20)}
+LITTLE = Sizes(768, 32 * 2**20, 4 * 2**20), Sizes(4096, 256 * 2**20, 64 * 2**20)
+"""Done in a fraction of a second, while a model is compiled: on the host, and on a GPU."""
+MUCH = Sizes(1024, 64 * 2**20, 8 * 2**20), Sizes(8192, 2**30, 256 * 2**20)
 """Done in some seconds, for a profile."""
 _ATTENTION = (4, 8, 512, 64)
 """Batch, heads, length and channels of the attention that is measured."""
@@ -88,10 +88,10 @@ def survey(communicator: Communicator, name: str) -> Hardware:
 class _Meter:
     """Measures one device and its group, of which it has a communicator whose traffic nobody reads."""
 
-    def __init__(self, communicator: Communicator, sizes: dict[str, Sizes]) -> None:
+    def __init__(self, communicator: Communicator, sizes: tuple[Sizes, Sizes]) -> None:
         self.communicator = Communicator(communicator.mesh, communicator.device)
         self.device = communicator.device
-        self.sizes = sizes.get(self.device.type, sizes[HOST])
+        self.sizes = sizes[is_gpu(self.device)]
 
     def _seconds(self, run: Callable[[], object], times: int = 3) -> float:
         """The least seconds of `run`, after one run that is not counted; the device is waited for."""

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile.cost.hardware import Hardware, load_profile, profile_text
 from zcompile.engine.calibration import survey
 from zcompile.errors import GroupError, OptionError
-from zcompile.runtime.device import BACKENDS, GPU, HOST, describe, gpu_count, own_device, use_gpu
+from zcompile.runtime.device import HOST, backend_of, describe, gpu_count, gpu_kind, own_device, use_gpu, usual_kind
 from zcompile.runtime.groups import Communicator
 from zcompile.tools.profile_fit import REFERENCES, Observation, fit, observe
 from zcompile.torch_range import TESTED, is_tested
@@ -64,7 +64,7 @@ def _torch_release() -> str:
 
 def _devices() -> Iterator[Finding]:
     for index in range(gpu_count()):
-        yield Finding(f"{GPU}:{index}", describe(index))
+        yield Finding(f"{gpu_kind()}:{index}", describe(index))
     if not gpu_count():
         yield Finding("devices", f"{os.cpu_count()} CPU cores, no GPU that torch can use")
 
@@ -78,7 +78,9 @@ def _backends() -> Iterator[Finding]:
         "backends", ", ".join(name for name, there in has.items() if there), has["gloo"], "install another torch"
     )
     if gpu_count():
-        yield Finding("nccl", "found" if has["nccl"] else "not built", has["nccl"], "install a torch built for CUDA")
+        name, fix = backend_of(gpu_kind()), "install a torch built for these GPUs"
+        there = dist.is_backend_available(name)
+        yield Finding(name, "found" if there else "not built", there, fix)
 
 
 def _compilers() -> Iterator[Finding]:
@@ -142,13 +144,13 @@ def _rank(rank: int, world: int, folder: str, name: str) -> None:
 
 def _join(store: str | None, rank: int, world: int) -> None:
     use_gpu(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = BACKENDS[GPU if gpu_count() else HOST]
+    backend = backend_of(usual_kind())
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
 
 
 def profile_of_ranks(name: str) -> Hardware:
     """What the ranks of the default group measure together; on a CPU fitted to regions that ran. Collective."""
-    kind, world = GPU if gpu_count() else HOST, dist.get_world_size()
+    kind, world = usual_kind(), dist.get_world_size()
     result = survey(Communicator(init_device_mesh(kind, (world,)), own_device(kind)), name)
     if kind == HOST:
         result = fit(result, _observed(mesh_of_this_rank(kind)))

@@ -1,0 +1,36 @@
+"""Kinds of devices: what is a GPU, and which backend its collectives are of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zcompile.runtime import device
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_gpu", "backend"),
+    [
+        ("cpu", False, "gloo"),
+        ("cuda", True, "nccl"),
+        ("xpu", True, "xccl"),
+        ("mps", False, "gloo"),
+        ("mtia", True, "gloo"),
+    ],
+)
+def test_a_gpu_is_what_has_streams(kind: str, is_gpu: bool, backend: str) -> None:
+    assert device.is_gpu(torch.device(kind)) is is_gpu
+    assert device.backend_of(kind) == backend
+
+
+@pytest.mark.parametrize(("found", "kind"), [(None, "cuda"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cuda")])
+def test_the_kind_of_gpu_is_the_one_that_torch_can_use(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, kind: str
+) -> None:
+    there = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: there)
+    assert device.gpu_kind() == kind
+
+
+def test_a_kind_of_gpu_without_graphs_is_never_within_a_capture() -> None:
+    assert not device._is_capturing(object())
