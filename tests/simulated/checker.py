@@ -102,6 +102,8 @@ class Checker:
         """By kind and the two lines: one of each."""
         self.waits: Counter[str] = Counter()
         """How often the host has waited for the device, by reason and line."""
+        self.stream_waits = 0
+        """Those for a stream, which torch's own debug mode sees, since the beginning."""
         self.launches: Counter[str] = Counter()
         """Kernels by operation."""
 
@@ -133,6 +135,7 @@ class Checker:
 
     def sync_stream(self, stream: int, why: str) -> None:
         """The host waits for all that `stream` was given."""
+        self.stream_waits += 1
         self._wait(why, self._clock(stream))
 
     def sync_event(self, event: int, why: str) -> None:

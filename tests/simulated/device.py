@@ -224,11 +224,31 @@ def synchronize() -> None:
     torch._C._accelerator_synchronizeDevice(0)
 
 
+class SyncDebug:
+    """The mode of `torch.cuda.set_sync_debug_mode`.
+
+    The device is heard in a callback, which cannot raise: a wait that is an error is raised where the mode is set next.
+    """
+
+    mode, waits = 0, 0
+
+    def get(self) -> int:
+        return self.mode
+
+    def set(self, mode: int | str) -> None:
+        number = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode
+        waited = self.mode == 2 and checker.stream_waits > self.waits
+        self.mode, self.waits = number, checker.stream_waits
+        if waited:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+
 def _put_in(module: Any, **names: Any) -> None:
     for name, value in names.items():
         setattr(module, name, value)
 
 
+_sync_debug = SyncDebug()
 _generator = torch.ops.simulated.default_generator()
 
 
@@ -255,6 +275,8 @@ _put_in(
     is_initialized=_gives(True),
     is_current_stream_capturing=_gives(False),
     is_bf16_supported=_gives(True),
+    set_sync_debug_mode=_sync_debug.set,
+    get_sync_debug_mode=_sync_debug.get,
     init=_gives(),
     _lazy_init=_gives(),
     _lazy_call=lambda call, **options: call(),
