@@ -72,6 +72,10 @@ bench-memory: $(BENCH_READY) ## Measure peak memory beside the same, a quarter o
 triton: $(READY) $(TRITON) ## Compile regions for an H100 without one, a quarter of an hour; ARGS=--help for less
 	$(BIN)/python -m tests.kernels $(ARGS)
 
+.PHONY: gpu
+gpu: $(READY) ## Test and measure on this machine's GPUs within ten minutes, and write one report; ARGS=--help
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
 .PHONY: check
 check: lint types ## Check lint, format and types; change nothing
 

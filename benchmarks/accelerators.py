@@ -42,7 +42,7 @@ class Accelerator(Protocol):
         """Bytes since then: in tensors, and held by the allocator."""
 
     def rest(self) -> None:
-        """Leave the memory that is not in use to other processes."""
+        """Give back the memory that the allocator holds and nothing uses."""
 
 
 class Cuda:

@@ -1,20 +1,21 @@
 """Training steps on a GPU beside plain torch.compile, or on several beside DDP and FSDP2: `python -m benchmarks.gpu`.
 
-Needs torch with CUDA and what zcompile itself needs. Writes table.txt, results.json, and for each configuration a trace
-of torch's profiler, zcompile's timelines and what the processes printed, to the output folder. Whatever fails or finds
-no time any more is a named gap. Without a CUDA device it exits with status 2; `--device cpu --tiny` tries the way.
+Needs torch with CUDA and what zcompile itself needs. One configuration is on the device at a time: its processes have
+ended before those of the next begin, so that none needs room for another. Writes table.txt, results.json, and for each
+configuration a trace of torch's profiler, zcompile's timelines and what the processes printed, to the output folder.
+Exits with status 1 if anything failed or found no time, which the tables name, and with 2 where no GPU is free;
+`--device cpu --tiny` tries the way.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from benchmarks.bench import INTERRUPTED, describe_machine
 from benchmarks.configurations import Configuration
+from benchmarks.gpu_machine import machine, refusal
 from benchmarks.gpu_protocol import (
     BY_NAME,
     LARGE,
@@ -41,7 +43,7 @@ from benchmarks.gpu_report import write
 from benchmarks.gpu_results import Entry, Part, Result, fail_other_losses, name_gaps
 from benchmarks.links import LOOPBACK, End
 from benchmarks.protocol import Device, Precision, Sizes, Start
-from benchmarks.rounds import Say, failures_of
+from benchmarks.rounds import Say, failures_of, shuffled
 from benchmarks.team import Team, TeamError
 
 OUTPUT = Path(__file__).resolve().parent / "results" / "gpu"
@@ -50,7 +52,7 @@ COMPILERS = "8"  # processes that compile for each configuration, unless the env
 
 
 class NoDeviceError(RuntimeError):
-    """There is no CUDA device; the message says what there is instead."""
+    """No CUDA device can be measured; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Plan:
     sizes: Sizes
     only: tuple[str, ...]
     precisions: tuple[Precision, ...] = PRECISIONS
-    rounds: int = 8
+    starts: int = 2
+    rounds: int = 4
     steps: int = 10
     seconds: float = 2.0
     """A turn has fewer steps where they would take longer than this, but 2."""
@@ -71,7 +74,7 @@ class Plan:
     seed: int = 0
     timeout: float = 240.0
     minutes: float = 9.0
-    """When they are over, nothing new begins."""
+    """Nothing begins that they would not see the end of."""
     look: bool = True
     """Whether traces and timelines are made."""
     began: float = 0.0
@@ -92,17 +95,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for size in fields(Sizes):
         add(f"--{size.name}", type=int, default=None, help=f"of the model and its batch ({getattr(LARGE, size.name)})")
     add("--tiny", action="store_true", help="a model of nearly nothing, to try the way")
-    add("--rounds", type=int, default=8, help="turns that each configuration gets (8)")
+    add("--starts", type=int, default=2, help="times that each configuration's processes are started (2)")
+    add("--rounds", type=int, default=4, help="turns that a configuration has in each of them (4)")
     add("--steps", type=int, default=10, help="steps that are timed together in a turn (10)")
     add("--seconds", type=float, default=2.0, help="what they may take; a turn has fewer steps then, but 2 (2)")
     add("--warmup", type=int, default=6, help="steps before the first turn (6)")
-    add("--seed", type=int, default=0, help="of weights, data and the order of turns (0)")
+    add("--seed", type=int, default=0, help="of weights, data and the order of configurations (0)")
     add("--timeout", type=float, default=240, help="seconds until one that does not answer has failed (240)")
-    add("--minutes", type=float, default=9, help="when they are over nothing new begins (9)")
+    add("--minutes", type=float, default=9, help="nothing begins that would not end within them (9)")
     add("--no-look", dest="look", action="store_false", help="leave traces and timelines out")
     add("--output", type=Path, default=OUTPUT, help="folder of the results (benchmarks/results/gpu)")
     options = parser.parse_args(arguments)
-    for name in ("rounds", "steps", "warmup", "ranks"):
+    for name in ("starts", "rounds", "steps", "warmup", "ranks"):
         if (given := getattr(options, name)) is not None and given < 1:
             parser.error(f"--{name} {given} is too small: give 1 or more")
     return options
@@ -112,7 +116,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """What is to be measured.
 
     Raises:
-        NoDeviceError: It was to be measured on CUDA devices, of which there are none or too few.
+        NoDeviceError: It was to be measured on CUDA devices, of which there are none or too few, or which are busy.
     """
     there = devices() if options.device == "cuda" else None
     world = options.ranks or there or 1
@@ -126,6 +130,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         sizes=replace(TINY if options.tiny else LARGE, **{k: v for k, v in given.items() if v is not None}),
         only=tuple(options.only or usual(world)),
         precisions=tuple(options.precisions),
+        starts=options.starts,
         rounds=options.rounds,
         steps=options.steps,
         seconds=options.seconds,
@@ -142,18 +147,19 @@ def devices() -> int:
     """How many CUDA devices there are.
 
     Raises:
-        NoDeviceError: None.
+        NoDeviceError: None, or other processes hold their memory.
     """
-    import torch  # the command itself wants nothing else of it
-
-    if not torch.cuda.is_available():
-        kind = "is built without CUDA" if torch.version.cuda is None else "finds no device that it can use"
-        raise NoDeviceError(f"no GPU: torch {torch.__version__} {kind}; `--device cpu --tiny` tries the way without")
-    return torch.cuda.device_count()
+    found = machine()
+    if reason := refusal(found):
+        raise NoDeviceError(f"{reason}; `--device cpu --tiny` tries the way without")
+    return len(found.cards)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, and write what was found, also when it is interrupted."""
+    """Measure, and write what was found, also when it is interrupted.
+
+    Returns 0, 1 if something failed or was left out, 2 without a device, or 130 if it was interrupted.
+    """
     console = Console(stderr=True)
     say: Say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     try:
@@ -175,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
         status = INTERRUPTED
     finish(result, plan.output)
     say(f"results lie in {plan.output}/")
-    return status
+    return status or int(any(part.incomplete for part in result.parts.values()))
 
 
 def saying(say: Say, precision: Precision, line: str) -> None:
@@ -183,113 +189,126 @@ def saying(say: Say, precision: Precision, line: str) -> None:
 
 
 def measure(precision: Precision, plan: Plan, result: Result, say: Say) -> None:
-    """Measure all configurations in one precision: they start, warm up, take turns, and are looked into."""
+    """Measure all configurations in one precision, one after the other, as often as there are starts."""
     part = result.parts[precision] = Part(precision, plan.world)
     if plan.left <= 0:
         part.left_out = f"{plan.minutes:g} minutes were over: run it with --precisions {precision}"
         say(f"left out: {part.left_out}")
         return
-    with ExitStack() as stack:
-        group = Group(part, plan, result, say)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
-        group.start(chosen(list(plan.only), precision), folder, stack)
-        stack.callback(group.dismiss)  # first of all that is undone, before any team is waited for
-        group.warm_up()
-        group.take_turns()
-        if plan.look:
-            group.look()
+    configurations = chosen(list(plan.only), precision)
+    part.entries = {configuration.name: Entry() for configuration in configurations}
+    series = Series(part, plan, result, say)
+    for start in range(plan.starts):
+        with tempfile.TemporaryDirectory(prefix="bench") as folder:
+            series.run(start, ordered(configurations, plan.seed, start), Path(folder))
+
+
+def ordered(configurations: Sequence[Configuration], seed: int, start: int) -> list[Configuration]:
+    """The reference begins the first start, as its pace decides on the length of turns; later orders are `seed`'s."""
+    return list(configurations) if start == 0 else shuffled(configurations, f"{seed} {start}")
 
 
 @dataclass
-class Group:
-    """The configurations that are alive together; one that fails leaves `teams`, and its entry says why."""
+class Series:
+    """Configurations one after the other; one that fails is not started again, and its entry says why."""
 
     part: Part
     plan: Plan
     result: Result
     say: Say
     teams: dict[str, Team] = field(default_factory=dict)
+    """Of this start, those that have not ended."""
+    took: dict[str, float] = field(default_factory=dict)
+    """Seconds from the first message to the end of the processes, by configuration, in its latest start that worked."""
 
-    def surviving(self, name: str) -> AbstractContextManager[None]:
-        """Write down what ends a configuration, and go on without it."""
-        return failures_of(name, self.part.entries[name], self.teams, self.say)
+    def run(self, start: int, configurations: Sequence[Configuration], folder: Path) -> None:
+        """Start the processes of all, which import and touch no device, and let one after the other train and end."""
+        alive = [c for c in configurations if not self.part.entries[c.name].failure]
+        with ExitStack() as stack:
+            for configuration in alive:
+                self.teams[configuration.name] = stack.enter_context(self.team(configuration))
+            stack.callback(self.dismiss)  # first of all that is undone, before any team is waited for
+            for configuration in alive:
+                self.measure(start, configuration, folder)
+                self.result.write(self.plan.output / "results.json")
 
-    def start(self, configurations: Sequence[Configuration], folder: Path, stack: ExitStack) -> None:
-        """Start all processes at once: they import, and build the model."""
-        self.say(f"starting {', '.join(configuration.name for configuration in configurations)}")
-        for configuration in configurations:
-            self.part.entries[configuration.name] = Entry()
-            self.teams[configuration.name] = stack.enter_context(self.team(configuration, folder))
-        for name, team in list(self.teams.items()):
-            with self.surviving(name):
-                answers = team.hear()
-                self.part.entries[name].versions = answers[0].versions
-                self.result.built(answers)
+    def measure(self, start: int, configuration: Configuration, folder: Path) -> None:
+        """Train one configuration; its processes have ended when this returns."""
+        name, began = configuration.name, time.monotonic()
+        entry, team = self.part.entries[name], self.teams[name]
+        if not self.fits(name):
+            self.say(f"{name}: no time for start {start}")
+            entry.failure = entry.failure or (None if entry.seconds else self.over)
+            return
+        self.say(f"{name}: start {start}")
+        with failures_of(name, entry, self.teams, self.say):
+            self.build(team, configuration, entry, folder)
+            self.warm_up(start, team, entry)
+            self.take_turns(start, team, entry)
+            if self.plan.look and not entry.inspection and not entry.gap:
+                self.look(name, team, entry)
+        team.close()
+        self.teams.pop(name, None)
+        if not entry.failure:  # one that gave no answer says nothing of the others' pace
+            self.took[name] = time.monotonic() - began
 
-    def team(self, configuration: Configuration, folder: Path) -> Team:
-        """The ranks of a configuration, told to build; they find each other through a file in `folder`."""
-        plan, name = self.plan, configuration.name
+    def fits(self, name: str) -> bool:
+        """Whether another start would end in time, if it took what its last one did, or the slowest of the others."""
+        return self.plan.left > self.took.get(name, max(self.took.values(), default=0.0))
+
+    @property
+    def over(self) -> str:
+        return f"left out: {self.plan.minutes:g} minutes were nearly over"
+
+    def team(self, configuration: Configuration) -> Team:
+        """The ranks of a configuration, which wait to be told what they are."""
+        plan = self.plan
         logs = plan.output / "logs" / self.part.precision
         logs.mkdir(parents=True, exist_ok=True)
         environment = partial(surroundings, device=plan.device, world=plan.world)
         ends = [LOOPBACK] * plan.world
-        team = Team("benchmarks.gpu_worker", ends, logs / name, plan.timeout, environment=environment)
+        return Team("benchmarks.gpu_worker", ends, logs / configuration.name, plan.timeout, environment=environment)
+
+    def build(self, team: Team, configuration: Configuration, entry: Entry, folder: Path) -> None:
+        """Let the ranks find each other through a file in `folder`, and build the model."""
+        plan = self.plan
         first = Start(
-            0, plan.world, configuration, plan.sizes, plan.seed, folder / name, plan.timeout,
+            0, plan.world, configuration, plan.sizes, plan.seed, folder / configuration.name, plan.timeout,
             device=plan.device, precision=self.part.precision, rate=RATE,
         )  # fmt: skip
         team.tell(*(replace(first, rank=rank) for rank in range(plan.world)))
-        return team
+        answers = team.hear()
+        entry.versions = answers[0].versions
+        self.result.built(answers)
 
-    def warm_up(self) -> None:
-        """Compile one after the other: what Inductor tries out on the device is tried on one that is free."""
-        for name, team in list(self.teams.items()):
-            with self.surviving(name):
-                if self.plan.left <= 0:
-                    team.close()
-                    raise TeamError(f"left out: {self.plan.minutes:g} minutes were over")
-                team.tell(*[WarmUp(self.plan.warmup)] * self.plan.world)
-                self.part.entries[name].warmed(team.hear())
-                self.say(f"{name}: {self.part.entries[name].warmup[0]:.1f} s for the first step")
+    def warm_up(self, start: int, team: Team, entry: Entry) -> None:
+        team.tell(*[WarmUp(self.plan.warmup)] * self.plan.world)
+        entry.warmed(start, team.hear())
+        self.part.steps = self.part.steps or steps_of_a_turn(self.part, self.plan)
 
-    def take_turns(self) -> None:
-        """In each round every configuration has a turn, in an order of its own that the seed decides."""
-        plan, part = self.plan, self.part
-        part.steps = steps_of_a_turn(part, plan)
-        for number in range(plan.rounds):
-            if not self.teams or (number and plan.left <= 0):
-                why = "the minutes are over" if self.teams else "nothing is left"
-                self.say(f"{number} rounds of {plan.rounds}: {why}")
+    def take_turns(self, start: int, team: Team, entry: Entry) -> None:
+        for number in range(self.plan.rounds):
+            if number and self.plan.left <= 0:
                 return
-            self.say(f"round {number} of {part.steps} steps: {', '.join(self.teams)}")
-            names = sorted(self.teams)
-            random.Random(f"{plan.seed} {number}").shuffle(names)
-            for name in names:
-                with self.surviving(name):
-                    self.teams[name].tell(*[Run(part.steps)] * plan.world)
-                    part.entries[name].took(str(number), self.teams[name].hear())
-            self.result.write(plan.output / "results.json")
+            team.tell(*[Run(self.part.steps)] * self.plan.world)
+            entry.took(start, number, team.hear())
 
-    def look(self) -> None:
-        """Look into a step of each configuration. What fails here does not count against its figures."""
+    def look(self, name: str, team: Team, entry: Entry) -> None:
+        """Look into a step. What fails here does not count against the figures."""
         folder = self.plan.output / "steps" / self.part.precision
         folder.mkdir(parents=True, exist_ok=True)
-        for name, team in self.teams.items():
-            entry = self.part.entries[name]
-            try:
-                if self.plan.left <= 0:
-                    raise TeamError(f"{self.plan.minutes:g} minutes were over")
-                self.say(f"{name}: looking into a step")
-                team.tell(*[Inspect(folder / name)] * self.plan.world)
-                entry.inspection = team.hear()[0]
-            except TeamError as error:
-                entry.gap = str(error)
-                self.say(f"{name}: {error}")
+        try:
+            team.tell(*[Inspect(folder / name)] * self.plan.world)
+            entry.inspection = team.hear()[0]
+        except TeamError as error:
+            entry.gap = str(error)
+            self.say(f"{name}: {error}")
 
     def dismiss(self) -> None:
-        """Let all processes end at the same time."""
+        """Let all processes that are left end at the same time."""
         for team in self.teams.values():
             team.dismiss()
+        self.teams.clear()
 
 
 def steps_of_a_turn(part: Part, plan: Plan) -> int:

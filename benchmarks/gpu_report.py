@@ -15,17 +15,17 @@ from benchmarks.gpu_results import MIB, TOLERANCES, WINDOW, Entry, Part, Result,
 from benchmarks.report import print_wide, verdict_text
 from benchmarks.results import Spread, ratio, spread
 
-WIDTH = 210  # columns
+WIDTH = 220  # columns
 WHAT = {
     "bf16": "autocast over parameters in fp32 (-cast: zcompile's own dtype=)",
     "tf32": "parameters in fp32, products in TF32 allowed",
     "fp32": "no TF32",
 }
 COLUMNS = ("ms a step", "times {reference}", "events ms", "tokens/s", "MFU", "host ms", "limit", "launches")
-MORE = ("graphs", "kernels", "waits", "busy ms", "peak MiB", "reserved", "first s", "apart")
+MORE = ("graphs", "kernels", "waits", "busy ms", "peak MiB", "reserved", "first s", "apart", "turns")
 ALLOWED = ", ".join(f"{precision} {tolerance:.1%}" for precision, tolerance in TOLERANCES.items())
 NOTES = f"""
-ms a step: synchronised at both ends of a turn; medians over rounds with the least and the largest, ratios by round
+ms a step: synchronised at both ends of a turn; medians over turns with the least and the largest, ratios by turn
 host ms: until the last launch of a step that begins with an idle device has returned; limit: who is waited for
 launches, graphs, kernels, waits, busy: of one step under torch's profiler; waits: of the host for the device
 events: the same between two events in the stream; first: seconds of the first step, compilation included
@@ -59,7 +59,7 @@ def headline(result: Result) -> str:
         f"GPT of {result.parameters / 1e6:.1f} million parameters ({sizes.blocks} blocks, width {sizes.width}, "
         f"sequence {sizes.sequence}, vocabulary {sizes.vocabulary}), batch {sizes.batch} a rank, fused AdamW\n"
         f"{result.world} x {result.device or 'no device answered'}, {result.memory / 2**30:.0f} GiB; "
-        f"torch {result.machine.get('torch')}; {options['rounds']} rounds"
+        f"torch {result.machine.get('torch')}; {options['starts']} starts of {options['rounds']} turns"
     )
 
 
@@ -101,6 +101,7 @@ def cells(entry: Entry, part: Part, result: Result) -> list[str | Text]:
         f"{entry.reserved / MIB:.0f}" if entry.reserved else "-",
         f"{entry.warmup[0]:.1f}" if entry.warmup else "-",
         "-" if entry.apart is None else f"{entry.apart:.3%}",
+        str(len(entry.seconds)),
     ]
 
 

@@ -40,19 +40,19 @@ class Entry:
     """One configuration in one precision."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of a step, by round, on the slowest rank."""
+    """Of a step, by turn (start/number), on the slowest rank."""
     on_device: dict[str, float] = field(default_factory=dict)
     """The same by events in the stream; nothing on the CPU."""
     host: dict[str, float] = field(default_factory=dict)
-    """Of the host in a step that begins with an idle device, by round, on the slowest rank."""
+    """Of the host in a step that begins with an idle device, by turn, on the slowest rank."""
     single: dict[str, float] = field(default_factory=dict)
     """Of such a step as a whole."""
-    losses: list[list[float]] = field(default_factory=list)
-    """Of each step from the first on, by rank."""
+    losses: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Of each step from the first on, by start, by rank."""
     apart: float | None = None
     """How far the losses are from the reference's at most, relatively."""
     warmup: list[float] = field(default_factory=list)
-    """Seconds of the first steps; the first one compiles."""
+    """Seconds of the first steps of the first start; the first one compiles."""
     allocated: int = 0
     """Peak of bytes in tensors on the rank that needs most, after the warm-up."""
     reserved: int = 0
@@ -64,12 +64,14 @@ class Entry:
     failure: str | None = None
     """Why its figures are not used."""
 
-    def warmed(self, answers: Sequence[Warm]) -> None:
-        self.warmup = [max(seconds) for seconds in zip(*(a.seconds for a in answers), strict=True)]
-        self.losses = [list(answer.losses) for answer in answers]
+    def warmed(self, start: int, answers: Sequence[Warm]) -> None:
+        """Take what the ranks said of the first steps of a start."""
+        self.warmup = self.warmup or [max(seconds) for seconds in zip(*(a.seconds for a in answers), strict=True)]
+        self.losses[str(start)] = [list(answer.losses) for answer in answers]
 
-    def took(self, turn: str, answers: Sequence[Turn]) -> None:
+    def took(self, start: int, number: int, answers: Sequence[Turn]) -> None:
         """Take what the ranks said of one turn."""
+        turn = f"{start}/{number}"
         self.seconds[turn] = max(answer.seconds for answer in answers)
         on_device = [answer.on_device for answer in answers if answer.on_device is not None]
         if on_device:
@@ -78,7 +80,7 @@ class Entry:
         self.single[turn] = max(answer.single for answer in answers)
         self.allocated = max(self.allocated, *(answer.allocated for answer in answers))
         self.reserved = max(self.reserved, *(answer.reserved for answer in answers))
-        for losses, answer in zip(self.losses, answers, strict=True):
+        for losses, answer in zip(self.losses[str(start)], answers, strict=True):
             losses += answer.losses
 
     @property
@@ -105,6 +107,11 @@ class Part:
     def healthy(self, name: str) -> Entry | None:
         """The entry whose figures may be used."""
         return usable(self.entries.get(name))
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether figures are missing, or may not be used."""
+        return bool(self.left_out) or any(entry.failure for entry in self.entries.values())
 
     @property
     def reference(self) -> Entry | None:
@@ -162,20 +169,22 @@ def name_gaps(part: Part) -> None:
 def fail_other_losses(part: Part) -> None:
     """Mark configurations whose losses are not those of the reference, or of the first one there is without it.
 
-    Ranks that do not communicate train other models than those that do, so beyond a world of one they share the first
-    step only.
+    All starts train from the same values on the same data. Ranks that do not communicate train other models than those
+    that do, so beyond a world of one they share the first step only.
     """
     order = [reference(part.world), *(c.name for c in CONFIGURATIONS if part.world == 1 or c.communicates)]
-    right = next((part.entries[name] for name in order if part.healthy(name)), None)
-    if right is None:
+    losses = next((part.entries[name].losses for name in order if part.healthy(name)), None)
+    if not losses:
         return
+    right = next(iter(losses.values()))
     tolerance = TOLERANCES[part.precision]
     for name, entry in part.entries.items():
         if entry.failure or not entry.losses:
             continue
         whole = part.world == 1 or BY_NAME[name].communicates
-        first = apart(entry.losses, right.losses, steps=1)
-        entry.apart = apart(entry.losses, right.losses) if whole else first
+        mine, theirs = [rank for start in entry.losses.values() for rank in start], right * len(entry.losses)
+        first = apart(mine, theirs, steps=1)
+        entry.apart = apart(mine, theirs) if whole else first
         for found, allowed, where in ((first, tolerance / 10, "in the first step"), (entry.apart, tolerance, "later")):
             if not found <= allowed:  # so that a nan fails
                 entry.failure = f"other losses {where}: {found:.2%} apart, allowed are {allowed:.2%}"
@@ -183,11 +192,15 @@ def fail_other_losses(part: Part) -> None:
 
 
 def apart(losses: Sequence[list[float]], right: Sequence[list[float]], steps: int | None = None) -> float:
-    """The largest relative distance of two means of `WINDOW` steps, or of the first `steps`; nan if one is nan."""
+    """The largest relative distance of two means of `WINDOW` steps, or of the first `steps`; nan if one is nan.
+
+    Only steps that both have trained count.
+    """
+    pairs = [list(zip(ours, others, strict=False))[:steps] for ours, others in zip(losses, right, strict=True)]
     found = [
         abs(mine - theirs) / abs(theirs)
-        for ours, others in zip(losses, right, strict=True)
-        for mine, theirs in zip(means(ours[:steps]), means(others[:steps]), strict=False)
+        for pair in pairs
+        for mine, theirs in zip(*(means(side) for side in zip(*pair, strict=True)), strict=True)
     ]
     return float("nan") if any(one != one for one in found) else max(found, default=0.0)
 

@@ -1,7 +1,7 @@
 """One rank of one configuration on a device: `python -m benchmarks.gpu_worker FD` does what the pipe at FD says.
 
-Between two messages it sleeps and leaves the memory that it does not need to others, so that many configurations can
-be alive on one device while one of them runs.
+It touches no device before the first message says what it is. After each answer the allocator's unused memory goes
+back, so that what Inductor tries out while it compiles does not count as the steps' own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ not. A GPT without dropout, made on meta, takes two steps of `loss.backward(); o
 bfloat16 over float32 shards, on one short sequence. "state" is what torch has allocated behind the second step, the
 gradients included; the paper's is (2 + 2 + 12)Ψ/N (Rajbhandari et al. 2020, figure 1, table 1). GB are 10^9 bytes.
 
-Without a GPU, `--cpu` counts the tensors of the state alone; it takes the memory of two layers beside them.
+What a GPU has no room for is left out. Without one, `--cpu` counts the tensors of the state alone; it takes the memory
+of two layers beside them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zcompile
+from benchmarks.gpu_machine import machine, refusal
 from benchmarks.team import ROOT
 from examples.gpt import GPT, GPTConfig
 from zcompile.cost.memory import model_state, peak_bytes
@@ -42,6 +44,11 @@ class Shape:
     paper: float
     """GB of model state on a rank."""
     vocabulary: int = 1024
+
+    @property
+    def least(self) -> float:
+        """GB that a step takes at least: the state, and one layer whole with its gradient, in bfloat16."""
+        return self.paper + 2 * 2 * 12 * self.width**2 / GB
 
 
 SHAPES = {
@@ -128,16 +135,32 @@ def main(arguments: Sequence[str]) -> int:
     if options.one:
         print(json.dumps(asdict(measure(SHAPES[options.one], options.tokens, options.prefetch))))
         return 0
-    if not torch.cuda.is_available() and not options.cpu:
-        print("There is no GPU here; --cpu counts the state alone, in the host's memory.")
-        return 2
+    free = float("inf")
+    if not options.cpu:
+        found = machine()
+        if reason := refusal(found):
+            print(f"{reason}; --cpu counts the state alone, in the host's memory", file=sys.stderr)
+            return 2
+        free = found.cards[0].free / GB
     print("model  billions  world  paper  explain()    state  peak-state     peak  seconds    (GB; explain() predicts)")
+    failed = False
     for name in options.models:
+        shape = SHAPES[name]
+        if shape.least > free:
+            print(f"{name:6} left out: a step takes more than {shape.least:.0f} GB, of which {free:.0f} are free")
+            continue
         command = [sys.executable, "-m", "benchmarks.memory_gpu", "--one", name]
         command += ["--tokens", str(options.tokens), "--prefetch", str(options.prefetch)]
-        ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        print(row(name, SHAPES[name], Found(**json.loads(ended.stdout.splitlines()[-1]))), flush=True)
-    return 0
+        ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        failed = failed or ended.returncode != 0
+        failure = f"{name:6} FAILED: exit status {ended.returncode}"
+        print(failure if ended.returncode else row(name, shape, read(ended.stdout)), flush=True)
+    return int(failed)
+
+
+def read(printed: str) -> Found:
+    """What the process of one model printed last."""
+    return Found(**json.loads(printed.splitlines()[-1]))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import gpu
-from benchmarks.gpu import Group, Plan, main, measure, parse, plan_of, steps_of_a_turn, surroundings
+from benchmarks.configurations import Configuration
+from benchmarks.gpu import Plan, Series, main, measure, ordered, parse, plan_of, steps_of_a_turn, surroundings
 from benchmarks.gpu_counts import counts, covered
+from benchmarks.gpu_machine import Card, Machine, refusal
 from benchmarks.gpu_protocol import BY_NAME, LARGE, TINY, Built, Inspection, Turn, Warm, chosen, reference, usual
 from benchmarks.gpu_report import write
 from benchmarks.gpu_results import (
@@ -40,9 +41,10 @@ LOSSES = [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
 
 
 def entry(seconds: float, losses: list[float] = LOSSES, allocated: int = 100 * MIB) -> Entry:
-    times = {"0": seconds, "1": 2 * seconds}
-    host = {"0": seconds / 2}
-    return Entry(times, times, host, {"0": seconds}, [list(losses)], warmup=[5.0, seconds], allocated=allocated)
+    times = {"0/0": seconds, "0/1": 2 * seconds}
+    host = {"0/0": seconds / 2}
+    starts = {"0": [list(losses)], "1": [LOSSES[:3]]}
+    return Entry(times, times, host, {"0/0": seconds}, starts, warmup=[5.0, seconds], allocated=allocated)
 
 
 def part(**entries: Entry) -> Part:
@@ -51,7 +53,9 @@ def part(**entries: Entry) -> Part:
 
 
 def result(of: Part, device: str = "NVIDIA H200") -> Result:
-    return Result({"torch": "2"}, {"rounds": 2}, LARGE, of.world, device, 2**37, 400_000_000, {of.precision: of})
+    return Result(
+        {"torch": "2"}, {"starts": 2, "rounds": 2}, LARGE, of.world, device, 2**37, 400_000_000, {of.precision: of}
+    )
 
 
 def printed(of: Result) -> str:
@@ -61,18 +65,21 @@ def printed(of: Result) -> str:
 
 
 def plan(tmp_path: Path, **changed: Any) -> Plan:
-    given: dict[str, Any] = {"only": ("compile", "zcompile-0"), "began": time.monotonic(), "rounds": 2}
+    given: dict[str, Any] = {"only": ("compile", "zcompile-0"), "began": time.monotonic(), "rounds": 2, "starts": 2}
     return Plan(tmp_path, "cpu", 1, TINY, **(given | changed))
 
 
 class Answering:
     """A team that answers at once, or fails at the message of kind `fails`."""
 
-    def __init__(self, name: str, fails: str = "") -> None:
-        self.name, self.fails, self.asked, self.closed = name, fails, "Start", False
+    def __init__(self, name: str, fails: str, there: list[str]) -> None:
+        self.name, self.fails, self.there = name, fails, there
 
     def tell(self, *messages: Any) -> None:
         self.asked, self.message = type(messages[0]).__name__, messages[0]
+        if self.asked == "Start":
+            assert self.there == [], "no other configuration is on the device"
+            self.there.append(self.name)
 
     def hear(self) -> list[Any]:
         if self.asked == self.fails:
@@ -84,37 +91,51 @@ class Answering:
         return [Inspection() if self.asked == "Inspect" else Built(10, "CPU", 2**30)]
 
     def dismiss(self) -> None:
-        self.closed = True
+        assert self.there == [], "one that trains is closed, and waited for"
 
     def close(self) -> None:
-        self.closed = True
+        self.there[:] = []
 
     def __enter__(self) -> Answering:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.closed = True
+        self.close()
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, given: Plan, fails: str = "") -> tuple[Result, list[str]]:
     """What `measure` finds where zcompile-0 fails at a message of the kind `fails`."""
     said: list[str] = []
-    found = Result({}, {"rounds": given.rounds}, given.sizes, given.world)
+    found = Result({}, {"starts": given.starts, "rounds": given.rounds}, given.sizes, given.world)
+    there: list[str] = []
 
-    def team(_: Group, configuration: Any, __: Path) -> Answering:
-        return Answering(configuration.name, fails if configuration.name == "zcompile-0" else "")
+    def team(_: Series, configuration: Configuration) -> Answering:
+        return Answering(configuration.name, fails if configuration.name == "zcompile-0" else "", there)
 
-    monkeypatch.setattr(Group, "team", team)
+    monkeypatch.setattr(Series, "team", team)
     measure("fp32", given, found, said.append)
     return found, said
 
 
 def test_without_a_device_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "machine", lambda: Machine("2.13.0+cpu"))
     assert main([]) == gpu.NO_DEVICE == 2
-    assert "no GPU: torch" in capsys.readouterr().err
+    assert "no GPU: torch 2.13.0+cpu is built without CUDA" in capsys.readouterr().err
     with pytest.raises(gpu.NoDeviceError, match="--device cpu --tiny"):
         plan_of(parse([]))
+
+
+def test_what_cannot_be_measured_is_refused_in_a_sentence() -> None:
+    idle, busy = Card("A100", 40 * 2**30, 39 * 2**30), Card("A100", 40 * 2**30, 4 * 2**30)
+    assert refusal(Machine("2.13.0", "12.8", cards=(idle, idle))) is None
+    assert refusal(Machine("2.13.0", "12.8")) == "no GPU: torch 2.13.0 finds no device that it can use"
+    assert refusal(Machine("2.13.0", "12.8", error="out of memory")) == (
+        "no GPU: torch 2.13.0 cannot use its device: out of memory"
+    )
+    assert refusal(Machine("2.13.0", "12.8", cards=(idle, busy))) == (
+        "GPU 1 (A100) is busy: 36.0 of its 40.0 GiB are taken; end the processes that nvidia-smi lists, "
+        "or choose other GPUs by CUDA_VISIBLE_DEVICES"
+    )
 
 
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +203,7 @@ def test_ranks_that_do_not_communicate_share_only_the_first_loss() -> None:
 
 def test_who_is_waited_for() -> None:
     assert entry(0.1).limit == "device"
-    assert Entry(host={"0": 0.99}, single={"0": 1.0}).limit == "host"
+    assert Entry(host={"0/0": 0.99}, single={"0/0": 1.0}).limit == "host"
     assert Entry().limit == "-"
 
 
@@ -215,10 +236,12 @@ def test_a_step_is_counted_in_a_trace() -> None:
 def test_every_configuration_has_its_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found, _ = measured(monkeypatch, plan(tmp_path))
     for one in found.parts["fp32"].entries.values():
-        assert sorted(one.seconds) == ["0", "1"]
+        assert sorted(one.seconds) == ["0/0", "0/1", "1/0", "1/1"]
+        assert [len(start[0]) for start in one.losses.values()] == [2 + 2 * 4] * 2
         assert one.inspection
         assert not one.failure
     assert found.parts["fp32"].steps == 4, "two seconds at half a second each"
+    assert not found.parts["fp32"].incomplete
     assert json.loads((tmp_path / "results.json").read_text())["parts"]["fp32"]["entries"]["compile"]["seconds"]
 
 
@@ -227,8 +250,16 @@ def test_what_fails_is_named_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     found, _ = measured(monkeypatch, plan(tmp_path), fails)
     entries = found.parts["fp32"].entries
     assert entries["zcompile-0"].failure == "rank 0 died (signal 9)"
-    assert len(entries["compile"].seconds) == 2
+    assert len(entries["compile"].seconds) == 4
+    assert found.parts["fp32"].incomplete
     assert "zcompile-0 FAILED: rank 0 died" in printed(found)
+
+
+def test_the_time_of_a_failure_is_no_pace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+    monkeypatch.setattr(Series, "fits", lambda series, name: not seen.append(set(series.took)))
+    measured(monkeypatch, plan(tmp_path, only=("zcompile-0", "zcompile-1")), "Run")
+    assert seen == [set(), set(), {"zcompile-1"}]
 
 
 def test_a_look_that_fails_costs_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -244,6 +275,34 @@ def test_when_the_minutes_are_over_nothing_new_begins(monkeypatch: pytest.Monkey
     assert found.parts["fp32"].left_out == "0 minutes were over: run it with --precisions fp32"
     assert "left out: 0 minutes were over" in said[0]
     assert "left out: 0 minutes were over" in printed(found)
+
+
+def test_no_configuration_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
+    series = Series(part(), plan(tmp_path, minutes=1.0), result(part()), print)
+    assert series.fits("compile")
+    series.took = {"compile": 300.0}
+    assert not series.fits("compile")
+    assert not series.fits("zcompile-0"), "it may be as slow as the slowest"
+    series.took["zcompile-0"] = 1.0
+    assert series.fits("zcompile-0")
+
+
+def test_a_start_for_which_there_is_no_time_costs_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Series, "fits", lambda series, name: name == "compile" and name not in series.took)
+    found, said = measured(monkeypatch, plan(tmp_path, minutes=5.0))
+    entries = found.parts["fp32"].entries
+    assert sorted(entries["compile"].seconds) == ["0/0", "0/1"]
+    assert entries["compile"].failure is None
+    assert "compile: no time for start 1" in said
+    assert entries["zcompile-0"].failure == "left out: 5 minutes were nearly over"
+
+
+def test_the_reference_begins_and_later_orders_are_random() -> None:
+    there = chosen(usual(1), "bf16")
+    assert ordered(there, 0, 0) == there
+    assert there[0].name == reference(1)
+    assert ordered(there, 0, 1) != ordered(there, 0, 2)
+    assert set(ordered(there, 0, 1)) == set(there)
 
 
 def test_what_had_no_turn_says_so() -> None:
@@ -274,8 +333,8 @@ def test_the_command_starts_without_torch() -> None:
 
 @pytest.mark.slow
 def test_the_whole_way_on_the_processor(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--tiny", "--rounds", "2", "--steps", "2", "--precisions", "bf16", "--minutes", "4"]
-    names = ["--only", "compile", "eager", "zcompile-0", "zcompile-3-cast", "--output", str(tmp_path)]
+    arguments = ["--device", "cpu", "--tiny", "--starts", "1", "--rounds", "2", "--steps", "2", "--precisions", "bf16"]
+    names = ["--only", "compile", "eager", "zcompile-0", "zcompile-3-cast", "--minutes", "4", "--output", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments, *names]
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=290)
     entries = json.loads((tmp_path / "results.json").read_text())["parts"]["bf16"]["entries"]
