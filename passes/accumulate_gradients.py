@@ -13,6 +13,7 @@ from __future__ import annotations
 from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.ops import Accumulate, Reduce, WaitReduce
 from zcompile.ir.program import Program
+from zcompile.passes.capture_graphs import copy_out
 
 
 def accumulate_gradients(program: Program) -> Program:
@@ -28,4 +29,4 @@ def accumulate_gradients(program: Program) -> Program:
         wait.replace_all_uses_with(sums)
         program.graph.erase_node(wait)
         program.graph.erase_node(reduction)
-    return program
+    return copy_out(program)

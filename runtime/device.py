@@ -42,6 +42,11 @@ def is_gpu(device: torch.device) -> bool:
     return device.type not in _WITHOUT_STREAMS
 
 
+def has_graphs(device: torch.device) -> bool:
+    """True for a device of CUDA, whose graphs torch's trees are of."""
+    return device.type == CUDA
+
+
 def is_host(device: torch.device) -> bool:
     """True for the device whose memory Python's own threads read and write."""
     return device.type == HOST

@@ -271,9 +271,9 @@ def release(full: Full) -> None:
     full.release()
 
 
-def copy(value: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in memory of its own."""
-    return value.clone(memory_format=torch.contiguous_format)
+def copy(value: torch.Tensor, *, strided: bool = False) -> torch.Tensor:
+    """A copy in memory of its own: contiguous, or, where that is dense, laid out like the value."""
+    return value.clone(memory_format=torch.preserve_format if strided else torch.contiguous_format)
 
 
 def store(value: torch.Tensor, stack: ActivationStack) -> torch.Tensor:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import zcompile
+from zcompile import OptionError
 from zcompile.runtime import device
 
 
@@ -34,3 +37,10 @@ def test_the_kind_of_gpu_is_the_one_that_torch_can_use(
 
 def test_a_kind_of_gpu_without_graphs_is_never_within_a_capture() -> None:
     assert not device._is_capturing(object())
+
+
+def test_cuda_graphs_are_of_cuda() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(OptionError, match=r"cuda_graphs: wants a CUDA device, and the model is on cpu"):
+        zcompile.compile(model, cuda_graphs=True)
+    assert type(model.weight) is nn.Parameter, "the model is as it was"

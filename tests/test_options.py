@@ -27,6 +27,7 @@ OTHER: dict[str, Any] = {
     "offload_activations": "cpu",
     "partition_activations": True,
     "offload_parameters": "cpu",
+    "cuda_graphs": True,
 }
 """Another value than the default for each option that ranks agree on."""
 OWN = {"passes", "dump"}

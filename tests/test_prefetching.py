@@ -180,7 +180,9 @@ def test_a_model_in_several_programs_cannot_keep_a_limit() -> None:
         compiled(torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("options", [{"memory_limit": "1 GiB"}, {"arenas": True}, {"prefetch": "auto"}])
+@pytest.mark.parametrize(
+    "options", [{"memory_limit": "1 GiB"}, {"arenas": True}, {"cuda_graphs": True}, {"prefetch": "auto"}]
+)
 def test_what_a_whole_pipeline_would_ignore_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
         zcompile.compile(torch.nn.Linear(2, 2), passes=zcompile.pipeline(), **options)

@@ -13,10 +13,10 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -85,6 +85,7 @@ __all__ = [
     "backend_name",
     "backward_number",
     "buffers_of",
+    "captured",
     "chunk_cat",
     "close_connections",
     "compile_plainly",
@@ -101,6 +102,7 @@ __all__ = [
     "gather_together",
     "give_up",
     "gloo_of",
+    "graph_obstacle",
     "group_timeout",
     "has_gradient_hooks",
     "has_step_pre_hooks",
@@ -443,8 +445,8 @@ def promise_no_donated_buffers() -> None:
 
 
 def keeps_graph() -> bool:
-    """True while a backward with `retain_graph=True` runs."""
-    return bool(_keeps_graph())
+    """True while a backward with `retain_graph=True` runs; outside of backwards torch would say so, too."""
+    return backward_number() is not None and bool(_keeps_graph())
 
 
 def backward_number() -> int | None:
@@ -483,6 +485,47 @@ def compile_with_inductor(graph_module: fx.GraphModule, example_inputs: list[Any
     # torch puts a module's own tensors in front of the list in the function that is left out.
     own = any(True for _ in itertools.chain(graph_module.parameters(), graph_module.buffers()))
     return _boxed_inside(compiled) if not own else lambda box: compiled(*box)
+
+
+def graph_obstacle(graph: fx.Graph) -> str:
+    """Why an ATen graph cannot be captured as a CUDA graph; empty if it can."""
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    # What keeps or replays a generator's state reads it on the host.
+    ours = next((node for node in graph.nodes if node.target in (saved_random, replayed_random)), None)
+    holder: Any = SimpleNamespace(graph=graph)  # of the module, torch reads no more
+    node = ours or get_first_incompatible_cudagraph_node(holder)
+    return f"CUDA graphs cannot have {node.target}" if node is not None else ""
+
+
+def captured(
+    run: Callable[[list[Any]], list[Any]], sizes: Collection[int], fixed: Collection[int], results: int, device: int
+) -> Callable[[list[Any]], list[Any]]:
+    """`run`, which empties the list that it is called with, as nodes of torch's tree of CUDA graphs for a device.
+
+    A node is recorded for each path on which it is called: the second call warms up, and the third replays.
+
+    Args:
+        run: It takes tensors of the device, and sizes.
+        sizes: The arguments that are sizes; for others than before, new nodes are recorded.
+        fixed: The arguments that lie at the same place in each step. A node for which one does not is recorded anew.
+        results: How many tensors it gives. Once Python holds none that a path has given, the next one overwrites them.
+        device: The index of the device.
+    """
+    from torch._inductor.cudagraph_trees import cudagraphify_impl
+
+    count = max([-1, *sizes, *fixed]) + 1
+    pattern: list[Any] = [0 if index in sizes else None for index in range(count)]
+    call: Callable[[list[Any]], list[Any]] = cudagraphify_impl(
+        run,
+        pattern,
+        sorted(fixed),
+        device_index=device,
+        is_backward=False,
+        is_inference=False,
+        stack_traces=[None] * results,
+    )
+    return call
 
 
 _ARTIFACTS = "torch._inductor.standalone_compile"

@@ -66,6 +66,7 @@ def compile(
     offload_activations: str | None = None,
     partition_activations: bool = False,
     offload_parameters: str | None = None,
+    cuda_graphs: bool = False,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
@@ -92,6 +93,7 @@ def compile(
         offload_activations: Where what is saved for the backward waits: "cpu", for a GPU, or "disk:FOLDER", for a CPU.
         partition_activations: Of what all ranks of a tensor-parallel mesh save for the backward, keep a part on each.
         offload_parameters: Where shards are: "cpu", pinned memory, for a GPU; "disk:FOLDER", a file there, for a CPU.
+        cuda_graphs: Capture the compute between communications as CUDA graphs, over parameters at fixed places.
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.

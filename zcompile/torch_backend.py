@@ -412,6 +412,7 @@ def backend(
     bucket: int | str | None = None,
     arenas: bool = False,
     offload_activations: str | None = None,
+    cuda_graphs: bool = False,
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,

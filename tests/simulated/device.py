@@ -22,6 +22,7 @@ library.preload()
 
 import torch  # noqa: E402  (behind the device)
 
+from tests.simulated import graphs  # noqa: E402
 from tests.simulated.checker import HOST, Access, Checker  # noqa: E402
 from zcompile.runtime import stream_watch  # noqa: E402
 
@@ -319,6 +320,7 @@ _put_in(
     _cuda_isCurrentStreamCapturing=_gives(False),
     _cuda_synchronize=_calls(synchronize),
 )
+graphs.install(str(library.build()["device"]), DEVICE)
 
 
 def _resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:

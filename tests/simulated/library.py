@@ -21,6 +21,7 @@ from pathlib import Path
 NATIVE = Path(__file__).parent / "native"
 OPTIONS = ("-std=c++20", "-O1", "-DNDEBUG", "-w", "-shared", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO")
 LIBRARIES = {"device": ("c10", "torch_cpu", "torch"), "nccl": ("c10", "torch_cpu", "torch", "torch_python")}
+SOURCES = {"device": ("device.cpp", "graphs.cpp"), "nccl": ("nccl.cpp",)}
 VERSIONS = ("2.13.",)
 """Those whose C++ headers it is written for."""
 
@@ -70,7 +71,8 @@ def _command(name: str, scratch: Path) -> list[str]:
     headers = [_torch() / "include", _torch() / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     libraries = [f"-l{library}" for library in LIBRARIES[name]]
     paths = [f"-I{path}" for path in headers] + [f"-L{_torch() / 'lib'}"]
-    return ["g++", *OPTIONS, *paths, str(NATIVE / f"{name}.cpp"), "-o", str(scratch / f"{name}.so"), *libraries]
+    sources = [str(NATIVE / source) for source in SOURCES[name]]
+    return ["g++", *OPTIONS, *paths, *sources, "-o", str(scratch / f"{name}.so"), *libraries]
 
 
 def _torch() -> Path:

@@ -14,6 +14,7 @@ QUICK = (
     "stage 3",
     "stage 3, activations, arenas",
     "stage 3, graph breaks",
+    "stage 3, graphs, bf16, checkpoint",
     "stage 3, parameters, arenas",
     "stage 3, side stream",
     "train step, stage 3, alternating",
@@ -24,6 +25,7 @@ WAITS = {
     "stage 2, parameters": 2,
     "stage 3, parameters": 2,
     "stage 3, parameters, arenas": 2,
+    "stage 3, graphs, parameters": 2,
     "stage 3, parameters, bf16, arenas": 2,
     # The host updates each of five units.
     "train step, stage 3, parameters": 7,

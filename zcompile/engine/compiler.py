@@ -49,7 +49,7 @@ class Compiler:
         self.schedule = replace(self.options.schedule, bucket=bucket_for(self.hardware))
         self._chosen = False
         self.journals: list[Journal] = []
-        self.regions = RegionCache(self.options.backend, runtime.communicator.rank)
+        self.regions = RegionCache(self.options.backend, runtime.communicator.rank, runtime.graphs)
         if self.options.backend == "inductor":
             self.regions.ready = prepare_inductor(runtime.communicator.device)
         self._agreed: set[str] = set()
@@ -63,6 +63,7 @@ class Compiler:
             runtime.recorder,
             runtime.arenas,
             runtime.offloads,
+            runtime.graphs,
         )
 
     def capture(

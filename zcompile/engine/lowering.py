@@ -14,6 +14,7 @@ from zcompile._torch import is_symbolic
 from zcompile.cost.line_calls import lines_of
 from zcompile.cost.memory import arena_bytes
 from zcompile.engine.activation_offload import Offloads
+from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import AgreementError
 from zcompile.facts import verify
@@ -72,6 +73,8 @@ class Session:
     arenas: Arenas
     offloads: Offloads
     """Where activations go, by the operation of the program's placeholder for it."""
+    graphs: Graphs | None = None
+    """What captures regions as CUDA graphs, where that can be."""
     updater: Callable[[Gradients], None] | None = None
     """What steps the optimizer for the gradients of a unit, within a train step."""
 
@@ -91,6 +94,10 @@ class CompiledStep:
         self.saved: Sequence[fx.Node] = [
             node for one in groups for node in (one.members if isinstance(one, Bundle) else [one])
         ]
+        self._graphs = session.graphs if program.is_captured else None
+        tensors = [node for node in self.saved if not is_symbolic(node.meta.get("val"))]
+        self._made = next((i for i, node in enumerate(tensors) if not isinstance(data(node).op, Input)), None)
+        """Which of the tensors that are saved is the first that the forward has made."""
         inputs = traced.nodes(Parameter, Input)
         primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
         self._position = {
@@ -175,10 +182,14 @@ class CompiledStep:
         placeholders = [box[index] for index in self.reread]
         values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
         box.clear()
+        if self._graphs is not None:
+            self._graphs.begin()
         outputs, crossing = self._forward(values)
         full, saved = crossing[: len(self._kept)], flattened(crossing[len(self._kept) :])
         sizes = [v for v, n in zip(saved, self.saved, strict=True) if is_symbolic(n.meta.get("val"))]
         tensors = [v for v, n in zip(saved, self.saved, strict=True) if not is_symbolic(n.meta.get("val"))]
+        if self._graphs is not None:
+            self._graphs.mark(tensors, self._made)
         return [*outputs, *tensors, *self._carried(full, placeholders), *sizes]
 
     def _agree(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zcompile.engine.activation_offload import make_offloads
+from zcompile.engine.cuda_graphs import make_graphs
 from zcompile.engine.lowering import CompiledStep
 from zcompile.engine.model_calls import ModelCall
 from zcompile.engine.tensor_parallel_group import TensorParallelGroup
@@ -68,6 +69,7 @@ class ModelRuntime:
         self.arenas = Arenas(communicator.device)
         shared = self.tensor if options.partition_activations else None
         self.offloads = make_offloads(options, communicator, agreement, shared)
+        self.graphs = make_graphs(options, communicator.device)
         self.accumulates = False
         """True within `no_sync`."""
         self._seeded_alike: bool | None = None

@@ -20,9 +20,13 @@ from zcompile._torch import (
     saved_random,
     submodules_of,
 )
+from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.eager_regions import fit_kernels
 from zcompile.engine.region_strides import keep_strides
 from zcompile.ir.region import Region
+
+Run = Callable[[list[Any]], list[Any]]
+"""A compiled region: it takes the values of its placeholders in a list, which it empties, and gives its results."""
 
 
 @dataclass
@@ -31,9 +35,12 @@ class RegionCache:
 
     backend: str
     rank: int = 0
+    graphs: Graphs | None = None
+    """What captures the regions that programs want captured."""
     ready: Callable[[], None] = lambda: None
     """Returns when the backend may compile."""
-    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[str, Run] = field(default_factory=dict)
+    _captured: dict[tuple[str, frozenset[int]], Run] = field(default_factory=dict)
     seconds: float = 0.0
     """Spent compiling so far."""
 
@@ -50,14 +57,23 @@ class RegionCache:
         return {name: self.get(region) for name, region in found.items()}
 
     def get(self, region: Region) -> Callable[..., Any]:
-        """`found` compiled; equal regions of any program compile once."""
+        """`region` as a function of a call's arguments; equal regions of any program compile once.
+
+        The arguments come in a list, which is emptied: units' full parameters, then values. It gives its result, or a
+        list of them.
+        """
         key = region.key()
         if key not in self.compiled:
             started = time.perf_counter()
             self.ready()
             self.compiled[key] = _compile(region, self.backend)
             self.seconds += time.perf_counter() - started
-        return self.compiled[key]
+        run = self.compiled[key]
+        if self.graphs is not None and region.fixed is not None:
+            if (key, region.fixed) not in self._captured:
+                self._captured[key, region.fixed] = self.graphs.captured(region, run)
+            run = self._captured[key, region.fixed]
+        return _called(region, run)
 
 
 def spread(rank: int) -> float:
@@ -88,15 +104,14 @@ def _module(region: Region) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-def _compile(region: Region, backend: str) -> Callable[..., Any]:
-    """`region` as a function of a call's arguments, in a list that it empties: units' full parameters, then values.
-
-    It gives its result, or a list of them.
-    """
+def _compile(region: Region, backend: str) -> Run:
     root = _module(region)
     if backend == "eager":
         fit_kernels(root.graph)
-    run = _by_inductor(root.graph, root) if backend == "inductor" else _boxed(root, root.graph)
+    return _by_inductor(root.graph, root) if backend == "inductor" else _boxed(root, root.graph)
+
+
+def _called(region: Region, run: Run) -> Callable[..., Any]:
     takes, single = region.takes, len(region.outputs) == 1
 
     def call(box: list[Any]) -> Any:

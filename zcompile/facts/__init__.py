@@ -8,6 +8,7 @@ from zcompile.facts.fact import Fact, Violation, in_training, verify
 from zcompile.facts.memory import (
     FETCHED_BEFORE_USE,
     PLACES_DISJOINT,
+    RESULTS_OWNED,
     SHARDS_REPLICATED,
     buffers_bounded,
     memory_bounded,
@@ -38,6 +39,7 @@ __all__ = [
     "REDUCED_ONCE",
     "REGIONS_OUTLINED",
     "RELEASED_ONCE",
+    "RESULTS_OWNED",
     "SHARDS_REPLICATED",
     "UNITS_ASSIGNED",
     "UNUSED_AFTER_RELEASE",

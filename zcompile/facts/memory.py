@@ -9,8 +9,22 @@ from torch import fx
 from zcompile.cost.memory import arena_bytes, live_bytes
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.arena_places import lifetime, place_bytes
+from zcompile.ir.captured_regions import is_of_graph, outlives
 from zcompile.ir.operation import Operation, data, op_of
-from zcompile.ir.ops import AllGather, ByteRange, Call, Fetch, Group, Offload, Reduce, Release, WaitFetch, WaitGather
+from zcompile.ir.ops import (
+    Accumulate,
+    AllGather,
+    ByteRange,
+    Call,
+    Fetch,
+    Group,
+    Offload,
+    Reduce,
+    Release,
+    Results,
+    WaitFetch,
+    WaitGather,
+)
 from zcompile.ir.packing import ALIGNMENT, Interval
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
@@ -57,6 +71,14 @@ def _fetched_before_use(program: Program) -> Iterator[Violation]:
             yield Violation(node, f"{node.name} is {data(node).type}, and {fetched.name} was offloaded for it")
 
 
+def _results_owned(program: Program) -> Iterator[Violation]:
+    for user in program.nodes(Reduce, Accumulate, Results):
+        for value in outlives(program, user):
+            if is_of_graph(program, value):
+                problem = f"{value.name} outlives the step, and the next one's CUDA graphs write to its memory"
+                yield Violation(user, f"{label(user)} takes {value.name}: {problem}")
+
+
 def _shards_replicated(program: Program) -> Iterator[Violation]:
     for node in program.nodes(Offload):
         value, place = node.all_input_nodes
@@ -73,6 +95,8 @@ def _full_arguments(call: fx.Node) -> list[fx.Node]:
 
 PLACES_DISJOINT = Fact("places in the arena disjoint while they are needed", _places_disjoint)
 FETCHED_BEFORE_USE = Fact("activations fetched and waited for before use", _fetched_before_use)
+RESULTS_OWNED = Fact("nothing that outlives a step in the memory of CUDA graphs", _results_owned)
+
 SHARDS_REPLICATED = Fact("shards kept of what all ranks of a group have", _shards_replicated)
 
 

@@ -385,11 +385,14 @@ class Accumulate(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Copy(Operation):
-    """A gradient copied, because its memory belongs to another value too and the reduction must own it."""
+    """A value copied for who must own it: its memory belongs to another value too, or to a CUDA graph."""
 
     role = Role.VALUE
     functions = ("copy",)
     takes = (ANY,)
+
+    strided: bool = False
+    """Laid out like the value; a gradient is copied to be contiguous."""
 
 
 # -- activations ------------------------------------------------------------------------------------------------------

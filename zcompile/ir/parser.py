@@ -192,7 +192,7 @@ class _Parser:
         assert isinstance(end, ast.Return), "a region ends in a return"
         values = self._value(end.value, scope)
         set_data(scope.graph.output(tuple(values) if len(values) > 1 else values[0]), Data(ops.Results()))
-        return Region(function.name, scope.graph, tuple(takes))
+        return Region(function.name, scope.graph, tuple(takes), fixed=_fixed(function))
 
     def _phase(self, function: ast.FunctionDef, scope: _Scope, results: dict[str, Any]) -> None:
         for name, line in _unboxed(function):
@@ -415,6 +415,22 @@ def _take(source: str, line: int) -> tuple[int, int | None]:
     if match is None:
         raise ParseError(f"line {line}", f"{source!r} does not say where it comes from", "write `argument 0`")
     return int(match[1]), int(match[2]) if match[2] else None
+
+
+def _fixed(function: ast.FunctionDef) -> frozenset[int] | None:
+    """The arguments that stay where they are, of a region that is captured: `@cuda_graph(fixed=[0, 1])`."""
+    match function.decorator_list:
+        case []:
+            return None
+        case [
+            ast.Call(func=ast.Name(id="cuda_graph"), args=[], keywords=[ast.keyword(arg="fixed", value=ast.List(elts))])
+        ]:
+            values = [element.value for element in elts if isinstance(element, ast.Constant)]
+            numbers = frozenset(value for value in values if isinstance(value, int))
+            if len(numbers) == len(elts):
+                return numbers
+    fix = "write `@cuda_graph(fixed=[0, 1])`, with the numbers of arguments, or leave it out"
+    raise ParseError(f"line {function.lineno}", f"{function.name} has a decorator that says nothing", fix)
 
 
 def _unboxed(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:

@@ -76,6 +76,8 @@ packed = {
 {% if not loop.first %}
 
 {% endif -%}
+{%- if function.decorator %}@{{ function.decorator }}
+{% endif -%}
 def {{ function.name }}(box):
     (
 {%- for line in function.arguments %}
@@ -139,6 +141,7 @@ class Function:
     name: str
     arguments: list[str]
     body: list[str]
+    decorator: str = ""
 
 
 def render(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
@@ -154,7 +157,7 @@ def lines_with_nodes(program: ProgramGraph) -> list[tuple[str, str]]:
 
 
 def _rendered_program(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
-    functions = [_function(region.name, *_region_lines(region)) for region in program.regions.values() if regions]
+    functions = [_region_function(region) for region in program.regions.values() if regions]
     for phase in program.phases:
         if phase is Phase.FORWARD or program.has_backward:
             functions.append(_function(str(phase), *_phase_lines(program, phase)))
@@ -164,7 +167,7 @@ def _rendered_program(program: ProgramGraph, *, regions: bool = False, units: bo
 
 def region_text(region: Region) -> str:
     """The ATen operations of a region, as a function that `parse` reads."""
-    text = _rendered([_function(region.name, *_region_lines(region))])
+    text = _rendered([_region_function(region)])
     return "\n".join(line.partition(_MARK)[0] for line in text.split("\n"))
 
 
@@ -471,6 +474,14 @@ def _list(values: Iterable[Any]) -> str:
 
 
 # -- a region ---------------------------------------------------------------------------------------------------------
+
+
+def _region_function(region: Region) -> Function:
+    """A region; what is captured as a CUDA graph says which of its arguments stay where they are."""
+    function = _function(region.name, *_region_lines(region))
+    return (
+        function if region.fixed is None else replace(function, decorator=f"cuda_graph(fixed={sorted(region.fixed)})")
+    )
 
 
 def _region_lines(region: Region) -> tuple[list[TextLine], list[TextLine]]:

@@ -78,6 +78,11 @@ class ProgramGraph:
         reduced = results.gradients or results.reduced or self.nodes(Update)
         return bool(reduced or any(gradient is not None for gradient in results.input_gradients))
 
+    @property
+    def is_captured(self) -> bool:
+        """True if regions are captured as CUDA graphs."""
+        return any(region.fixed is not None for region in self.regions.values())
+
     def differentiated(self) -> set[str]:
         """Parameters with a gradient in this program."""
         return {*self.layout.trainable} - self.unused if self.has_backward else set()

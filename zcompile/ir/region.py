@@ -28,6 +28,9 @@ class Region:
     """Graphs that higher-order operations in `graph` call, by attribute name."""
     fuses: bool = True
     """False if operations run one by one, each writing its result to memory."""
+    fixed: frozenset[int] | None = None
+    """Of a region that is captured as a CUDA graph: the numbers of the placeholders that lie at the same place in each
+    step. None of one that is not."""
 
     @property
     def outputs(self) -> tuple[Any, ...]:

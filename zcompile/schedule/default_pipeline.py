@@ -14,6 +14,7 @@ from zcompile.ir.layout import SMALL_BYTES, STAGES
 from zcompile.ir.program import Program
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.assign_units import assign_units
+from zcompile.passes.capture_graphs import capture_graphs
 from zcompile.passes.defer_weights import defer_weights
 from zcompile.passes.gather_ahead import gather_ahead
 from zcompile.passes.insert_gathers import insert_gathers
@@ -46,6 +47,7 @@ _FULL = Trait.SCHEDULES | Trait.KEEPS_FULL
 ASSIGN = Pass("assign_units", assign_units, (facts.PHASES_SPLIT,), (facts.UNITS_ASSIGNED,), Trait.BEFORE_LAYOUT)
 DEFER = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
 GATHER = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
+CAPTURE = Pass("capture_graphs", capture_graphs, (facts.PLACES_DISJOINT,), (facts.RESULTS_OWNED,))
 REDUCE = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
 
 
@@ -64,6 +66,7 @@ def pipeline(
     arenas: bool = False,
     offload_activations: str | None = None,
     partition_activations: bool = False,
+    cuda_graphs: bool = False,
 ) -> Pipeline:
     """The passes that make a ZeRO program of `stage`, in the order derived from their facts; printed as a table.
 
@@ -71,8 +74,8 @@ def pipeline(
         stage: 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
         prefetch: How many units are gathered ahead of the one that computes; 0 means none.
         partition: What the forward saves: `default` what eager PyTorch saves, `min_cut` less than that, for Inductor.
-        memory_limit: Bytes, or a text such as "2 GiB": what a step may hold beside shards and optimizer state, as
-            `zcompile.cost.memory` predicts it. Only what exceeds it goes away; stage 3 keeps as many units full as fit.
+        memory_limit: Bytes, or "2 GiB": what a step may hold beside shards and optimizer state, as predicted by
+            `zcompile.cost.memory`. Only what exceeds it goes away; stage 3 keeps as many units full as fit.
         kept: Those units, where they have been chosen already; the limit is then not checked again.
         small: Parameters of at most so many bytes travel packed with their neighbours.
         bucket: Bytes of a packed message, and of what is copied at a time to be sent; by default for gloo on 1 Gbit/s.
@@ -83,6 +86,7 @@ def pipeline(
         arenas: Give what is gathered, copied to be sent or saved places in memory that is kept.
         offload_activations: "cpu" or "disk:FOLDER": keep what is saved for the backward there.
         partition_activations: Keep of what all tensor-parallel ranks save a shard on each.
+        cuda_graphs: Capture regions as CUDA graphs, and give what is gathered or copied to be sent places for that.
 
     Raises:
         OptionError: a stage outside 0 to 3, a negative prefetch, a limit that is no size, an unknown checkpoint.
@@ -92,23 +96,19 @@ def pipeline(
     limit = bytes_of("memory_limit", memory_limit)
     split, outline = _regions(partition)
     pack, pieces = _messages(small, bytes_of("bucket", bucket) or bucket_for(CPU))
-    keep = Pass("keep_full", partial(keep_full, prefetch=prefetch), GATHERED, traits=_FULL)
-    ensures = () if limit else (facts.units_bounded(prefetch),)
-    ahead = Pass("schedule_prefetch", partial(schedule_prefetch, prefetch=prefetch), GATHERED, ensures, Trait.SCHEDULES)
-    sink = partial(sink_waits, depth=max(prefetch, 1), consumed=updates)
+    keep, ahead, sink = _schedule(prefetch, bounded=limit is None, consumed=updates)
     passes = [DEFER, outline, pack, GATHER, REDUCE]
     passes += [keep] if STAGES[stage].parameters_sharded else []
-    passes += [pieces, ahead] if STAGES[stage].optimizer_sharded else []
-    passes.append(Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,), Trait.SCHEDULES))
+    passes += [pieces, ahead, sink] if STAGES[stage].optimizer_sharded else [sink]
     away = offload_of("offload_activations", offload_activations) is not None
     passes += _elsewhere(max(prefetch, 1), shards=partition_activations, away=away, whole=whole, limit=limit)
-    within = [_within(limit, kept)] if limit else []
-    behind = [*(UPDATES[: 2 if prefetch else 1] if updates else ())]
     budget = checkpoint_of(checkpoint)
-    behind += [_places(activations=budget is not None)] if arenas else []
+    behind = [*(UPDATES[: 2 if prefetch else 1] if updates else ())]
+    behind += _places(activations=budget is not None, arenas=arenas, graphs=cuda_graphs)
     place = _recomputes(budget, [*passes, *behind], fuses=partition == "min_cut", whole=whole)
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
-    return Pipeline(STAGES[stage], (split, ASSIGN, *place, *passes, *within, *behind), (facts.VOLUME_RIGHT, *goals))
+    chosen = (split, ASSIGN, *place, *passes, *_within(limit, kept), *behind)
+    return Pipeline(STAGES[stage], chosen, (facts.VOLUME_RIGHT, *goals))
 
 
 def _regions(partition: Literal["min_cut", "default"]) -> tuple[Pass, Pass]:
@@ -117,6 +117,18 @@ def _regions(partition: Literal["min_cut", "default"]) -> tuple[Pass, Pass]:
     return (
         Pass("split_phases", split, ensures=(facts.PHASES_SPLIT,), traits=Trait.BEFORE_LAYOUT),
         Pass("outline_regions", outline, (facts.UNITS_ASSIGNED,), (facts.REGIONS_OUTLINED,)),
+    )
+
+
+def _schedule(prefetch: int, *, bounded: bool, consumed: bool) -> tuple[Pass, Pass, Pass]:
+    """The passes that move communications: gathers ahead of their use, and waits behind what they need not hold up."""
+    ensures = (facts.units_bounded(prefetch),) if bounded else ()
+    full, ahead = partial(keep_full, prefetch=prefetch), partial(schedule_prefetch, prefetch=prefetch)
+    sink = partial(sink_waits, depth=max(prefetch, 1), consumed=consumed)
+    return (
+        Pass("keep_full", full, GATHERED, traits=_FULL),
+        Pass("schedule_prefetch", ahead, GATHERED, ensures, Trait.SCHEDULES),
+        Pass("sink_waits", sink, (facts.REDUCED_ONCE,), (facts.WAITS_SUNK,), Trait.SCHEDULES),
     )
 
 
@@ -129,10 +141,11 @@ def _messages(small: int, bucket: int) -> tuple[Pass, Pass]:
     )
 
 
-def _places(*, activations: bool) -> Pass:
-    """The pass that comes behind all that gather, reduce or release."""
-    plan = partial(plan_memory, activations=activations)
-    return Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
+def _places(*, activations: bool, arenas: bool, graphs: bool) -> list[Pass]:
+    """The passes behind all that gather, reduce or release; activations have places in the graphs' own memory."""
+    plan = partial(plan_memory, activations=activations and not graphs)
+    places = Pass("plan_memory", plan, (facts.WAITS_SUNK,), (facts.PLACES_DISJOINT,))
+    return [*([places] if arenas or graphs else []), *([CAPTURE] if graphs else [])]
 
 
 def _elsewhere(ahead: int, *, shards: bool, away: bool, whole: bool, limit: int | None) -> list[Pass]:
@@ -145,11 +158,13 @@ def _elsewhere(ahead: int, *, shards: bool, away: bool, whole: bool, limit: int 
     return [*([parts] if shards else []), *([moves] if away else [])]
 
 
-def _within(limit: int, kept: Sequence[str] | None) -> Pass:
-    """The pass that keeps further units full, or those `kept`, within the memory limit."""
+def _within(limit: int | None, kept: Sequence[str] | None) -> list[Pass]:
+    """The pass that keeps further units full, or those `kept`, within the memory limit, if there is one."""
+    if limit is None:
+        return []
     fits = (facts.memory_bounded(limit),) if kept is None else ()
     within = partial(keep_within, memory_limit=limit, units=kept)
-    return Pass("keep_within", within, (facts.WAITS_SUNK,), fits, _FULL)
+    return [Pass("keep_within", within, (facts.WAITS_SUNK,), fits, _FULL)]
 
 
 def _recomputes(

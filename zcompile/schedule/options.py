@@ -54,6 +54,7 @@ class Options:
     offload_activations: str | None = field(default=None, metadata={_PLACE: True})
     partition_activations: bool = False
     offload_parameters: str | None = field(default=None, metadata={_PLACE: True})
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
@@ -63,9 +64,9 @@ class Options:
         check_dtype("dtype", self.dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
         checkpoint_of(self.checkpoint)
-        if self.arenas and self.memory_limit is not None:
+        if self.memory_limit is not None and (option := self._keeps_memory()):
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
-            raise OptionError("arenas", "cannot be had beside a memory_limit", fix)
+            raise OptionError(option, "cannot be had beside a memory_limit", fix)
         if self.offload_parameters is not None and self.stage == 0:
             fix = "choose stage 1, 2 or 3, or leave it out"
             raise OptionError("offload_parameters", "moves shards, and stage 0 has none", fix)
@@ -73,6 +74,10 @@ class Options:
             problem = "takes gradients to the host, and stage 1 keeps full ones"
             raise OptionError("offload_parameters", problem, "choose stage 2 or 3, or leave it out")
         self.pipeline()
+
+    def _keeps_memory(self) -> str | None:
+        """The option by which memory is kept from step to step."""
+        return "cuda_graphs" if self.cuda_graphs else "arenas" if self.arenas else None
 
     @classmethod
     def among(cls, given: Mapping[str, Any]) -> Options:
@@ -147,6 +152,7 @@ class Options:
             arenas=self.arenas,
             offload_activations=self.offload_activations,
             partition_activations=self.partition_activations,
+            cuda_graphs=self.cuda_graphs,
         )
         # Changes to the passes of a train step mean nothing to a program that is none.
         meant = {n: step for n, step in (self.passes or {}).items() if updates or n not in _UPDATING}
@@ -160,7 +166,7 @@ class Options:
             fix = f"give stage={passes.stage.number}, or changes to the pipeline by name"
             raise OptionError("stage", problem, fix)
         options = ("memory_limit", "checkpoint", "bucket", "arenas", "offload_activations", "partition_activations")
-        ignored = (name for name in options if getattr(self, name) not in (None, False))
+        ignored = (name for name in (*options, "cuda_graphs") if getattr(self, name) not in (None, False))
         if option := next(ignored, "prefetch" if self.chooses else None):
             fix = "give it to zcompile.pipeline(...), or changes to the pipeline by name here"
             if option == "prefetch":

@@ -3,11 +3,12 @@
 // Kernels run at once, on the host, by torch's own CPU kernels. What a GPU orders by streams and events is told to a
 // listener, which judges whether it is ordered. The library registers itself where torch's CUDA build would, so it is to
 // be loaded behind libtorch_cpu and before `import torch`, which asks for CUDA once.
-#include "simulated.h"
+#include "graphs.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -94,11 +95,28 @@ class Blocks {
 Blocks& device_blocks = *new Blocks;
 Blocks& pinned_blocks = *new Blocks;
 
-void free_device(void* pointer) {
-  if (!pointer) return;
+}  // namespace
+
+void* take_segment(size_t bytes) {
+  void* pointer = device_blocks.take(bytes);
+  tell({ALLOCATE, current_stream, address(pointer), int64_t(bytes)});
+  return pointer;
+}
+
+void give_segment(void* pointer) {
   tell({FREE, current_stream, address(pointer)});
   device_blocks.give(pointer);
 }
+
+void free_device(void* pointer) {
+  if (pointer && !give_to_pool(pointer)) give_segment(pointer);
+}
+
+int64_t stream_now() {
+  return current_stream;
+}
+
+namespace {
 
 void free_pinned(void* pointer) {
   if (!pointer) return;
@@ -109,8 +127,8 @@ void free_pinned(void* pointer) {
 struct Allocator final : c10::DeviceAllocator {
   DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &free_device, DEVICE};
-    void* pointer = device_blocks.take(bytes);
-    tell({ALLOCATE, current_stream, address(pointer), int64_t(bytes)});
+    void* pointer = take_from_pool(bytes);
+    if (!pointer) pointer = take_segment(bytes);
     return {pointer, pointer, &free_device, DEVICE};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
@@ -346,20 +364,68 @@ struct Drawing {
   Tensor before_;
 };
 
-// Any operation: its CPU kernel, told as a kernel of the current stream.
-void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  size_t returns = op.schema().returns().size();
-  auto accesses = accesses_of(op, torch::jit::last(*stack, op.schema().arguments().size()));
-  {
-    Quiet silence;
-    Drawing drawing(op, stack, has_tag(op, at::Tag::nondeterministic_seeded));
-    at::native::cpu_fallback(op, stack);
+// A tensor over the memory of another one, which it does not keep.
+Tensor borrowed(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  void* data = tensor.numel() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+  auto nothing = [](void*) {};
+  return at::for_blob(data, tensor.sizes()).strides(tensor.strides()).deleter(nothing).options(tensor.options())
+      .target_device(DEVICE).make_tensor();
+}
+
+c10::IValue borrowed(const c10::IValue& value) {
+  if (value.isTensor()) return borrowed(value.toTensor());
+  if (!value.isList()) return value;
+  auto list = value.toList().copy();
+  for (size_t index = 0; index < list.size(); ++index) list.set(index, borrowed(list.get(index)));
+  return list;
+}
+
+torch::jit::Stack borrowed_all(c10::ArrayRef<c10::IValue> values) {
+  torch::jit::Stack result;
+  for (const c10::IValue& value : values) result.push_back(borrowed(value));
+  return result;
+}
+
+void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Quiet silence;
+  Drawing drawing(op, stack, has_tag(op, at::Tag::nondeterministic_seeded));
+  at::native::cpu_fallback(op, stack);
+}
+
+// Computes again, and puts the results where they were the first time.
+void compute_again(const c10::OperatorHandle& op, torch::jit::Stack stack, const torch::jit::Stack& results) {
+  compute(op, &stack);
+  for (size_t index = 0; index < results.size(); ++index) {
+    std::vector<Tensor> to, from;
+    each_tensor(results[index], [&](const Tensor& tensor) { to.push_back(tensor); });
+    each_tensor(stack.at(index), [&](const Tensor& tensor) { from.push_back(tensor); });
+    for (size_t one = 0; one < to.size(); ++one)
+      if (to[one].defined() && to[one].const_data_ptr() != from[one].const_data_ptr())
+        on_host(to[one]).copy_(on_host(from[one]));
   }
+}
+
+// Any operation: its CPU kernel, told as a kernel of the current stream, or of the graph that captures it.
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  size_t arguments = op.schema().arguments().size(), returns = op.schema().returns().size();
+  bool waits = has_tag(op, at::Tag::dynamic_output_shape) || has_tag(op, at::Tag::data_dependent_output);
+  TORCH_CHECK(!waits || !captures(), "operation not permitted when stream is capturing: ", op.schema().name());
+  auto accesses = accesses_of(op, torch::jit::last(*stack, arguments));
+  torch::jit::Stack given(torch::jit::last(*stack, arguments).begin(), torch::jit::last(*stack, arguments).end());
+  compute(op, stack);
   for (const c10::IValue& value : torch::jit::last(*stack, returns))
     each_tensor(value, [&](const Tensor& tensor) { touch(accesses, tensor, true); });
+  if (captures()) {
+    // What is given to be filled has its size by now.
+    auto again = [op, given = borrowed_all(given), results = borrowed_all(torch::jit::last(*stack, returns))] {
+      compute_again(op, given, results);
+    };
+    capture({op.schema().name(), accesses, again});
+    return;
+  }
   launched(op.schema().name().c_str(), current_stream, accesses);
-  if (has_tag(op, at::Tag::dynamic_output_shape) || has_tag(op, at::Tag::data_dependent_output))
-    tell({SYNC_STREAM, current_stream, 0, 0, op.schema().name().c_str()});
+  if (waits) tell({SYNC_STREAM, current_stream, 0, 0, op.schema().name().c_str()});
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -379,11 +445,16 @@ Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
   std::vector<Access> accesses;
   touch(accesses, from, false);
   touch(accesses, to, true);
-  {
+  auto body = [source = on_host(from), target = on_host(to)] {
     Quiet silence;
     at::NoGradGuard no_grad;
-    Tensor source = on_host(from), target = on_host(to);
     target.copy_(source.resolve_conj().resolve_neg());
+  };
+  body();
+  if (captures() && !quiet) {
+    TORCH_CHECK(to.is_cuda() == from.is_cuda(), "operation not permitted when stream is capturing: a copy to the host");
+    capture({"aten::copy_", accesses, body});
+    return to;
   }
   launched("aten::copy_", current_stream, accesses);
   if (to.is_cuda() == from.is_cuda()) return to;
@@ -407,6 +478,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 at::Scalar item(const Tensor& tensor) {
+  TORCH_CHECK(!captures() || quiet, "operation not permitted when stream is capturing: aten::item");
   std::vector<Access> accesses;
   touch(accesses, tensor, false);
   launched("aten::item", current_stream, accesses);
@@ -501,13 +573,20 @@ void take_over_composites() {
   }
 }
 
+// torch's error for whoever reads a tensor whose memory a later step of a CUDA graph has overwritten.
+void forbid(const Tensor& tensor, c10::string_view message) {
+  tensor.unsafeGetTensorImpl()->release_storage_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
+}
+
 TORCH_LIBRARY(simulated, m) {
+  m.def("forbid(Tensor tensor, str message) -> ()");
   m.def("resize_storage(Tensor tensor, int bytes) -> ()");
   m.def("default_generator() -> Generator?", &default_generator);
 }
 
 TORCH_LIBRARY_IMPL(simulated, CUDA, m) {
   m.impl("resize_storage", &resize_storage);
+  m.impl("forbid", &forbid);
 }
 
 }  // namespace

@@ -1,0 +1,58 @@
+"""capture_graphs: let regions be captured as CUDA graphs, and copy what outlives a step out of their memory.
+
+    y = region_0(a_full, x)                     y = region_0(a_full, x)       # captured; a_full is at a fixed place
+    return [y], ...                     ->      y_copy = copy(y, strided=True)
+                                                return [y_copy], ...
+
+A graph reads and writes the same memory each time. Parameters that are gathered to a place of the arena, or kept where
+they are, lie there in each step, and torch's CUDA-graph trees look whether they do; other arguments are copied to a
+place of the graph. Results lie in memory that the graphs of a step share, and that the next step writes to: what a
+program returns, and gradients that are not packed or scattered into other memory, are copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from zcompile.ir.captured_regions import captured_regions, is_of_graph, outlives
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Accumulate, Copy, Item, Reduce, Results
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import after_items
+
+
+def capture_graphs(program: Program) -> Program:
+    """A program whose regions are captured, but for those of which a note says why not."""
+    program = program.copy()
+    found = captured_regions(program)
+    fixed = {name: numbers for name, numbers in found.items() if not isinstance(numbers, str)}
+    regions = {name: replace(region, fixed=fixed.get(name)) for name, region in program.regions.items()}
+    left_out = [f"{name} ({reason})" for name, reason in found.items() if isinstance(reason, str)]
+    note = f"CUDA graphs: {len(regions) - len(left_out)} of {len(regions)} regions"
+    note += f"; not {', '.join(left_out)}" if left_out else ""
+    return copy_out(replace(program, regions=regions, notes=(*program.notes, note)))
+
+
+def copy_out(program: Program) -> Program:
+    """A program in which nothing that outlives a step lies in the memory of a graph."""
+    program = program.copy()
+    copies = dict[tuple[fx.Node, bool], fx.Node]()
+    for user in program.nodes(Reduce, Accumulate, Results):
+        strided = isinstance(data(user).op, Results)
+        for value in outlives(program, user):
+            if is_of_graph(program, value):
+                if (value, strided) not in copies:
+                    copies[value, strided] = _copy(program, value, strided=strided)
+                user.replace_input_with(value, copies[value, strided])
+    return program
+
+
+def _copy(program: Program, value: fx.Node, *, strided: bool) -> fx.Node:
+    call = value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
+    with program.graph.inserting_after(after_items(call)):
+        meta = replace(data(value), op=Copy(strided=strided), view=False, storage=0)
+        copied = program.add((value,), meta, f"{value.name}_copy")
+    copied.meta["val"] = value.meta.get("val")
+    return copied

@@ -1,0 +1,79 @@
+"""CUDA graphs: regions are captured once by torch's trees of CUDA graphs, and replayed by one launch each.
+
+A tree has a node for each call of a region on a path of calls. The results of nodes lie in memory that they share, and
+that the nodes of the next path write to. A path ends, for the next forward to begin one, when nobody holds any of its
+results. torch returns the same tensors each time, and does not see who holds these but Python; another tensor of the
+same memory it does see. So one of what a forward saves for its backward is replaced by such a tensor, which lives as
+long as autograd has it: a forward before that backward goes on where the path is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zcompile._torch import captured, is_symbolic, keeps_graph
+from zcompile.errors import OptionError
+from zcompile.ir.region import Region
+from zcompile.runtime.device import has_graphs
+from zcompile.schedule.options import Options
+
+MOST = 8
+"""Forwards on one path. Each takes new recordings and memory, and where their backwards never come it had no end."""
+
+
+class Graphs:
+    """The CUDA graphs of one model, and the forwards whose backwards are still to come."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._saved = WeakTensorKeyDictionary()
+        """The tensors of forwards whose backwards are still to come."""
+        self._forwards = 0
+        """On the path, before whose end no backward was missing."""
+
+    def captured(self, region: Region, run: Any) -> Any:
+        """`run`, which computes a region, as nodes of the tree."""
+        placeholders = region.graph.find_nodes(op="placeholder")
+        sizes = [number for number, node in enumerate(placeholders) if is_symbolic(node.meta.get("val"))]
+        assert region.fixed is not None, "a region that is not captured is run as it is"
+        replay = captured(run, sizes, region.fixed, len(region.outputs), self._device.index or 0)
+
+        def call(values: list[Any]) -> list[Any]:
+            # A backward that keeps its graph frees nothing, which a tree takes the same call to do each time.
+            return run(values) if keeps_graph() or self._forwards > MOST else replay(values)
+
+        return call
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._forwards = self._forwards + 1 if self._saved else 1
+
+    def mark(self, saved: list[torch.Tensor], made: int | None) -> None:
+        """A forward has `saved` this for its backward; `made`: which of it is no argument of the forward's, if any is.
+
+        That one is replaced by another tensor of the same memory.
+        """
+        if made is None:
+            return
+        value = saved[made]
+        # A view would be replaced by another one on its way to autograd.
+        alias = value.new_empty(0).set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        self._saved[alias] = None
+        saved[made] = alias
+
+
+def make_graphs(options: Options, device: torch.device) -> Graphs | None:
+    """What captures the regions of a model whose programs want that; None on devices that cannot.
+
+    Raises:
+        OptionError: it is asked for on such a device.
+    """
+    if has_graphs(device):
+        return Graphs(device)
+    if options.cuda_graphs:
+        fix = "leave it out, or move the model to a CUDA device"
+        raise OptionError("cuda_graphs", f"wants a CUDA device, and the model is on {device}", fix)
+    return None
