@@ -150,6 +150,75 @@ def test_what_treats_elements_alone_steps_shards_as_it_steps_the_whole(ranks: Ra
     ranks.run(2, against_plain, kind, stage)
 
 
+def before_step(optimizer: Any, *_: object) -> None:
+    """A warm-up, and gradients put in place of others."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+        for param in group["params"]:
+            param.grad = None if param.grad is None else param.grad.sign()  # None before a closure
+
+
+def after_step(optimizer: Any, *_: object) -> None:
+    """A decay, a count, and moments that are forgotten."""
+    optimizer.count += 1
+    for group in optimizer.param_groups:
+        group["lr"] *= 1.5
+        for param in group["params"]:
+            optimizer.state[param]["exp_avg"].zero_()
+
+
+def test_what_an_optimizers_own_hooks_change_is_in_its_step_and_stays() -> None:
+    def stepped(trained: nn.Module) -> torch.optim.Optimizer:
+        optimizer: Any = torch.optim.AdamW(trained.parameters(), lr=0.1)
+        optimizer.count = 0
+        optimizer.register_step_pre_hook(before_step)
+        optimizer.register_step_post_hook(after_step)
+        train(trained, optimizer, lambda step: [batch(0, step)])
+        return optimizer  # type: ignore[no-any-return]
+
+    plain = stepped(reference := model())
+    ours = stepped(compiled := zcompile.compile(model(), stage=3, backend="eager"))
+    for mine, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs)  # type: ignore[operator]
+    assert ours.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    assert vars(ours)["count"] == vars(plain)["count"] == 4
+
+
+def test_one_optimizer_steps_the_shards_of_two_models_once() -> None:
+    def stepped(models: list[nn.Module]) -> None:
+        params = [param for one in models for param in one.parameters()]
+        optimizer = FewBits(params, lr=0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            sum(one(batch(0, step)).square().mean() for one in models).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        assert optimizer.param_groups[0]["steps"] == 3
+
+    stepped(references := [model(), model()])
+    stepped(compiled := [zcompile.compile(model(), stage=3, backend="eager") for _ in range(2)])
+    for one, reference in zip(compiled, references, strict=True):
+        for mine, theirs in zip(one.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), theirs)  # type: ignore[operator]
+
+
+def test_a_step_that_fails_leaves_the_next_as_it_is() -> None:
+    compiled = zcompile.compile(model(), stage=3, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    (weight, *_), values = compiled.parameters(), []
+    optimizer.register_step_post_hook(lambda *_: values.append(weight.full_tensor()))  # type: ignore[operator]
+
+    def fails() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(fails)
+    compiled(batch(0, 0)).square().mean().backward()
+    expected = weight.full_tensor() - 0.1 * weight.grad.full_tensor()  # type: ignore[operator, union-attr]
+    optimizer.step()
+    torch.testing.assert_close(values, [expected])
+    assert not vars(optimizer)["_optimizer_step_pre_hooks"]
+
+
 def in_a_train_step(rank: int) -> None:
     reference = model()
     optimizer = torch.optim.Rprop(reference.parameters(), lr=0.05)

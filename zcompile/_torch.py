@@ -13,11 +13,12 @@ import logging
 import re
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CellType, FunctionType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -108,6 +109,7 @@ __all__ = [
     "has_step_pre_hooks",
     "hook_tables",
     "inductor_decompositions",
+    "innermost_hooks",
     "is_fake",
     "is_persistent",
     "is_symbolic",
@@ -684,6 +686,15 @@ def unhooked_step(optimizer: Optimizer) -> None:
 def no_step_hooks() -> dict[str, Any]:
     """Attributes of an optimizer without hooks of its own: a `step` that calls its base class's meets them again."""
     return {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+
+
+def innermost_hooks(
+    optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., None]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Have `before` run last of all hooks before a step of `optimizer`, and `after` first of those after it."""
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(handles[-1].id, last=False)
+    return handles
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:

@@ -21,7 +21,7 @@ from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zcompile._torch import local_tensor, no_step_hooks, no_torch_function, unhooked_step
+from zcompile._torch import innermost_hooks, local_tensor, no_step_hooks, no_torch_function, unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.parameter import sharded
@@ -131,6 +131,41 @@ class LocalStep:
                 self._real.state[param] = kept
         local = {mine for _, mine in self._locals}
         self._real.state.update({key: value for key, value in state.items() if key not in local})
+
+
+class HookedStep:
+    """The next `optimizer.step()`, on local tensors, between the hooks of the optimizer's own.
+
+    These see and change the optimizer that they are registered on: what they do before the step is in it, and what they
+    do after it stays. To be removed once the step is over.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: LocalSteps) -> None:
+        self._steps = steps
+        self._local: LocalStep | None = None
+        self._handles = innermost_hooks(optimizer, self._begin, self._finish)
+
+    def _begin(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if args[0] is not optimizer:  # it holds parameters of two models, and the other's step is this one
+            return None
+        self._local = self._steps.begin(optimizer, optimizer.param_groups)
+        return (self._local.optimizer, *args[1:]), kwargs
+
+    def refresh(self) -> None:
+        """Take over the gradients that a closure has brought."""
+        if self._local is not None:
+            self._local.refresh()
+
+    def _finish(self, *_: object) -> None:
+        if self._local is not None:
+            self._local.finish()
+
+    def remove(self) -> None:
+        """Leave the optimizer as it was."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.errors import OptimizerError
 from zcompile.model.sharding import Retired
 from zcompile.runtime.device import is_host
-from zcompile.runtime.gradients.local_steps import LocalStep, LocalSteps
+from zcompile.runtime.gradients.local_steps import HookedStep, LocalSteps
 from zcompile.runtime.shards import UnitShards
 
 
@@ -30,7 +30,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
     torch's hooks on optimizers are for all of the process; these go with `owner`.
     """
-    local_steps, stepping = LocalSteps(), WeakKeyDictionary[Optimizer, LocalStep]()
+    local_steps, stepping = LocalSteps(), WeakKeyDictionary[Optimizer, HookedStep]()
 
     def names_in(optimizer: Optimizer) -> set[str]:
         names = {id(param): name for shards in runtime.shards.values() for name, param in shards.parameters.items()}
@@ -56,27 +56,27 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         closure: Any = bound.arguments.get("closure")
         if closure is None:
             refuse_held(names)
-        local = local_steps.begin(optimizer, optimizer.param_groups) if local_steps.wanted(optimizer) else None
+        if (failed := stepping.pop(optimizer, None)) is not None:
+            failed.remove()
+        if local_steps.wanted(optimizer):
+            stepping[optimizer] = HookedStep(optimizer, local_steps)
 
         def closed() -> Any:
             loss = closure()  # it runs the backwards of this step
             refuse_held(names)
-            if local is not None:
-                local.refresh()
+            if optimizer in stepping:
+                stepping[optimizer].refresh()
             return loss
 
         if closure is not None:
             bound.arguments["closure"] = closed
         runtime.recorder.begin_optimizer(start)
-        if local is not None:
-            stepping[optimizer] = local
-            return (local.optimizer, *bound.args[1:]), bound.kwargs
         return None if closure is None else (bound.args, bound.kwargs)
 
     def after(optimizer: Optimizer, *_: object) -> None:
         if names_in(optimizer):
-            if (local := stepping.pop(optimizer, None)) is not None:
-                local.finish()
+            if (stepped := stepping.pop(optimizer, None)) is not None:
+                stepped.remove()
             with no_torch_function():
                 idle = all(param.grad is None for param in _parameters_of(optimizer))
             runtime.freshness.step(idle=idle)
