@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import zcompile
 from tests.cases import diagonal
@@ -217,6 +217,42 @@ def test_a_step_that_fails_leaves_the_next_as_it_is() -> None:
     optimizer.step()
     torch.testing.assert_close(values, [expected])
     assert not vars(optimizer)["_optimizer_step_pre_hooks"]
+
+
+def with_new_gradients(rank: int) -> None:
+    """Gradients with zero mean over rows, which DTensor gives other placements; then those of no_sync and a closure."""
+    reference, compiled = model(), zcompile.compile(model(), stage=3, backend="eager")
+    for trained, ranks_ in ((reference, range(2)), (compiled, [rank])):
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05)
+
+        def loss(step: int, trained: nn.Module = trained, ranks_: Any = ranks_) -> torch.Tensor:
+            return torch.stack([trained(batch(r, step)).square().mean() for r in ranks_]).mean()
+
+        loss(0).backward()
+        for param in trained.parameters():
+            param.grad = param.grad - param.grad.mean(0, keepdim=True)  # type: ignore[union-attr]
+            if isinstance(param.grad, DTensor) and param.ndim == 2:
+                param.grad = param.grad.redistribute(placements=[Shard(1)])
+        optimizer.step()
+        optimizer.zero_grad()
+        with compiled.no_sync():
+            loss(1).backward()
+        optimizer.step(lambda: (held := loss(2)).backward() or held.item())  # type: ignore[func-returns-value]
+    for mine, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0, atol=1e-6)  # type: ignore[operator]
+
+
+def test_gradients_with_other_placements_than_their_parameters_are_stepped_as_on_dtensors(ranks: Ranks) -> None:
+    ranks.run(2, with_new_gradients)
+
+
+def test_a_gradient_that_is_no_dtensor_is_refused() -> None:
+    compiled = zcompile.compile(model(), stage=3, backend="eager")
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    compiled(batch(0, 0)).square().mean().backward()
+    compiled.get_parameter("2.bias").grad = torch.ones(5)
+    with pytest.raises(zcompile.ParameterError, match=r"2\.bias: is a DTensor, and its `\.grad` was set to a plain"):
+        optimizer.step()
 
 
 def in_a_train_step(rank: int) -> None:

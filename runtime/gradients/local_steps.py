@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zcompile._torch import innermost_hooks, local_tensor, no_step_hooks, no_torch_function, unhooked_step
-from zcompile.errors import OptimizerError
+from zcompile.errors import OptimizerError, ParameterError
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.parameter import sharded
 from zcompile.runtime.placement import Placing
@@ -102,14 +102,14 @@ class LocalStep:
         made.data = local_tensor(param)  # whatever a step before has put there
         vars(made).update(vars(param))  # marks that the optimizer reads
         self._locals.append((param, made))
-        made.grad = None if param.grad is None else local_tensor(param.grad)
+        made.grad = _local_gradient(param)
         return made
 
     def refresh(self) -> None:
         """Take over the gradients that a closure has brought."""
         with no_torch_function():
             for param, mine in self._locals:
-                mine.grad = None if param.grad is None else local_tensor(param.grad)
+                mine.grad = _local_gradient(param)
 
     def finish(self) -> None:
         """Hand over what the step has left: state as DTensors that follow their parameters, groups, attributes."""
@@ -131,6 +131,24 @@ class LocalStep:
                 self._real.state[param] = kept
         local = {mine for _, mine in self._locals}
         self._real.state.update({key: value for key, value in state.items() if key not in local})
+
+
+def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a gradient; collective where the user has given it other placements than its parameter's.
+
+    Raises:
+        ParameterError: it is a plain tensor, the parameter a DTensor.
+    """
+    grad = param.grad
+    if grad is None or not isinstance(param, DTensor):
+        return grad
+    if not isinstance(grad, DTensor):
+        name = getattr(param, "zcompile_name", "a parameter")
+        fix = "change the gradient in place, or compute it by operations on it, which give a DTensor"
+        raise ParameterError(name, "is a DTensor, and its `.grad` was set to a plain tensor", fix)
+    if grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return local_tensor(grad)
 
 
 class HookedStep:
