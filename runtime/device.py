@@ -7,6 +7,7 @@ A GPU is any device with streams and memory of its own. Streams and events are t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,24 @@ def event_here(device: torch.device, event: torch.Event | None = None) -> torch.
     made: torch.Event = event or gpus.Event()
     made.record(current_stream(device))
     return made
+
+
+def only_asks(device: torch.device) -> None:
+    """Make this thread one that asks for events of `device` alone: without memory on another GPU, nor harm to captures.
+
+    While any thread captures a graph, CUDA takes a question about an event from another one for an error of the
+    capture's, unless that other thread has said that it minds only its own.
+    """
+    if is_gpu(device):
+        torch.get_device_module(device).set_device(device)
+    if device.type == CUDA:
+        with contextlib.suppress(OSError, AttributeError):  # ROCm's driver is another one
+            own = ctypes.c_int(_OWN_CAPTURES)
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(own))
+
+
+_OWN_CAPTURES = 1
+"""CUDA's CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 
 
 def timed_event(device: torch.device) -> torch.Event | None:

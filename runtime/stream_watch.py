@@ -10,11 +10,12 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 
-from zcompile.runtime.device import event_here
+from zcompile.runtime.device import event_here, only_asks
 from zcompile.runtime.waits import WARNED, Place, Waits
 
 KEPT = 1024
@@ -46,28 +47,29 @@ class StreamWatch:
 
     def __init__(self, waits: Waits, device: torch.device, limit: float) -> None:
         self._waits, self._device, self._limit = waits, device, limit
-        self._passed: list[_Wait] = []
+        self._passed = deque[_Wait](maxlen=KEPT)
+        """Waits that the GPU has not been seen to come past, in their order."""
+        self._spare = deque[torch.Event](maxlen=KEPT)
         self._count = 0
         self._first, self._since, self._due = -1, 0.0, WARNED
         ended = threading.Event()
-        thread = threading.Thread(target=_look, args=(weakref.ref(self), ended), name=NAME, daemon=True)
+        thread = threading.Thread(target=_look, args=(weakref.ref(self), device, ended), name=NAME, daemon=True)
         thread.start()
         weakref.finalize(self, ended.set)
 
     def passed(self) -> None:
         """The current stream has been told to wait for a collective; the host goes on."""
-        slot = self._count % KEPT
-        event = event_here(self._device, self._passed[slot].end if slot < len(self._passed) else None)
+        event = event_here(self._device, self._spare.pop() if self._spare else None)
         if event is None:  # within a capture
             return
-        wait = _Wait(self._count, event, Place.here(), self._waits.run)
-        self._passed[slot : slot + 1] = [wait]
+        self._passed.append(_Wait(self._count, event, Place.here(), self._waits.run))
         self._count += 1
 
     def look(self, now: float) -> None:
         """Say which line the device has not come past for long, if there is one; `now` is a time in seconds."""
-        ordered = sorted(self._passed, key=lambda wait: wait.number)
-        first = next((wait for wait in ordered if not wait.end.query()), None)
+        while self._passed and self._passed[0].end.query():
+            self._spare.append(self._passed.popleft().end)
+        first = self._passed[0] if self._passed else None
         if first is None or first.number != self._first:
             self._first, self._since = (-1 if first is None else first.number), now
             self._due = min(WARNED, LAST * self._limit)
@@ -89,7 +91,8 @@ class StreamWatch:
 NAME = "zcompile watch"
 
 
-def _look(reference: weakref.ref[StreamWatch], ended: threading.Event) -> None:
+def _look(reference: weakref.ref[StreamWatch], device: torch.device, ended: threading.Event) -> None:
+    only_asks(device)
     while not ended.wait(LOOKS) and (watch := reference()) is not None:
         watch.look(time.perf_counter())
         del watch  # while it waits, the thread keeps nothing alive

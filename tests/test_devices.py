@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -44,3 +47,12 @@ def test_cuda_graphs_are_of_cuda() -> None:
     with pytest.raises(OptionError, match=r"cuda_graphs: wants a CUDA device, and the model is on cpu"):
         zcompile.compile(model, cuda_graphs=True)
     assert type(model.weight) is nn.Parameter, "the model is as it was"
+
+
+def test_a_thread_that_asks_for_events_stays_on_its_gpu_and_out_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: chosen.append(mode._obj.value))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(set_device=chosen.append))
+    monkeypatch.setattr(device.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    device.only_asks(torch.device("cuda", 3))
+    assert chosen == [torch.device("cuda", 3), 1]

@@ -280,9 +280,10 @@ class Event:
     """At a point that a stream comes past when `done` says so."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.done, self.asked = False, 0
 
     def query(self) -> bool:
+        self.asked += 1
         return self.done
 
 
@@ -313,6 +314,19 @@ def test_a_gpu_that_comes_no_further_is_told_with_its_line(monkeypatch: pytest.M
         events[2].done = True
         watch.look(900)
         watch.look(1000)
+
+
+def test_what_the_gpu_has_come_past_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Event] = []
+    monkeypatch.setattr(stream_watch, "event_here", lambda _, event: event or made.append(Event()) or made[-1])
+    watch = StreamWatch(SimpleNamespace(rank=0, run=""), torch.device("cpu"), 600)  # type: ignore[arg-type]
+    for number in range(3):
+        watch.passed()
+        made[0].done, made[0].asked = True, 0
+        watch.look(number)
+        watch.look(number)
+        assert made[0].asked == 1
+    assert len(made) == 1, "an event is used again"
 
 
 def test_only_the_last_waits_of_a_gpu_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
