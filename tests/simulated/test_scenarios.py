@@ -51,12 +51,13 @@ def test_everything_is_ordered(gpus: Ranks, name: str) -> None:
 
 @quickly("world", [8, 64, 256], [64])
 def test_a_step_launches_no_more_in_a_larger_world(gpus: Ranks, world: int) -> None:
-    """And no more to communicate than FSDP2 does, on the same device; regions are Inductor's."""
+    """It launches what one rank alone does, and what sends and packs, of which it has no more than FSDP2."""
     (ours,), (theirs,) = gpus.run(world, scenarios.run, "stage 3"), gpus.run(world, scenarios.run_fsdp2)
-    (smallest,) = gpus.run(4, scenarios.run, "stage 3")
+    ((smallest,), (alone,)) = (gpus.run(few, scenarios.run, "stage 3") for few in (4, 1))
     assert theirs.findings == ours.findings == []
     assert theirs.waits == ours.waits == {}
     assert ours.launches == smallest.launches
+    assert sum(ours.launches.values()) == sum(alone.launches.values()) + ours.messages + ours.packing
     assert ours.messages <= theirs.messages
     assert ours.packing <= theirs.packing
 
