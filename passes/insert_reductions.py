@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.layout import Unit
+from zcompile.ir.liveness import may_show
 from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.ops import (
     Copy,
@@ -67,17 +68,17 @@ def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None
     returned = [*results.outputs, *results.input_gradients, *results.gradients.values()].count(grad)
     others = [user for user in grad.users if not isinstance(data(user).op, Results)]
     made_here = grad.op != "placeholder" and data(grad).phase is Phase.BACKWARD
-    if made_here and returned == 1 and not others and not data(grad).view and not _has_view_beside_it(grad):
+    if made_here and returned == 1 and not others and not data(grad).view and not _is_shown_beside_it(program, grad):
         return grad
     meta = Data(Copy(), Phase.BACKWARD, data(grad).type, source=unit.name)
     return program.add((grad,), meta, f"{grad.name}_copy")
 
 
-def _has_view_beside_it(grad: fx.Node) -> bool:
-    """True if another result of the same call is a view: it may be one of `grad`."""
+def _is_shown_beside_it(program: Program, grad: fx.Node) -> bool:
+    """True if another result of the same call is a view of `grad`."""
     if not isinstance(data(grad).op, Item):
         return False
-    return any(data(item).view for item in items_of(grad.all_input_nodes[0]))
+    return any(may_show(program, item, grad) for item in items_of(grad.all_input_nodes[0]))
 
 
 def _next_line(program: Program, last: fx.Node) -> fx.Node:

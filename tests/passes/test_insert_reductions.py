@@ -44,6 +44,16 @@ def region_2(box):
     y = aten.sin.default(x)    # f32[8]   +32 B
     z = aten.alias.default(x)  # &f32[8]
     return [y, z]
+
+
+def region_3(box):
+    (
+        x,                     # f32[8]          argument 0
+    ) = unbox(box)
+    y = aten.sin.default(x)    # f32[8]   +32 B
+    z = aten.alias.default(y)  # &f32[8]
+    p = aten.cos.default(x)    # f32[8]   +32 B
+    return [y, z, p]
 """
 
 MISSING = """
@@ -177,19 +187,53 @@ def backward(box):
 NOT_ITS_OWN_REDUCED = """
 def backward(box):
     (
-        u,                                                   #                  3 parameters  unit u
-        dy,                                                  # f32[8]                         tangent
+        u,                                              #                  3 parameters  unit u
+        dy,                                             # f32[8]                         tangent
     ) = unbox(box)
-    g, h = region_2(dy)                                      # f32[8], &f32[8]  +32 B
-    g_copy = copy(g)                                         # f32[8]           +32 B         u
-    del g                                                    #                  -32 B
-    h_copy = copy(h)                                         # f32[8]           +32 B         u
+    g, h = region_2(dy)                                 # f32[8], &f32[8]  +32 B
+    h_copy = copy(h)                                    # f32[8]           +32 B         u
     del h
-    dy_copy = copy(dy)                                       # f32[8]           +32 B         u
+    dy_copy = copy(dy)                                  # f32[8]           +32 B         u
     del dy
-    u_reduce = reduce_scatter(u, [g_copy, h_copy, dy_copy])  #                  +48 B         u
-    del g_copy, h_copy, dy_copy
-    u_grads = wait(u_reduce)                                 #                  -96 B         u
+    u_reduce = reduce_scatter(u, [g, h_copy, dy_copy])  #                  +48 B         u
+    del g, h_copy, dy_copy
+    u_grads = wait(u_reduce)                            #                  -96 B         u
+    return [None], [u_grads]
+"""
+
+BESIDE_A_VIEW = """
+def forward(box):
+    (
+        u,              #         3 parameters  unit u
+        x,              # f32[8]
+    ) = unbox(box)
+    y = region_0(u, x)  # f32[8]  +32 B         u
+    del x
+    return [y], []
+
+
+def backward(box):
+    (
+        dy,                 # f32[8]                          tangent
+    ) = unbox(box)
+    g, h, i = region_3(dy)  # f32[8], &f32[8], f32[8]  +64 B
+    del dy
+    return [None], {'p': g, 'q': i}
+"""
+
+BESIDE_A_VIEW_REDUCED = """
+def backward(box):
+    (
+        u,                                           #                          3 parameters  unit u
+        dy,                                          # f32[8]                                 tangent
+    ) = unbox(box)
+    g, h, i = region_3(dy)                           # f32[8], &f32[8], f32[8]  +64 B
+    del dy
+    g_copy = copy(g)                                 # f32[8]                   +32 B         u
+    del g                                            #                          -32 B
+    u_reduce = reduce_scatter(u, [g_copy, i, None])  #                          +32 B         u
+    del i, g_copy
+    u_grads = wait(u_reduce)                         #                          -64 B         u
     return [None], [u_grads]
 """
 
@@ -265,6 +309,10 @@ def test_a_gradient_of_two_parameters_is_copied_for_each() -> None:
 
 def test_a_gradient_that_is_a_view_or_came_from_the_caller_is_copied() -> None:
     check(insert_reductions, GRADIENTS_HEAD, NOT_ITS_OWN, NOT_ITS_OWN_REDUCED)
+
+
+def test_a_gradient_is_copied_for_views_of_it_alone() -> None:
+    check(insert_reductions, GRADIENTS_HEAD, BESIDE_A_VIEW, BESIDE_A_VIEW_REDUCED)
 
 
 def test_without_gradients_there_is_nothing_to_reduce() -> None:
