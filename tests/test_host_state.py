@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,6 +75,16 @@ def test_what_the_next_units_need_comes_before_their_turn(monkeypatch: pytest.Mo
     assert all(count > 0 for _, count in here)
 
 
+def test_the_updates_of_a_step_that_fails_are_ended() -> None:
+    model = make("gpt")
+    step = zcompile.train_step(model, None, torch.optim.AdamW(model.parameters()), backend="eager")
+    states = hosted(step)
+    step(*batch("gpt", 0, 0))
+    with mock.patch.object(HostState, "after", side_effect=MemoryError("no memory")), pytest.raises(MemoryError):
+        step(*batch("gpt", 0, 1))
+    assert not states._coming, "the end makes it void"
+
+
 def test_what_a_failed_step_had_fetched_is_void() -> None:
     parameters = {name: [torch.nn.Parameter(torch.ones(4))] for name in "abc"}
     optimizer = torch.optim.SGD([one for (one,) in parameters.values()], lr=0.1, momentum=0.9)
@@ -83,7 +94,7 @@ def test_what_a_failed_step_had_fetched_is_void() -> None:
         states.begin()
         for name, (parameter,) in parameters.items():
             if name == fails_at:
-                return
+                break
             states.before([parameter])
             state = optimizer.state[parameter]
             state["momentum_buffer"] = state.get("momentum_buffer", torch.zeros(4)) * 0.5 + 1

@@ -177,10 +177,12 @@ class TrainStep:
         lockstep.enter(RunKind.STEP, "0")
         with torch.enable_grad():
             loss = _checked(self._fragment.tree.run(self._fragment, batch, named))
-            if self._updater is not None:
+            if self._updater is None:
+                loss.backward()
+            else:
                 lockstep.check()  # the backward updates: behind it, it would be too late
-                self._updater.begin()
-            loss.backward()
+                with self._updater.updating():
+                    loss.backward()
         if self._updater is not None:
             self._updater.finish()
             self._engine.runtime.freshness.step()

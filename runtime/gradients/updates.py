@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ class States(Protocol):
         """`optimizer` has updated these parameters."""
 
     def end(self) -> None:
-        """The step is over."""
+        """The updates of the step are over, or one has failed."""
 
 
 class Updater:
@@ -54,10 +55,20 @@ class Updater:
         self._groups: dict[int, list[tuple[Optimizer, int]]] = {}
         """By the identity of a parameter: the optimizers that hold it, and the group in which they do."""
 
-    def begin(self) -> None:
-        """Read the optimizers' groups, which may have grown since the last step."""
-        if self.states is not None:
-            self.states.begin()
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the backward that updates. Behind it, failed or not, the optimizers' state may be read and written."""
+        self._read_groups()
+        try:
+            if self.states is not None:
+                self.states.begin()
+            yield
+        finally:
+            if self.states is not None:
+                self.states.end()
+
+    def _read_groups(self) -> None:
+        """They may have grown since the last step."""
         self._groups = {}
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):
@@ -89,8 +100,6 @@ class Updater:
         It is their own `step`, so schedules and hooks behind it see one. The others are not in the groups meanwhile: to
         some optimizers a parameter without a gradient is an error, or decays.
         """
-        if self.states is not None:
-            self.states.end()
         for optimizer in self.optimizers:
             groups = optimizer.param_groups
             every = [group["params"] for group in groups]

@@ -4,7 +4,8 @@ What the next units need is on its way while this one is updated, in the order o
 stream of their own. Hazards: a unit's state goes out behind its update, which the copying stream waits for, and its
 memory is not given to others before it is read (`record_stream`). It comes back behind the way out, in the same stream,
 and the update waits for that. What comes is allocated on the copying stream, and `record_stream` keeps it while the
-update reads it. Who looks at the state between steps finds it on the host: the end of a step waits for the copies.
+update reads it. Who looks at the state between steps finds it on the host: the end of a step, failed or not, waits for
+the copies.
 """
 
 from __future__ import annotations
@@ -56,11 +57,10 @@ class HostState:
         """By unit: when what is on its way is there."""
         self._stream = new_stream(device) if is_gpu(device) else None
         self._left: torch.Event | None = None
-        """Behind the last copy for which the host has not waited; a step that failed leaves some that nobody needed."""
+        """Behind the last copy for which the host has not waited; a step that fails leaves some that nobody needed."""
 
     def begin(self) -> None:
         """A step begins: what the first updates need is fetched."""
-        self.end()  # a step that failed has left what was on its way
         for unit in self._order[:AHEAD]:
             self._fetch(unit)
 
@@ -93,7 +93,7 @@ class HostState:
                 self._left = self._stream.record_event()
 
     def end(self) -> None:
-        """The step is over: its state is on the host when this returns."""
+        """The updates are over: state is on the host when this returns, and what a failed step had fetched is void."""
         self._coming.clear()
         self._arrived.clear()
         if self._left is not None:
