@@ -46,7 +46,10 @@ ACTIVATIONS = ("stage 3, activations", "stage 3, activations, checkpoint", "stag
 PIECES = ("stage 3, bf16, pieces", "stage 3, large, pieces")
 AWAY, PUT, STATE = (f"runtime/offload/{name}.py" for name in ("host_shards", "activation_storage", "optimizer_host"))
 EXECUTOR, GPUS, WORK = (f"runtime/{name}.py" for name in ("executor", "backend_collectives", "async_work"))
-DELIVERY, ARENA = "runtime/gradients/delivery.py", "runtime/arena.py"
+DELIVERY, UPDATES = (f"runtime/gradients/{name}.py" for name in ("delivery", "updates"))
+ARENA, PARTS = "runtime/arena.py", "runtime/offload/activation_shards.py"
+UNLESS_IT_FAILS = "except NotImplementedError:\n            raise\n        else:"
+"""In place of `finally:`."""
 
 MUTATIONS = (
     # gathers and reductions
@@ -59,6 +62,7 @@ MUTATIONS = (
     Mutation(EXECUTOR, "work.wait()\n    waited", "pass\n    waited", ("stage 3",)),
     Mutation(EXECUTOR, "kept, copies=True)", "kept, copies=False)", ("train step, stage 3, writing",)),
     Mutation(WORK, "self._land()\n", "pass\n", ("stage 3",)),
+    Mutation(GPUS, "            land()\n", "", ("stage 3",)),
     Mutation(WORK, "tuple(alive), finish, waits\n", "(), finish, waits\n", ("stage 3",),
              "torch holds the tensors of a collective itself until it is waited for"),
     Mutation(WORK, "self._finish()\n", "pass\n", ("stage 3",),
@@ -83,15 +87,13 @@ MUTATIONS = (
              "autograd joins the caller's stream with those of its leaves, and placeholder parameters are leaves"),
     Mutation(DELIVERY, "tensor.record_stream(current_stream(tensor.device))", "pass",
              ("stage 3, side stream", "stage 1, side stream")),
-    Mutation(DELIVERY, "memory.landed()", "pass", PARAMETERS,
-             "the end of the backward has waited already; it is for programs that fail later"),
+    Mutation(DELIVERY, "memory.landed()", "pass", ("stage 3, parameters, graph breaks",)),
     # shards in the memory of the host
     Mutation(AWAY, "self._sending.wait_stream(current_stream(self._model))", "pass", PARAMETERS),
     Mutation(AWAY, "self._sent = self._sending.record_event()", "pass", ("stage 3, parameters, evaluating",)),
     Mutation(AWAY, "lambda: current_stream(self._model).wait_event(done)", "lambda: None", ("one rank, parameters",)),
     Mutation(AWAY, "self._returning.wait_stream(current_stream(self._model))", "pass", PARAMETERS),
-    Mutation(AWAY, "self._returning.wait_event(self._sent)", "pass", PARAMETERS,
-             "the gradient that is copied comes behind every gather of the step, but for units without gradients"),
+    Mutation(AWAY, "self._returning.wait_event(self._sent)", "pass", ("stage 3, parameters, reduction fails",)),
     Mutation(AWAY, "gradient.record_stream(self._returning)", "pass", PARAMETERS),
     Mutation(AWAY, "self._returned.synchronize()", "pass", PARAMETERS),
     Mutation(AWAY, "self._sent.synchronize()", "pass", ("stage 3, parameters, evaluating",)),
@@ -99,8 +101,9 @@ MUTATIONS = (
     Mutation(EXECUTOR, "bound.shards.memory.landed()", "pass", ("train step, stage 3, parameters",)),
     Mutation("zcompile/engine/model_runtime.py", "memory.settle()", "pass",
              ("stage 3, parameters, evaluating",)),
-    Mutation("zcompile/engine/lowering.py", "memory.settle()", "pass", PARAMETERS,
-             "delivery waits for the same copies behind it; it is for a backward that fails later"),
+    Mutation("zcompile/engine/lowering.py", "memory.settle()", "pass",
+             ("stage 3, parameters, backward fails", "stage 3, parameters, reduction fails")),
+    Mutation(AWAY, "finally:  # what was", f"{UNLESS_IT_FAILS}  # what was", ("stage 3, parameters, gather fails",)),
     # activations
     Mutation(PUT, "self.stream.wait_event(self.ended)", "pass", ACTIVATIONS),
     Mutation(PUT, "current_stream(self._stream.device).wait_event(coming.ended)", "pass", ACTIVATIONS),
@@ -108,6 +111,10 @@ MUTATIONS = (
     Mutation(PUT, ">= PENDING:\n            self._leaving.popleft().land()",
              ">= PENDING:\n            self._leaving.popleft()", ACTIVATIONS),
     Mutation(PUT, "self._copied(host, flat, flat)", "self._copied(host, flat, host)", ACTIVATIONS),
+    Mutation(PUT, "self._coming[id(back)] = self._copied", "self._copied", ("stage 3, activations, backward fails",)),
+    Mutation(PUT, "self._coming.popitem()[1].land()", "self._coming.popitem()",
+             ("stage 3, activations, backward fails",)),
+    Mutation(PARTS, "work.wait()", "pass", ("tensor parallel, parts",)),
     # the optimizer's state in the memory of the host
     Mutation(STATE, "current_stream(self.device).wait_event(arrived)", "pass",
              ("train step, stage 3, optimizer",)),
@@ -117,7 +124,11 @@ MUTATIONS = (
              ("train step, stage 3, optimizer",),
              "what has come leaves by the same stream, for which its memory was allocated"),
     Mutation(STATE, "local.record_stream(self._stream)", "pass", ("train step, stage 3, optimizer",)),
-    Mutation(STATE, "self._left.synchronize()", "pass", ("train step, stage 3, optimizer, reading",)),
+    Mutation(STATE, "self._left.synchronize()", "pass", ("train step, stage 3, optimizer, loading",)),
+    Mutation(STATE, "self._left = self._arrived[unit]", "self._arrived[unit]",
+             ("train step, stage 3, optimizer, update fails",)),
+    Mutation(UPDATES, "finally:\n            if self.states", f"{UNLESS_IT_FAILS}\n            if self.states",
+             ("train step, stage 3, optimizer, update fails",)),
     # arenas
     Mutation(ARENA, "if block.is_free and block.stream == stream)", "if block.is_free)",
              ("stage 3, arenas, apart",)),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zcompile
 from tests.models import GPT, batch, make
+from tests.simulated.failures import FailedStepError, failing
 from tests.test_fragments import batch as broken_batch
 from tests.test_fragments import make as make_broken
 
-STEPS = 5
+STEPS, FAILING = 5, 2
 BATCH = 40
 """Large enough that activations are worth offloading."""
 Streams = Literal["default", "forward", "alternating", "apart"]
@@ -28,23 +32,29 @@ class Scenario:
     """A way to train.
 
     Args:
-        options: Of `zcompile.compile`, or of `train_step`.
-        steps: True for `zcompile.train_step`.
+        options: Of `zcompile.compile`, of `train_step` or of the backend.
+        by: The loop that everyone writes, `zcompile.train_step`, or that loop around `torch.compile`.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str = "gpt"
-    steps: bool = False
+    by: Literal["loop", "train step", "torch.compile"] = "loop"
     accumulates: bool = False
     evaluates: bool = False
     streams: Streams = "default"
     clip: float | None = None
+    scales: bool = False
+    """By a `GradScaler`."""
+    tensor: int = 1
+    """How many ranks have parts of one layer."""
+    fails: str = ""
+    """Where the third step does, one of `FAULTS`."""
     broken: bool = False
     """The graph breaks inside the model."""
     writes: bool = False
     """Parameters are written to behind each step."""
-    reads: bool = False
-    """The host looks at the optimizer's state behind each step."""
+    loads: bool = False
+    """The host reads and writes the optimizer's state behind each step."""
     world: int = 0
     """How many ranks, where it matters."""
 
@@ -54,6 +64,15 @@ class Scenario:
             return GPT(width=128).cuda()
         return (make_broken("Own") if self.broken else make(self.model)).cuda()
 
+    def placed(self) -> tuple[nn.Module, Mapping[str, Any]]:
+        """The model, divided if it is to be, and the options with the mesh over which it is sharded."""
+        if self.tensor == 1:
+            return self.begin(), self.options
+        sizes = dist.get_world_size() // self.tensor, self.tensor
+        mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("dp", "tp"))
+        plan = {"blocks.*.mlp.0": ColwiseParallel(), "blocks.*.mlp.2": RowwiseParallel()}
+        return parallelize_module(self.begin(), mesh["tp"], plan), {**self.options, "mesh": mesh["dp"]}
+
     def batch(self, step: int) -> list[torch.Tensor]:
         if self.broken:
             return [broken_batch(0, step).cuda()]
@@ -61,7 +80,7 @@ class Scenario:
         return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(kind, 0, step, BATCH)]
 
 
-HOW = {field.name for field in fields(Scenario)} - {"options", "steps"}
+HOW = {field.name for field in fields(Scenario)} - {"options", "by"}
 
 
 def loop(stage: int, **given: Any) -> Scenario:
@@ -73,7 +92,12 @@ def loop(stage: int, **given: Any) -> Scenario:
 
 def step(stage: int, **given: Any) -> Scenario:
     """By `zcompile.train_step`."""
-    return replace(loop(stage, **given), steps=True)
+    return replace(loop(stage, **given), by="train step")
+
+
+def named(stage: int, **given: Any) -> Scenario:
+    """By `torch.compile(backend="zcompile")`."""
+    return replace(loop(stage, **given), by="torch.compile")
 
 
 BF16 = torch.bfloat16
@@ -133,11 +157,41 @@ SCENARIOS: dict[str, Scenario] = {
     "train step, stage 3, bf16": step(3, dtype=BF16),
     "train step, stage 3, clipping": step(3, clip=1.0),
     "train step, stage 3, optimizer": step(3, offload_optimizer="cpu"),
-    "train step, stage 3, optimizer, reading": step(3, offload_optimizer="cpu", reads=True),
+    "train step, stage 3, optimizer, loading": step(3, offload_optimizer="cpu", loads=True),
     "train step, stage 3, parameters": step(3, offload_parameters="cpu"),
     "train step, stage 3, pieces, arenas": step(3, bucket=4096, arenas=True),
     "train step, stage 1, alternating": step(1, streams="alternating"),
     "train step, stage 3, alternating": step(3, streams="alternating"),
+    "stage 3, memory limit": loop(3, memory_limit="1 GiB"),
+    "stage 3, checkpoint auto": loop(3, checkpoint="auto"),
+    "stage 2, parameters, accumulating": loop(2, offload_parameters="cpu", accumulates=True),
+    "stage 3, parameters, graph breaks": loop(3, offload_parameters="cpu", broken=True, writes=True),
+    "stage 3, clipping": loop(3, clip=1.0),
+    "stage 3, float16, scaling": loop(3, dtype=torch.float16, scales=True),
+    "torch.compile, stage 1": named(1),
+    "torch.compile, stage 3": named(3),
+    "torch.compile, stage 3, evaluating": named(3, evaluates=True),
+    "torch.compile, stage 3, side stream": named(3, streams="forward"),
+    "torch.compile, stage 3, activations, arenas": named(3, offload_activations="cpu", arenas=True),
+    "tensor parallel, stage 2": loop(2, tensor=2),
+    "tensor parallel, stage 3": loop(3, tensor=2),
+    "tensor parallel, parts": loop(3, tensor=2, partition_activations=True, checkpoint="unit"),
+    "tensor parallel, parts, activations": loop(
+        3, tensor=2, partition_activations=True, checkpoint="unit", offload_activations="cpu"
+    ),
+    "tensor parallel, train step": step(3, tensor=2),
+    "stage 3, gather fails": loop(3, fails="gather"),
+    "stage 3, activations, arenas, gather fails": loop(3, offload_activations="cpu", arenas=True, fails="gather"),
+    "stage 3, activations, backward fails": loop(3, offload_activations="cpu", fails="gather of the backward"),
+    "stage 3, parameters, gather fails": loop(3, offload_parameters="cpu", fails="gather", writes=True),
+    "stage 3, parameters, backward fails": loop(
+        3, offload_parameters="cpu", fails="gather of the backward", writes=True
+    ),
+    "stage 3, parameters, reduction fails": loop(3, offload_parameters="cpu", fails="reduction", writes=True),
+    "train step, stage 3, gather fails": step(3, fails="gather of the backward"),
+    "train step, stage 3, optimizer, gather fails": step(3, offload_optimizer="cpu", fails="gather of the backward"),
+    "train step, stage 3, optimizer, update fails": step(3, offload_optimizer="cpu", loads=True, fails="update"),
+    "train step, stage 3, parameters, update fails": step(3, offload_parameters="cpu", writes=True, fails="update"),
 }
 
 
@@ -197,7 +251,8 @@ def _watched(scenario: Scenario, train: Callable[[list[torch.Tensor]], object]) 
         batch = scenario.batch(number)
         checker.begin_step()
         with _beside(streams[number % 2]):
-            train(batch)
+            with failing(scenario.fails) if scenario.fails and number == FAILING else nullcontext():
+                train(batch)
             _busy(streams[1 - number % 2])
     waits, launches = dict(checker.waits), dict(checker.launches)
     findings = [str(finding) for finding in checker.findings.values()]
@@ -205,28 +260,46 @@ def _watched(scenario: Scenario, train: Callable[[list[torch.Tensor]], object]) 
 
 
 def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
-    model = scenario.begin()
+    """A step, and what is done to the model behind it, whether it has failed or not."""
+    model, options = scenario.placed()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if scenario.steps:
-        options = {"backend": "eager", **scenario.options}
-        whole = zcompile.train_step(model, None, optimizer, clip_grad_norm=scenario.clip, **options)
+    begin = _steps if scenario.by == "train step" else _loop
+    model, once = begin(scenario, model, optimizer, {"backend": "eager", **options})
 
-        def once(batch: list[torch.Tensor]) -> None:
-            whole(*batch)
-            if scenario.writes:
-                _shrink(whole.model)
-            for state in optimizer.state.values() if scenario.reads else ():
-                state["exp_avg"].to_local().sum()
+    def train(batch: list[torch.Tensor]) -> None:
+        with suppress(FailedStepError):
+            once(batch)
+        if scenario.writes:
+            _shrink(model)
+        for state in optimizer.state.values() if scenario.loads else ():
+            state["exp_avg"].to_local().mul_(0.99)
 
-        return once
+    return train
+
+
+Steps = tuple[nn.Module, Callable[[list[torch.Tensor]], object]]
+"""What is trained, and a step of it."""
+
+
+def _steps(scenario: Scenario, model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Steps:
+    whole = zcompile.train_step(model, None, optimizer, clip_grad_norm=scenario.clip, **options)
+    return whole.model, lambda batch: whole(*batch)
+
+
+def _loop(scenario: Scenario, model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Steps:
     side = torch.cuda.Stream() if scenario.streams == "forward" else None
-    compiled = zcompile.compile(model, optimizer=optimizer, backend="eager", **scenario.options)
+    scaler = torch.amp.GradScaler("cuda", enabled=scenario.scales)
+    compiled: Any = (
+        torch.compile(model, backend=zcompile.backend(**options))
+        if scenario.by == "torch.compile"
+        else zcompile.compile(model, optimizer=optimizer, **options)
+    )
 
     def forward(batch: list[torch.Tensor]) -> torch.Tensor:
         result: torch.Tensor = compiled(*batch)
         return result.square().mean() if scenario.broken else result
 
-    def one(batch: list[torch.Tensor]) -> None:
+    def update(batch: list[torch.Tensor]) -> None:
         if scenario.accumulates:
             with compiled.no_sync():
                 forward(batch).backward()
@@ -234,10 +307,18 @@ def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
             loss = forward(batch)
         for tensor in batch if side is not None else ():
             tensor.record_stream(side)
-        loss.backward()
+        scaler.scale(loss).backward()
         del loss
-        optimizer.step()
-        optimizer.zero_grad()
+        if scenario.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), scenario.clip)
+        scaler.step(optimizer)
+        scaler.update()
+
+    def one(batch: list[torch.Tensor]) -> None:
+        try:
+            update(batch)
+        finally:
+            optimizer.zero_grad()
         _busy(side)
         with torch.no_grad():
             if scenario.evaluates:
@@ -245,10 +326,8 @@ def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
                 forward(batch)
             if scenario.streams == "apart":
                 _apart([lambda: forward(batch)] * 2)
-        if scenario.writes:
-            _shrink(compiled)
 
-    return one
+    return compiled, one
 
 
 def _busy(stream: torch.Stream | None) -> None:

@@ -19,6 +19,12 @@ QUICK = (
     "stage 3, side stream",
     "train step, stage 3, alternating",
     "train step, stage 3, optimizer",
+    # other ways to train, and steps that fail
+    "stage 3, gather fails",
+    "stage 3, parameters, reduction fails",
+    "tensor parallel, stage 3",
+    "torch.compile, stage 3",
+    "train step, stage 3, optimizer, update fails",
 )
 WAITS = {
     # Copies to the device have to end before the host may write to shards, those of gradients before it steps.
@@ -27,16 +33,28 @@ WAITS = {
     "stage 3, parameters, arenas": 2,
     "stage 3, graphs, parameters": 2,
     "stage 3, parameters, bf16, arenas": 2,
+    "stage 3, parameters, gather fails": 2,
+    "stage 3, parameters, backward fails": 2,
+    "stage 3, parameters, reduction fails": 2,
+    # The forward that gathers, and each of two backwards.
+    "stage 2, parameters, accumulating": 3,
+    # The forwards, the backwards of two fragments, and their module's own gradients.
+    "stage 3, parameters, graph breaks": 4,
     # The host updates each of five units.
     "train step, stage 3, parameters": 7,
+    "train step, stage 3, parameters, update fails": 8,
     # It may look at the state between steps.
     "train step, stage 3, optimizer": 1,
-    "train step, stage 3, optimizer, reading": 1,
+    "train step, stage 3, optimizer, loading": 1,
+    "train step, stage 3, optimizer, gather fails": 1,
+    "train step, stage 3, optimizer, update fails": 1,
     # Each of two evaluations, and what writes to shards.
     "stage 3, parameters, evaluating": 4,
     "one rank, parameters": 2,
     # Copies are compared once a version counter has moved.
     "train step, stage 3, writing": 1,
+    # GradScaler asks the device whether a gradient has overflowed.
+    "stage 3, float16, scaling": 1,
 }
 """How often the host waits for the device in one step, where it does."""
 
