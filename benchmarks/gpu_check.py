@@ -3,7 +3,7 @@
 Runs the tests that want a GPU, steps in which any wait of the host for the device is an error, memory of one rank of
 large worlds, and the benchmark, each in processes of its own and within a limit: what outlives it is stopped and named,
 and the others still run. Writes report.md, and what each part printed under logs/, to the output folder. Exits with
-status 0 if every part passed or had to be skipped, and with 2 where no GPU is free.
+status 0 if every part passed or had to be skipped, 1 if not, 2 where no GPU is free, and 130 if it was interrupted.
 """
 
 from __future__ import annotations

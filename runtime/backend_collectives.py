@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zcompile._torch import close_connections, gather_group, gather_together, gloo_of, group_timeout, reduce_together
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.collectives import Collectives, Member, Piece
-from zcompile.runtime.device import current_stream, is_gpu, is_host, new_stream, on_stream
+from zcompile.runtime.device import backend_of, current_stream, is_gpu, is_host, new_stream, on_stream
 from zcompile.runtime.stream_watch import StreamWatch
 
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
@@ -42,14 +42,14 @@ class BackendCollectives(Collectives):
         self._watch: StreamWatch | None = None
         if is_gpu(member.device) and member.size > 1:
             limit = group_timeout(member.group, member.device).total_seconds()
-            self._watch = StreamWatch(member.waits, member.device, limit)
+            self._watch = StreamWatch(member.waits, member.device, limit, backend_of(member.device.type))
 
     def stamp(self, run: int) -> None:
         """Messages cannot tell."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
         """One collective."""
-        work = self._launched(_all_gather, full, shard, group=self._gathers)
+        work = self._launched(_all_gather, full, shard, gathers=True)
         return self._fly(work, (full, shard))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
@@ -126,14 +126,11 @@ class BackendCollectives(Collectives):
         return gather_group(self.member.group, self.member.device)
 
     def _launched(
-        self,
-        collective: Callable[..., dist.Work],
-        *args: Any,
-        group: dist.ProcessGroup | None = None,
-        **options: Any,
+        self, collective: Callable[..., dist.Work], *args: Any, gathers: bool = False, **options: Any
     ) -> dist.Work:
         with self.member.waits.explained("a collective"):
-            return collective(*args, group=group or self.member.group, async_op=True, **options)
+            group = self._gathers if gathers else self.member.group
+            return collective(*args, group=group, async_op=True, **options)
 
     def _fly(
         self, work: dist.Work, tensors: Sequence[torch.Tensor], finish: Callable[[], None] | None = None

@@ -43,10 +43,11 @@ class StreamWatch:
         waits: Of the model.
         device: The GPU.
         limit: Seconds after which the group's watchdog ends the process.
+        backend: What that is of.
     """
 
-    def __init__(self, waits: Waits, device: torch.device, limit: float) -> None:
-        self._waits, self._device, self._limit = waits, device, limit
+    def __init__(self, waits: Waits, device: torch.device, limit: float, backend: str = "nccl") -> None:
+        self._waits, self._device, self._limit, self._backend = waits, device, limit, backend.upper()
         self._passed = deque[_Wait](maxlen=KEPT)
         """Waits that the GPU has not been seen to come past, in their order."""
         self._spare = deque[torch.Event](maxlen=KEPT)
@@ -83,7 +84,8 @@ class StreamWatch:
         run = f" ({wait.run})" if wait.run else ""
         text = (
             f"zcompile: the GPU of rank {self._waits.rank} has not come past {where}{run} for {waited:.0f} s: it waits"
-            f" for the other ranks there. {self._limit:.0f} s after the launch NCCL's watchdog ends the process"
+            " there for the other ranks, or for a kernel before it."
+            f" {self._limit:.0f} s after the launch the watchdog of {self._backend} ends the process"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 

@@ -306,7 +306,9 @@ def test_a_gpu_that_comes_no_further_is_told_with_its_line(monkeypatch: pytest.M
         with pytest.raises(RuntimeWarning, match=told):
             watch.look(111)
         watch.look(300)  # once, until the end is near
-        with pytest.raises(RuntimeWarning, match=r"for 541 s.*600 s after the launch NCCL's watchdog ends the process"):
+        with pytest.raises(
+            RuntimeWarning, match=r"for 541 s.*600 s after the launch the watchdog of NCCL ends the process"
+        ):
             watch.look(641)
         events[1].done = True
         watch.look(700)

@@ -39,6 +39,9 @@ def main() -> None:
     beside = table("Stage 3 beside FSDP2")
     for world in WORLDS:
         beside.add_row(*row(f"{world} ranks, zcompile", *gpus.run(world, scenarios.run, "stage 3")))
+        beside.add_row(
+            *row(f"{world} ranks, zcompile, CUDA graphs", *gpus.run(world, scenarios.run, "stage 3, graphs"))
+        )
         beside.add_row(*row(f"{world} ranks, FSDP2", *gpus.run(world, scenarios.run_fsdp2)))
     console.print(beside)
     gpus.close()
