@@ -22,7 +22,7 @@ class Configuration:
     ahead: bool = False
     """Whether FSDP2 is told what to gather ahead; on gloo it overlaps no other gather."""
     graphs: bool = False
-    """Whether torch.compile makes CUDA graphs (`mode="reduce-overhead"`)."""
+    """Whether there are CUDA graphs: by torch.compile's `mode="reduce-overhead"`, or by zcompile's `cuda_graphs=`."""
     cast: bool = False
     """In bf16: whether zcompile casts parameters (`dtype=`); else the call runs under the autocast of the peers."""
     checkpoint: Literal["unit"] | None = None

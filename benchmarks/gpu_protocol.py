@@ -33,6 +33,7 @@ CONFIGURATIONS = (
     Configuration("fsdp2-3-compiled", "fsdp2", 3, compiled=True),
     *(Configuration(f"zcompile-{stage}", "zcompile", stage) for stage in range(4)),
     *(Configuration(f"zcompile-{stage}-cast", "zcompile", stage, cast=True) for stage in range(4)),
+    *(Configuration(f"zcompile-{stage}-graphs", "zcompile", stage, graphs=True) for stage in (0, 3)),
 )
 BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
 

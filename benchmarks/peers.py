@@ -149,8 +149,13 @@ def deepspeed(model: GPT, start: Start) -> Built:
 def ours(model: GPT, start: Start) -> Built:
     """Zcompile with its defaults."""
     configuration = start.configuration
-    dtype = torch.bfloat16 if configuration.cast else None
-    compiled = zcompile.compile(model, stage=configuration.stage, checkpoint=configuration.checkpoint, dtype=dtype)
+    compiled = zcompile.compile(
+        model,
+        stage=configuration.stage,
+        checkpoint=configuration.checkpoint,
+        dtype=torch.bfloat16 if configuration.cast else None,
+        cuda_graphs=configuration.graphs and start.device == "cuda",
+    )
     optimizer = adamw(compiled, start)
     if configuration.updates:
         return zcompile.train_step(compiled, None, optimizer), compiled

@@ -71,8 +71,9 @@ def test_a_script_trains_as_under_ddp(ranks: Ranks, kind: str, stage: int) -> No
     assert ranks.run(2, compiled_script, kind, stage, "eager", False) == [[], []]
 
 
-def test_by_name_and_with_inductor(ranks: Ranks) -> None:
-    assert ranks.run(2, compiled_script, "mlp", 3, "inductor", True) == [[], []]
+@quickly("backend", ["eager", "inductor"], ["eager"])
+def test_by_name(ranks: Ranks, backend: str) -> None:
+    assert ranks.run(2, compiled_script, "mlp", 3, backend, True) == [[], []]
 
 
 class Block(nn.Module):

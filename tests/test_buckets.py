@@ -88,6 +88,7 @@ def largest(rank: int, rows: int) -> tuple[int, int]:
     return most[0], 2 * grad.nbytes
 
 
+@pytest.mark.slow
 def test_what_is_copied_does_not_grow_with_the_parameter(ranks: Ranks) -> None:
     for rows in (1001, 100_001):
         for most, whole in ranks.run(2, largest, rows):

@@ -129,6 +129,7 @@ def gpt() -> nn.Module:
     return GPT(layers=3, width=32)
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_recomputation_falls_as_it_grows() -> None:
     inputs = batch("gpt", 0, 0, size=8)
     most = peak_bytes(traced(gpt(), *inputs))
@@ -236,6 +237,7 @@ def seconds(problem: Problem, made: RecomputeChoice) -> float:
     share=st.floats(0, 1),
     extra=st.lists(st.integers(0, 5000), min_size=2, max_size=2),
 )
+@pytest.mark.slow
 def test_no_choice_within_the_budget_is_cheaper(kinds: list[tuple[int, int]], share: float, extra: list[int]) -> None:
     problem = Problem(Turn(assigned(Layers(kinds), torch.ones(6, 8))), fused=False)
     turn = problem.turn

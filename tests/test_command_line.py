@@ -193,8 +193,9 @@ def test_inspect_runs_a_script_until_its_model_is_traced(run: Run, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param("memory_limit='27 KB', prefetch=1", marks=pytest.mark.slow), "memory_limit='30 KB', prefetch=0"],
+    ["memory_limit='27 KB', prefetch=1", "memory_limit='30 KB', prefetch=0"],
 )
+@pytest.mark.slow
 def test_an_inspected_script_has_the_schedule_of_its_run(run: Run, tmp_path: Path, options: str) -> None:
     (tmp_path / "script.py").write_text(CHOOSING.replace("**OPTIONS", options))
     assert run("inspect", "script.py", "-w", "1")[0] == 0
@@ -334,6 +335,7 @@ def test_the_command_is_installed() -> None:
 # -- subjects ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_config_of_hugging_face_is_a_model_on_meta(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 2, "vocab_size": 100}

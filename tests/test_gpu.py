@@ -89,6 +89,27 @@ def test_mixed_precision_follows_autocast(dtype: torch.dtype) -> None:
     assert float(((curves[0] - curves[1]).abs() / curves[1]).max()) < 0.02
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_cuda_graphs_give_the_same_numbers(stage: int, backend: str) -> None:
+    """Losses are kept to the end; in every other step two forwards come before their backwards."""
+    found = []
+    for graphs in (False, True):
+        compiled = zcompile.compile(on_gpu("gpt"), stage=stage, backend=backend, cuda_graphs=graphs)
+        optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3, eps=EPS, fused=True)
+        kept = []
+        for step in range(8):
+            losses = [compiled(*gpu_batch("gpt", step + 10 * number)) for number in range(1 + step % 2)]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept += losses
+        found.append([*kept, *(full(param).detach() for param in compiled.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        agree(ours, theirs, backend)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_broken_graphs_and_micro_batches(stage: int) -> None:

@@ -307,6 +307,7 @@ def test_no_more_goes_away_than_exceeds_the_limit(tmp_path: Path) -> None:
     assert before > 0
 
 
+@pytest.mark.slow
 def test_a_limit_that_moving_all_does_not_keep_is_refused(tmp_path: Path) -> None:
     least, _, _ = limited(tmp_path, None)
     with pytest.raises(OptionError, match=r"memory_limit: .* is less than the .* that this step takes") as caught:

@@ -42,7 +42,7 @@ def texts(rank: int, kind: str, choice: Choice) -> list[str]:
     ("world", "choice"),
     [
         pytest.param(2, Choice(3, 2, None, None), marks=pytest.mark.slow),
-        (3, Choice(1, 1, "unit", torch.bfloat16)),
+        pytest.param(3, Choice(1, 1, "unit", torch.bfloat16), marks=pytest.mark.slow),
         (1, Choice(2, 0, None, None)),
     ],
     ids=str,

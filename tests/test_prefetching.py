@@ -122,6 +122,7 @@ def over(rank: int, limit: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_step_over_the_limit_is_refused_on_every_rank(ranks: Ranks, unlimited: list[tuple[list[str], int]]) -> None:
     (_, first), (_, second) = unlimited
     assert first < second

@@ -101,7 +101,7 @@ def with_options(rank: int, options: dict[str, Any]) -> list[str]:
     return against_the_loop(rank, "gpt", "adamw", 3, **options)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_step_is_the_loop_where_no_size_divides(ranks: Ranks, stage: int) -> None:
     assert ranks.run(3, against_the_loop, "mlp", "adamw", stage) == [[], [], []]
 
@@ -336,6 +336,7 @@ def sent(rank: int, fused: bool) -> int:
     return step.model.traffic.payload - before
 
 
+@pytest.mark.slow
 def test_what_is_frozen_and_kept_is_not_gathered_again(ranks: Ranks) -> None:
     assert ranks.run(2, sent, True) == ranks.run(2, sent, False)
 

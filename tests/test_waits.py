@@ -122,7 +122,8 @@ def whole_state_of_one_rank(rank: int, what: str) -> tuple[str, str, float]:
     return failed(calls[what])
 
 
-@pytest.mark.parametrize("what", ["full_state_dict", pytest.param("save_checkpoint", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["full_state_dict", "save_checkpoint"])
 def test_a_state_that_one_rank_alone_asks_for(started: Ranks, what: str) -> None:
     (kind, message, seconds), _ = started.run(2, whole_state_of_one_rank, what, group=5)
     assert kind == "AgreementError"

@@ -124,7 +124,7 @@ def _both(rank: int, train: Any, way: str, options: dict[str, Any]) -> tuple[lis
 
 
 @pytest.mark.filterwarnings("ignore")
-@quickly("way", list(WAYS), ["overlapping", "plainly"])
+@quickly("way", list(WAYS), ["overlapping"])
 @quickly("name", list(OPTIONS), ["stage 3"])
 def test_graphs_compute_what_is_computed_without(gpus: Ranks, name: str, way: str) -> None:
     check(gpus.run(2, _both, trained, way, OPTIONS[name], timeout=300))
