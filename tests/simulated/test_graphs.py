@@ -79,13 +79,28 @@ def evaluating(model: nn.Module, rank: int, step: int) -> Any:
         model(*given(rank, step + 20))
 
 
+def resetting(model: nn.Module, rank: int, step: int) -> Any:
+    """What torch has compiled and captured is forgotten meanwhile."""
+    if step == 3:
+        torch.compiler.reset()
+    plainly(model, rank, step)
+
+
 def varying(model: nn.Module, rank: int, step: int) -> Any:
     model(*given(rank, step, size=2 + step % 3)).backward()
 
 
 WAYS: dict[str, Callable[[Any, int, int], Any]] = {
-    way.__name__: way
-    for way in (plainly, accumulating, two_forwards, overlapping, unfinished, retaining, dropping, evaluating, varying)
+    "plainly": plainly,
+    "accumulating": accumulating,
+    "two_forwards": two_forwards,
+    "overlapping": overlapping,
+    "unfinished": unfinished,
+    "retaining": retaining,
+    "dropping": dropping,
+    "evaluating": evaluating,
+    "resetting": resetting,
+    "varying": varying,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},

@@ -40,7 +40,6 @@ class RegionCache:
     ready: Callable[[], None] = lambda: None
     """Returns when the backend may compile."""
     compiled: dict[str, Run] = field(default_factory=dict)
-    _captured: dict[tuple[str, frozenset[int]], Run] = field(default_factory=dict)
     seconds: float = 0.0
     """Spent compiling so far."""
 
@@ -53,27 +52,28 @@ class RegionCache:
         names = list(found)
         start = int(len(names) * spread(self.rank))
         for name in (*names[start:], *names[:start]):
-            self.get(found[name])
+            self._run(found[name])
         return {name: self.get(region) for name, region in found.items()}
 
     def get(self, region: Region) -> Callable[..., Any]:
         """`region` as a function of a call's arguments; equal regions of any program compile once.
 
         The arguments come in a list, which is emptied: units' full parameters, then values. It gives its result, or a
-        list of them.
+        list of them. What is captured is so for this one program: `torch.compiler.reset()` ends graphs and programs.
         """
+        run = self._run(region)
+        if self.graphs is not None and region.fixed is not None:
+            run = self.graphs.captured(region, run)
+        return _called(region, run)
+
+    def _run(self, region: Region) -> Run:
         key = region.key()
         if key not in self.compiled:
             started = time.perf_counter()
             self.ready()
             self.compiled[key] = _compile(region, self.backend)
             self.seconds += time.perf_counter() - started
-        run = self.compiled[key]
-        if self.graphs is not None and region.fixed is not None:
-            if (key, region.fixed) not in self._captured:
-                self._captured[key, region.fixed] = self.graphs.captured(region, run)
-            run = self._captured[key, region.fixed]
-        return _called(region, run)
+        return self.compiled[key]
 
 
 def spread(rank: int) -> float:
