@@ -92,6 +92,11 @@ class StreamWork(AsyncWork):
         self._land, self._alive, self._finish, self._waits = land, tuple(alive), finish, waits
         self._landed = False
 
+    def order(self) -> None:
+        """Let the current stream come behind it, without an end: who waits for it may do so on another stream."""
+        if not self._landed:
+            self._land()
+
     def wait(self) -> None:
         if self._landed:  # one work stands for several messages that went together
             return

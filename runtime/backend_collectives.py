@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +41,7 @@ class BackendCollectives(Collectives):
             hang_up = functools.partial(close_connections, gloo_of(member.group), member.rank, member.size)
             self._progress = Progress(hang_up)
         self._staging: torch.Stream | None = None
+        self._flying = weakref.WeakSet[StreamWork]()
         self._watch: StreamWatch | None = None
         if is_gpu(member.device) and member.size > 1:
             limit = group_timeout(member.group, member.device).total_seconds()
@@ -112,8 +115,7 @@ class BackendCollectives(Collectives):
                 on_their_way.popleft()[0].wait()
             self._divide(shard)
             done = staging.record_event()
-        land = self._watched(lambda: current_stream(self.member.device).wait_event(done))
-        return StreamWork(land, (shard, piece), waits=self.member.waits)
+        return self._on_stream(lambda: current_stream(self.member.device).wait_event(done), (shard, piece))
 
     def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         """One collective."""
@@ -137,7 +139,7 @@ class BackendCollectives(Collectives):
     ) -> AsyncWork:
         """The end of one collective that reads or writes `tensors`; `finish` runs once it is done."""
         if self._progress is None:
-            return StreamWork(self._watched(work.wait), tensors, finish, self.member.waits)
+            return self._on_stream(work.wait, tensors, finish)
         alive = list(tensors)
 
         def arrive() -> None:
@@ -148,15 +150,25 @@ class BackendCollectives(Collectives):
 
         return self._follow(arrive, "a collective")
 
-    def _watched(self, land: Callable[[], object]) -> Callable[[], None]:
-        """`land`, noted: should the stream never come past it, its line is told."""
+    def _on_stream(
+        self, land: Callable[[], object], alive: Sequence[object], finish: Callable[[], None] | None = None
+    ) -> StreamWork:
+        """A work whose wait is noted: should the stream never come past it, its line is told."""
 
         def landed() -> None:
             land()
             if self._watch is not None:
                 self._watch.passed()
 
-        return landed
+        work = StreamWork(landed, alive, finish, self.member.waits)
+        self._flying.add(work)
+        return work
+
+    def order_all(self) -> None:
+        """By waits of the stream; of a group that is broken, the error is the one on its way."""
+        for work in list(self._flying):
+            with contextlib.suppress(Exception):
+                work.order()
 
     def _follow(self, arrive: Callable[[], None], what: str) -> HostWork:
         assert self._progress is not None, "what blocks is waited for on a thread"

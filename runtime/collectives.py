@@ -68,6 +68,13 @@ class Collectives(ABC):
         """What is sent from now on belongs to the run with this number, where messages can tell."""
 
     @abstractmethod
+    def order_all(self) -> None:
+        """Whatever was begun and not waited for ends before what the current stream does from here on.
+
+        For a program that has failed: its memory may be lent again, and a GPU would still read it.
+        """
+
+    @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
 

@@ -53,6 +53,9 @@ class GlooCollectives(Collectives):
         self._tag = _TAG
         self._tags = itertools.cycle(range(1, _MESSAGES))
 
+    def order_all(self) -> None:
+        """Exchanges hold their memory until their thread is done with it."""
+
     def stamp(self, run: int) -> None:
         """The number is in the tags of messages, so that those of different runs do not meet."""
         self._tag = _TAG + (run % _RUNS) * _MESSAGES

@@ -188,6 +188,11 @@ SCENARIOS: dict[str, Scenario] = {
         3, offload_parameters="cpu", fails="gather of the backward", writes=True
     ),
     "stage 3, parameters, reduction fails": loop(3, offload_parameters="cpu", fails="reduction", writes=True),
+    "stage 3, arenas, backward fails": loop(3, arenas=True, fails="gather of the backward"),
+    "stage 3, graphs, gather fails": loop(3, cuda_graphs=True, fails="gather"),
+    "stage 3, graphs, backward fails": loop(3, cuda_graphs=True, fails="gather of the backward"),
+    "stage 1, graphs, reduction fails": loop(1, cuda_graphs=True, fails="reduction"),
+    "train step, stage 3, graphs, update fails": step(3, cuda_graphs=True, fails="update"),
     "train step, stage 3, gather fails": step(3, fails="gather of the backward"),
     "train step, stage 3, optimizer, gather fails": step(3, offload_optimizer="cpu", fails="gather of the backward"),
     "train step, stage 3, optimizer, update fails": step(3, offload_optimizer="cpu", loads=True, fails="update"),

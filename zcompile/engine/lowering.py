@@ -143,7 +143,11 @@ class CompiledStep:
         def call(values: list[Any]) -> Any:
             with contextlib.ExitStack() as loans:
                 given = [self._loan(op, values, loans) for op in lent]
-                return run([*bound, *given, *_drained(values)])
+                try:
+                    return run([*bound, *given, *_drained(values)])
+                except BaseException:
+                    self.session.lockstep.communicator.collectives.order_all()
+                    raise
 
         return call
 
