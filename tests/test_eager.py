@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
 from tests.cases import diagonal
@@ -129,3 +130,46 @@ def test_what_reads_memory_finds_the_layout_that_was_recorded(target: Any, args:
     assert torch.equal(run(otherwise), expected)
     result = run(recorded)
     assert result.untyped_storage().data_ptr() == recorded.untyped_storage().data_ptr(), "what fits is not copied"
+
+
+def all_slices(x: Tensor) -> Tensor:
+    return x[0] * x[1].sin() + x[2]
+
+
+def all_but_one(x: Tensor) -> Tensor:
+    return x[0] * x[2].sin()
+
+
+def one_twice(x: Tensor) -> Tensor:
+    return x[0] * x[1].sin() + x[2] * x[0].exp()
+
+
+def behind(x: Tensor) -> Tensor:
+    return x[..., 0].exp() * x[..., -1]
+
+
+def of_two_dimensions(x: Tensor) -> Tensor:
+    return (x[0] * x[1].sin() + x[2]).sum() * x[:, 0].sum()
+
+
+def beside_the_whole(x: Tensor) -> Tensor:
+    return all_slices(x) + x.exp().sum(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "stacks"),
+    [(all_slices, 1), (all_but_one, 0), (one_twice, 1), (behind, 1), (of_two_dimensions, 0), (beside_the_whole, 0)],
+)
+def test_gradients_of_all_slices_are_stacked(function: Callable[[Tensor], Tensor], stacks: int) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        (result,) = torch.autograd.grad(function(leaf).sin().sum(), leaf)
+        return result
+
+    x = torch.randn(3, 4, 2)
+    traced = make_fx(gradient, tracing_mode="fake")(x)
+    want = traced(x)
+    fit_kernels(traced.graph)
+    traced.recompile()
+    assert torch.equal(traced(x), want)
+    assert [node.target for node in traced.graph.nodes].count(aten.stack.default) == stacks

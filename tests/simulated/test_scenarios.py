@@ -70,6 +70,7 @@ def test_a_step_launches_no_more_in_a_larger_world(gpus: Ranks, world: int) -> N
     assert theirs.waits == ours.waits == {}
     assert ours.launches == smallest.launches
     assert sum(ours.launches.values()) == sum(alone.launches.values()) + ours.messages + ours.packing
+    assert sum(ours.launches.values()) <= sum(theirs.launches.values())
     assert ours.messages <= theirs.messages
     assert ours.packing <= theirs.packing
 

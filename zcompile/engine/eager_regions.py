@@ -3,9 +3,14 @@
 A kernel may lay its result out otherwise than recorded: batch normalization follows the layout of its input, its fake
 does not. What was traced as a view of such a result then has to be a copy. And some kernels refuse a mix of dtypes that
 their fakes take: a normalization in float32 whose weights are gathered in bfloat16.
+
+What eager autograd does by one kernel and tracing by several is one again, where nothing fuses these.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +41,7 @@ _NORMALIZATIONS = {
 
 def fit_kernels(graph: fx.Graph) -> None:
     """Rewrite a region's graph so that its operations run with whatever the kernels before them give."""
+    _stack_slices(graph)
     for node in list(graph.nodes):
         if node.target in _VIEWS:
             node.target = _aten.reshape.default
@@ -43,6 +49,37 @@ def fit_kernels(graph: fx.Graph) -> None:
             _widen(node)
         if node.target in _STRICT:
             _lay_out(node)
+
+
+def _stack_slices(graph: fx.Graph) -> None:
+    """Stack the gradients of all slices of a tensor, which tracing pads with zeros and adds up.
+
+    So it is where the forward has `q, k, v = tensor`: of that, Dynamo makes a select of each.
+    """
+    sums: dict[fx.Node, tuple[tuple[Any, ...], dict[int, fx.Node]]] = {}
+    for node in list(graph.nodes):
+        if node.target is _aten.select_backward.default:
+            gradient, size, dim, index = node.args
+            if isinstance(size[dim], int):
+                sums[node] = (*size, dim % len(size), _dtype(gradient)), {index % size[dim]: gradient}
+        elif node.target is _aten.add.Tensor and not node.kwargs and all(_is_of_one(arg, sums) for arg in node.args):
+            (kind, slices), (other, more) = (sums[arg] for arg in node.args)
+            if kind == other and not slices.keys() & more.keys():
+                sums[node] = kind, slices | more
+    for node, ((*size, dim, _), slices) in sums.items():
+        if len(slices) > 1 and len(slices) == size[dim]:
+            with graph.inserting_before(node):
+                stacked = graph.call_function(_aten.stack.default, ([slices[i] for i in range(size[dim])], dim))
+            stacked.meta = dict(node.meta)
+            node.replace_all_uses_with(stacked)
+    for node in reversed(sums):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _is_of_one(node: Any, sums: Mapping[fx.Node, Any]) -> bool:
+    """True for one of `sums` that nothing else reads."""
+    return isinstance(node, fx.Node) and node in sums and len(node.users) == 1
 
 
 def _lay_out(node: fx.Node) -> None:
