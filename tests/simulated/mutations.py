@@ -61,7 +61,7 @@ MUTATIONS = (
              ("stage 3, parameters", "one rank, parameters")),
     Mutation(EXECUTOR, "work.wait()\n    waited", "pass\n    waited", ("stage 3",)),
     Mutation(EXECUTOR, "kept, copies=True)", "kept, copies=False)", ("train step, stage 3, writing",)),
-    Mutation(WORK, "self._land()\n", "pass\n", ("stage 3",)),
+    Mutation(WORK, "self._land()\n        if self._finish", "pass\n        if self._finish", ("stage 3",)),
     Mutation(GPUS, "            land()\n", "", ("stage 3",)),
     Mutation(WORK, "tuple(alive), finish, waits\n", "(), finish, waits\n", ("stage 3",),
              "torch holds the tensors of a collective itself until it is waited for"),
@@ -80,7 +80,7 @@ MUTATIONS = (
     Mutation(GPUS, "done = staging.record_event()", "done = current_stream(part.device).record_event()", PIECES,
              "within it the current stream is the staging one"),
     Mutation(GPUS, "lambda: current_stream(self.member.device).wait_event(done)", "lambda: None", PIECES),
-    Mutation(GPUS, "StreamWork(land, (shard, piece), ", "StreamWork(land, (), ", PIECES),
+    Mutation(GPUS, "wait_event(done), (shard, piece))", "wait_event(done), ())", PIECES),
     # delivery
     Mutation(DELIVERY, "current_stream(event.device).wait_event(event)", "pass",
              ("stage 3, side stream", "stage 1, side stream"),
