@@ -505,7 +505,7 @@ def captured(
 ) -> Callable[[list[Any]], list[Any]]:
     """`run`, which empties the list that it is called with, as nodes of torch's tree of CUDA graphs for a device.
 
-    A node is recorded for each path on which it is called: the second call warms up, and the third replays.
+    The first call warms up. A node is recorded for each path on which it is called again, and replayed from then on.
 
     Args:
         run: It takes tensors of the device, and sizes.
