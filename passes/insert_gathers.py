@@ -9,18 +9,21 @@ Under stage 3 a unit is full from the first to the last of consecutive regions t
 the backward. Under stages 1 and 2 the full copy is kept for good (`keep=True`): one gather in the forward, none in the
 backward, no release. Stage 0 gathers only what it computes with in another dtype, and sends nothing for it: its
 "gather" is a cast.
+
+A gradient of an input that is a view of a parameter is copied: its memory is released, or gathered into again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from zcompile.ir.operation import Data, Phase, data, op_of
-from zcompile.ir.ops import AllGather, Call, Release, Shards, WaitGather
+from zcompile.ir.ops import AllGather, Call, Copy, Item, Release, Shards, WaitGather
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
+from zcompile.ir.shared_memory import memory_of_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class _Use:
 def insert_gathers(program: Program) -> Program:
     """A program in which every call reads full parameters that were gathered and waited for."""
     program = program.copy()
+    _own_returned(program)
     if not program.layout.stage.parameters_sharded:
         for unit in program.layout.units:
             calls = tuple(node for node in program.nodes(Call) if unit.name in op_of(node, Call).units)
@@ -46,6 +50,21 @@ def insert_gathers(program: Program) -> Program:
         with program.graph.inserting_after(after_items(use.calls[-1])):
             program.add((full,), meta, f"{full.name}_release")
     return program
+
+
+def _own_returned(program: Program) -> None:
+    """Let the gradients of inputs that show the memory of a parameter be copies."""
+    returned = [value for value in program.results.input_gradients if isinstance(value, fx.Node)]
+    memory = memory_of_values(program) if returned else {}
+    for value in dict.fromkeys(returned):
+        line = memory[value].line
+        if value is not line and isinstance(data(line).op, Shards):
+            call = value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
+            with program.graph.inserting_after(after_items(call)):
+                meta = replace(data(value), op=Copy(strided=True), view=False)
+                copied = program.add((value,), meta, f"{value.name}_copy")
+            copied.meta["val"] = value.meta.get("val")
+            program.graph.output_node().replace_input_with(value, copied)
 
 
 def _uses(program: Program, phase: Phase) -> list[_Use]:

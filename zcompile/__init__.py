@@ -36,6 +36,7 @@ from zcompile.facts import Fact, Violation, verify
 from zcompile.ir.parser import parse
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
+from zcompile.proof.rules import Rule
 from zcompile.schedule.default_pipeline import pipeline
 from zcompile.schedule.pipeline import Pass, Pipeline
 from zcompile.tools.planner import plan
@@ -67,6 +68,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Region",
+    "Rule",
     "StateError",
     "SubjectError",
     "Timeline",

@@ -154,6 +154,7 @@ __all__ = [
     "wants_gradient",
     "with_local",
     "writes_arguments",
+    "written_arguments",
 ]
 
 
@@ -200,6 +201,12 @@ def taking_a_list(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
 def writes_arguments(operation: OpOverload) -> bool:
     """True for an operation that changes what it is given."""
     return bool(operation._schema.is_mutable)
+
+
+def written_arguments(operation: OpOverload) -> list[tuple[int, str]]:
+    """The arguments that an operation changes, each by its place and its name."""
+    arguments = enumerate(operation._schema.arguments)
+    return [(place, argument.name) for place, argument in arguments if argument.is_write]
 
 
 def defaults_of(operation: OpOverload) -> dict[str, Any]:

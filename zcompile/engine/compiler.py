@@ -118,11 +118,11 @@ class Compiler:
             if not self._chosen and request.chooses(traced):
                 self.schedule, self._chosen = decide(traced, request, self._measured, self.runtime.everyone.share), True
             pipeline = request.pipeline(self.schedule)
-            program = pipeline.run(traced, journal)
-            if updater is None and program.nodes(Update):
+            verified = pipeline.verified(traced, journal)
+            if updater is None and verified.program.nodes(Update):
                 fix = "leave it out, or call zcompile.train_step"
                 raise PipelineError("insert_updates", "updates parameters, and no optimizer is known", fix)
-            step = CompiledStep(traced, program, self.regions, replace(self._session, updater=updater))
+            step = CompiledStep(traced, verified, self.regions, replace(self._session, updater=updater))
         self.runtime.steps.append(step)
         self.runtime.recorder.captured()
         self.journals.append(journal)

@@ -17,7 +17,6 @@ from zcompile.engine.activation_offload import Offloads
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import AgreementError
-from zcompile.facts import verify
 from zcompile.frontend.gradient_flow import Flows
 from zcompile.ir.bundles import Bundle, bundles_of, grouped
 from zcompile.ir.operation import Phase, data, op_of
@@ -47,7 +46,7 @@ from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.runtime.stale_copies import Freshness
 from zcompile.schedule.default_pipeline import ACCUMULATE
-from zcompile.schedule.pipeline import ALWAYS
+from zcompile.schedule.pipeline import Verified
 
 WRITTEN = 0
 """The mark of a rank whose full copies may no longer equal the shards, in what it tells the others of a forward."""
@@ -87,8 +86,9 @@ class CompiledStep:
     unless the full parameter is kept over the turn.
     """
 
-    def __init__(self, traced: Program, program: Program, regions: RegionCache, session: Session) -> None:
-        self.program, self.session = program, session
+    def __init__(self, traced: Program, verified: Verified, regions: RegionCache, session: Session) -> None:
+        program = verified.program
+        self.program, self.session, self._verified = program, session, verified
         groups = list(grouped(program.saved(), bundles_of(program)))
         self._groups = [len(one.members) if isinstance(one, Bundle) else None for one in groups]
         self.saved: Sequence[fx.Node] = [
@@ -267,8 +267,8 @@ class CompiledStep:
     def _accumulating(self) -> Callable[[list[Any]], Any]:
         """The backward that holds gradients back; made when it is first needed."""
         if self._accumulate is None:
-            self.accumulating = ACCUMULATE(self.program)  # what is saved, and by which names, stays as it is
-            verify(self.accumulating, (*ALWAYS, *ACCUMULATE.ensures), f"after {ACCUMULATE.name}")
+            # What is saved, and by which names, stays as it is.
+            self.accumulating = self._verified.holding_back().after([ACCUMULATE]).program
             self._accumulate = self._load(self.accumulating, Phase.BACKWARD)
         return self._accumulate
 

@@ -10,19 +10,15 @@ from zcompile.cost.memory import arena_bytes, live_bytes
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.arena_places import lifetime, place_bytes
 from zcompile.ir.captured_regions import is_of_graph, outlives
-from zcompile.ir.operation import Operation, data, op_of
+from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import (
     Accumulate,
     AllGather,
     ByteRange,
     Call,
-    Fetch,
-    Group,
-    Offload,
     Reduce,
     Release,
     Results,
-    WaitFetch,
     WaitGather,
 )
 from zcompile.ir.packing import ALIGNMENT, Interval
@@ -50,27 +46,6 @@ def _places_disjoint(program: Program) -> Iterator[Violation]:
         alive.append((node, op.at, mine))
 
 
-def _fetched_before_use(program: Program) -> Iterator[Violation]:
-    allowed: dict[type[Operation], tuple[type[Operation], ...]] = {Offload: (Fetch,), Fetch: (WaitFetch,)}
-    for node in program.nodes(Offload, Fetch):
-        wanted = allowed[type(data(node).op)]
-        for user in node.users:
-            if not isinstance(data(user).op, wanted):
-                yield Violation(user, f"{label(user)} reads {node.name}, which stands for an activation on its way")
-        if isinstance(data(node).op, Offload):
-            continue
-        offloaded, place = node.all_input_nodes
-        if data(offloaded).op != Offload():
-            yield Violation(node, f"{node.name} fetches {offloaded.name}, which has not been offloaded")
-        elif offloaded.all_input_nodes[1] is not place:
-            problem = f"{node.name} fetches {offloaded.name} from {place.name}"
-            yield Violation(node, f"{problem}; it is offloaded in {offloaded.all_input_nodes[1].name}")
-    for node in program.nodes(WaitFetch):
-        fetched = node.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
-        if data(fetched).type != data(node).type:
-            yield Violation(node, f"{node.name} is {data(node).type}, and {fetched.name} was offloaded for it")
-
-
 def _results_owned(program: Program) -> Iterator[Violation]:
     for user in program.nodes(Reduce, Accumulate, Results):
         for value in outlives(program, user):
@@ -79,25 +54,12 @@ def _results_owned(program: Program) -> Iterator[Violation]:
                 yield Violation(user, f"{label(user)} takes {value.name}: {problem}")
 
 
-def _shards_replicated(program: Program) -> Iterator[Violation]:
-    for node in program.nodes(Offload):
-        value, place = node.all_input_nodes
-        if isinstance(data(place).op, Group) and not data(value).replicated:
-            yield Violation(
-                node,
-                f"{value.name} is not known to be the same on all ranks of {place.name}",
-            )
-
-
 def _full_arguments(call: fx.Node) -> list[fx.Node]:
     return [arg for arg in call.all_input_nodes if isinstance(data(arg).op, WaitGather)]
 
 
 PLACES_DISJOINT = Fact("places in the arena disjoint while they are needed", _places_disjoint)
-FETCHED_BEFORE_USE = Fact("activations fetched and waited for before use", _fetched_before_use)
 RESULTS_OWNED = Fact("nothing that outlives a step in the memory of CUDA graphs", _results_owned)
-
-SHARDS_REPLICATED = Fact("shards kept of what all ranks of a group have", _shards_replicated)
 
 
 def memory_bounded(limit: int) -> Fact:

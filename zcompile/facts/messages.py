@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from torch import fx
-
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.layout import Unit
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import (
-    Accumulate,
     AllGather,
     Call,
     GatherAhead,
     Reduce,
     Release,
-    Results,
     Shards,
     Update,
     WaitGather,
@@ -29,34 +25,12 @@ from zcompile.ir.program_graph import reads_of
 
 def _gathered_before_use(program: Program) -> Iterator[Violation]:
     for node in program.nodes(Call):
-        arguments = [argument for argument in node.args[1:] if isinstance(argument, fx.Node)]
-        for argument, unit in zip(arguments, op_of(node, Call).units, strict=False):
+        for argument in node.all_input_nodes:
             found = data(argument).op
-            if found == Shards(unit) and not program.layout.must_gather(unit):
-                continue
-            if isinstance(found, Shards):
-                yield Violation(node, f"{label(node)} reads {unit} before it is gathered")
+            if isinstance(found, Shards) and program.layout.must_gather(found.unit):
+                yield Violation(node, f"{label(node)} reads {found.unit} before it is gathered")
             elif isinstance(found, AllGather):
-                yield Violation(node, f"{label(node)} reads {unit} without waiting for {argument.name}")
-            elif not isinstance(found, WaitGather) or _gathered_unit(argument) != unit:
-                yield Violation(node, f"{label(node)} reads {unit}, but is given {argument.name}")
-    for node in program.nodes(AllGather):
-        op, casts = op_of(node, AllGather), program.layout.unit(op_of(node, AllGather).unit).compute_dtype
-        if op.dtype != casts:
-            yield Violation(node, f"{node.name} casts {op.unit} to {op.dtype}; want {casts}")
-    for node in program.nodes(WaitGather):
-        gathered, wanted = _gathered_unit(node), op_of(node, WaitGather).unit
-        if gathered != wanted:
-            yield Violation(node, f"{node.name} waits for {gathered}, not for {wanted}")
-
-
-def _gathered_unit(wait: fx.Node) -> str | None:
-    """The unit whose shards the gather behind `wait` really reads."""
-    gather = wait.all_input_nodes[0] if wait.all_input_nodes else None
-    if gather is None or not isinstance(data(gather).op, AllGather):
-        return None
-    shards = data(gather.all_input_nodes[0]).op
-    return shards.unit if isinstance(shards, Shards) and shards.unit == op_of(gather, AllGather).unit else None
+                yield Violation(node, f"{label(node)} reads {found.unit} without waiting for {argument.name}")
 
 
 def _released_once(program: Program) -> Iterator[Violation]:
@@ -79,77 +53,17 @@ def _released_once(program: Program) -> Iterator[Violation]:
             yield Violation(release, f"{release.all_input_nodes[0].name} is released, but is not a full parameter")
 
 
-def _unused_after_release(program: Program) -> Iterator[Violation]:
-    position = {node: index for index, node in enumerate(program.graph.nodes)}
-    for release in program.nodes(Release):
-        full = release.all_input_nodes[0]
-        for user in full.users:
-            if position[user] > position[release] and not isinstance(data(user).op, (Release, Results)):
-                yield Violation(user, f"{label(user)} uses {full.name} after its release")
-
-
 def _reduced_once(program: Program) -> Iterator[Violation]:
-    scatter = program.layout.stage.optimizer_sharded
     for name in program.results.gradients:
         yield Violation(None, f"the gradient of {name} is returned unreduced")
-    count: Counter[str] = Counter()
-    for node in program.nodes(Reduce):
-        op = op_of(node, Reduce)
-        count.update(op.params)
-        yield from _reduce_violations(program, node, op, scatter)
     used = [node.all_input_nodes[1] for node in program.nodes(Update)]
-    delivered = [name for node in (*program.results.reduced, *used) for name in op_of(node, WaitReduce).params]
-    expected = program.differentiated()
-    for name in sorted({*count, *delivered, *expected}):
-        if count[name] != (name in expected):
-            problem = (
-                f"the gradient of {name} is reduced {count[name]} times; want {'once' if name in expected else 'none'}"
-            )
-            yield Violation(_reduction_of(program, name), problem)
-        if count[name] != delivered.count(name):
-            yield Violation(
-                _reduction_of(program, name),
-                f"the reduced gradient of {name} is returned {delivered.count(name)} times",
-            )
-
-
-def _accumulated_once(program: Program) -> Iterator[Violation]:
+    delivered = Counter([*program.results.reduced, *used])
     for node in program.nodes(Reduce):
-        yield Violation(node, f"{node.name} communicates, though gradients are to be held back")
-    held = [op_of(node, Accumulate).params for node in program.results.reduced]
-    count = Counter(name for params in held for name in params)
-    expected = program.differentiated()
-    for name in sorted({*count, *expected}):
-        if count[name] != (name in expected):
-            wanted = "once" if name in expected else "none"
-            yield Violation(None, f"the gradient of {name} is held back {count[name]} times; want {wanted}")
-
-
-def _reduce_violations(program: Program, node: fx.Node, op: Reduce, scatter: bool) -> Iterator[Violation]:
-    unit = program.layout.unit(op.unit)
-    if data(node.all_input_nodes[0]).op != Shards(op.unit):
-        yield Violation(node, f"{node.name} reduces {op.unit}, but is given {node.all_input_nodes[0].name}")
-    if op.scatter is not scatter:
-        yield Violation(
-            node, f"stage {program.layout.stage.number} wants {'reduce_scatter' if scatter else 'all_reduce'}"
-        )
-    for name in op.params:
-        param = program.layout.param(name)
-        if not param.trainable:
-            yield Violation(node, f"{name} is frozen; its gradient is not reduced")
-        if param.reduction_dtype not in (None, op.dtype):
-            yield Violation(node, f"the gradient of {name} is reduced in {op.dtype}; want {param.reduction_dtype}")
-    grads = node.args[1]
-    given = tuple(p.name for p, grad in zip(unit.params, grads, strict=True) if grad is not None)  # type: ignore[arg-type]
-    if given != op.params:
-        yield Violation(node, f"{node.name} is given the gradients of {given}, not of {op.params}")
-    for param, grad in zip(unit.params, grads, strict=True):  # type: ignore[arg-type]
-        found = data(grad).type if isinstance(grad, fx.Node) else None
-        if found and (found.shape != param.shape or grads.count(grad) > 1):  # type: ignore[union-attr]
-            yield Violation(node, f"{grad.name} is given as the gradient of {param.name}, {list(param.shape)}")
-    waits = [user for user in node.users if isinstance(data(user).op, WaitReduce)]
-    if len(waits) != 1:
-        yield Violation(node, f"{node.name} is waited for {len(waits)} times; want once")
+        waits = [user for user in node.users if isinstance(data(user).op, WaitReduce)]
+        if len(waits) != 1:
+            yield Violation(node, f"{node.name} is waited for {len(waits)} times; want once")
+        elif delivered[waits[0]] != 1:
+            yield Violation(waits[0], f"{waits[0].name} is returned, or used, {delivered[waits[0]]} times; want once")
 
 
 def _updated_once(program: Program) -> Iterator[Violation]:
@@ -175,10 +89,6 @@ def _gathered_ahead(program: Program) -> Iterator[Violation]:
             yield Violation(node, f"{node.name} gathers {op.unit} as no forward does")
         if op.unit in updated and position[updated[op.unit]] > position[node]:
             yield Violation(node, f"{node.name} gathers {op.unit} before its update")
-
-
-def _reduction_of(program: Program, param: str) -> fx.Node | None:
-    return next((node for node in reversed(program.nodes(Reduce)) if param in op_of(node, Reduce).params), None)
 
 
 def _waits_sunk(program: Program) -> Iterator[Violation]:
@@ -226,9 +136,7 @@ def _separate_uses(program: Program, unit: str, phase: Phase | None) -> int:
 
 GATHERED_BEFORE_USE = Fact("full parameters gathered and waited for before use", _gathered_before_use)
 RELEASED_ONCE = Fact("gathers released exactly once", _released_once)
-UNUSED_AFTER_RELEASE = Fact("nothing used after release", _unused_after_release)
-REDUCED_ONCE = Fact("trainable gradients reduced exactly once", _reduced_once)
-ACCUMULATED_ONCE = Fact("trainable gradients held back exactly once", _accumulated_once)
+REDUCED_ONCE = Fact("gradients reduced, and reductions waited for and used once", _reduced_once)
 UPDATED_ONCE = Fact("reduced gradients used for updates, after the last read", _updated_once)
 GATHERED_AHEAD = Fact("gathers for the next step started after updates", _gathered_ahead)
 WAITS_SUNK = Fact("waits of reductions sunk", _waits_sunk)

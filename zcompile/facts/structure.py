@@ -28,6 +28,7 @@ from zcompile.ir.ops import (
 )
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import TensorType
 
 
 def _well_formed(program: Program) -> Iterator[Violation]:
@@ -164,15 +165,19 @@ def _regions_outlined(program: Program) -> Iterator[Violation]:
 
 
 def _mistaken_arguments(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
-    """Parameters given to a region whose shape or dtype is not the one it was traced with."""
+    """What a region is given whose shape or dtype is not the one it was traced with."""
     region = program.regions[op.region]
     for inner, (argument, item) in zip(region.graph.find_nodes(op="placeholder"), region.takes, strict=True):
-        wanted = data(inner).type
-        if item is None or wanted is None:
+        wanted, given = data(inner).type, node.args[1 + argument]
+        if wanted is None or not isinstance(given, fx.Node):
             continue
-        param = program.layout.unit(op.units[argument]).params[item]
-        if (param.shape, param.full_dtype) != (wanted.shape, wanted.dtype):
-            yield Violation(node, f"{label(node)} takes {param.name} where it was traced with {wanted}")
+        if item is None:
+            name, type_ = given.name, data(given).type
+        else:
+            param = program.layout.unit(op.units[argument]).params[item]
+            name, type_ = param.name, TensorType.make(param.full_dtype, param.shape)
+        if type_ is None or (type_.shape, type_.dtype) != (wanted.shape, wanted.dtype):
+            yield Violation(node, f"{label(node)} takes {name} where it was traced with {wanted}")
 
 
 WELL_FORMED = Fact("values defined before use, operations written as meant", _well_formed)

@@ -43,9 +43,15 @@ class Region:
         lines = [str(self.takes)]
         for node in self.graph.nodes:
             args, kwargs = tree_map_only(fx.Node, lambda source: _Number(number[source]), (node.args, node.kwargs))
-            target = self.modules[str(node.target)].code if node.op == "get_attr" else node.target
+            target = graph_text(self.modules[str(node.target)]) if node.op == "get_attr" else node.target
             lines.append(f"{node.op} {'' if node.op == 'placeholder' else target} {args} {kwargs} {_memory(node)}")
         return "\n".join(lines)
+
+
+def graph_text(module: fx.GraphModule) -> str:
+    """All that a graph computes which a higher-order operation calls, with the graphs that it calls itself."""
+    called = ((name, child) for name, child in module.named_children() if isinstance(child, fx.GraphModule))
+    return "\n".join([module.code, *(f"{name}: {graph_text(child)}" for name, child in called)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from zcompile.passes.split_phases import split_phases
 from zcompile.schedule.option_checks import bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 
-ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,), (facts.ACCUMULATED_ONCE,))
+ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,))
 """Not part of a pipeline: applied to a finished program of stage 0 or 1, for backwards under `no_sync`."""
 UPDATES = (
     Pass("insert_updates", insert_updates, (facts.WAITS_SUNK,), (facts.UPDATED_ONCE,), Trait.UPDATES),
@@ -151,10 +151,9 @@ def _places(*, activations: bool, arenas: bool, graphs: bool) -> list[Pass]:
 def _elsewhere(ahead: int, *, shards: bool, away: bool, whole: bool, limit: int | None) -> list[Pass]:
     """The passes that keep shards of activations, and move what is left away, and back as early as parameters come."""
     part = partial(partition_activations_pass, ahead=ahead, moved=away, whole=whole)
-    ensures = (facts.FETCHED_BEFORE_USE, facts.SHARDS_REPLICATED)
-    parts = Pass("partition_activations", part, (facts.WAITS_SUNK,), ensures)
+    parts = Pass("partition_activations", part, (facts.WAITS_SUNK,))
     move = partial(offload_activations_pass, ahead=ahead, memory_limit=limit)
-    moves = Pass("offload_activations", move, (facts.WAITS_SUNK,), (facts.FETCHED_BEFORE_USE,))
+    moves = Pass("offload_activations", move, (facts.WAITS_SUNK,))
     return [*([parts] if shards else []), *([moves] if away else [])]
 
 

@@ -18,13 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from zcompile.errors import PipelineError, ZcompileError, nearest
-from zcompile.facts import UNUSED_AFTER_RELEASE, VOLUME_RIGHT, WELL_FORMED, Fact, verify
-from zcompile.ir.layout import Stage
+from zcompile.facts import OWNED, VOLUME_RIGHT, WELL_FORMED, Fact, verify
+from zcompile.ir.layout import Layout, Stage
 from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
+from zcompile.proof.rules import Rule
+from zcompile.proof.values import TracedValues
 
-ALWAYS = (WELL_FORMED, UNUSED_AFTER_RELEASE)
-"""Facts that hold of every program, checked after every pass."""
+ALWAYS = (WELL_FORMED, OWNED)
+"""Facts that hold of every program, checked after every pass; and its values are those that were traced."""
 
 
 class Trait(Flag):
@@ -45,7 +47,8 @@ class Trait(Flag):
 class Pass:
     """One rewriting: `run` with the facts it needs and the facts it leaves.
 
-    One that takes the place of another in a pipeline has the other's traits, too.
+    It may not change what is computed but as its `rules` say, which hold from then on. One that takes the place of
+    another in a pipeline has the other's traits, too.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Pass:
     requires: tuple[Fact, ...] = ()
     ensures: tuple[Fact, ...] = ()
     traits: Trait = Trait.NONE
+    rules: tuple[Rule, ...] = ()
 
     def __call__(self, program: Program) -> Program:
         return self.run(program)
@@ -97,18 +101,34 @@ def _applied(step: Pass, program: Program) -> Program:
 
 
 def _state(program: Program) -> list[tuple[Any, ...]]:
-    return [(node, node.target, node.args, node.kwargs, data(node)) for node in program.graph.nodes if has_data(node)]
+    graphs = (program.graph, *(region.graph for region in program.regions.values()))
+    nodes = (node for graph in graphs for node in graph.nodes if has_data(node))
+    return [(node, node.target, node.args, node.kwargs, data(node)) for node in nodes]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A program, and the facts that were found to hold of it."""
+    """A program, what it has to compute, and the facts that were found to hold of it."""
 
     program: Program
+    values: TracedValues
     facts: tuple[Fact, ...] = ALWAYS
 
+    @classmethod
+    def traced(cls, program: Program) -> Verified:
+        """A step as it was traced: what it computes, all that passes make of it has to compute."""
+        return cls(program, TracedValues.of(program))
+
+    def laid_out(self, layout: Layout) -> Verified:
+        """The same with another layout, before a pass has looked at the first."""
+        return replace(self, program=replace(self.program, layout=layout), values=replace(self.values, layout=layout))
+
+    def holding_back(self) -> Verified:
+        """The same where gradients are to be held back, with none of the facts of reductions."""
+        return replace(self, values=replace(self.values, holds_back=True), facts=ALWAYS)
+
     def after(self, passes: Iterable[Pass], journal: Journal | None = None) -> Verified:
-        """What `passes` make of the program, every fact checked after each of them.
+        """What `passes` make of the program, its values and every fact checked after each of them.
 
         Raises:
             ProgramError: a fact failed; the message names the pass and marks the line.
@@ -119,13 +139,14 @@ class Verified:
             started = time.perf_counter()
             after = _applied(step, result.program)
             ran = time.perf_counter()
+            values = result.values.modulo(step.rules)
             facts = tuple(dict.fromkeys((*result.facts, *step.ensures)))
-            verify(after, facts, f"after {step.name}")
+            verify(after, (*facts, values.fact), f"after {step.name}")
             if journal is not None:
                 journal.entries.append(
                     JournalEntry(step, result.program, after, ran - started, time.perf_counter() - ran)
                 )
-            result = Verified(after, facts)
+            result = Verified(after, values, facts)
         return result
 
 
@@ -152,8 +173,16 @@ class Pipeline:
             ProgramError: a fact failed; the message names the pass and marks the line.
             PipelineError: a pass raised something, returned no program, or changed the one that it was given.
         """
-        finished = Verified(program).after(self.passes, journal).program
-        verify(finished, self.goals, "at the end of the pipeline")
+        return self.verified(program, journal).program
+
+    def verified(self, program: Program, journal: Journal | None = None) -> Verified:
+        """What `run` gives, with what is known of it.
+
+        Raises:
+            ProgramError, PipelineError: as `run`.
+        """
+        finished = Verified.traced(program).after(self.passes, journal)
+        verify(finished.program, self.goals, "at the end of the pipeline")
         return finished
 
     @property

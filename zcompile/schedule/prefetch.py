@@ -48,7 +48,7 @@ def choose(
     stride = traced.layout.sharded.stride
     small = max(LEAST_PACKED, int(hardware.slowest(stride).latency * hardware.memory_bandwidth / 2))
     bucket = bucket_for(hardware, stride)
-    common = Verified(traced).after(pipeline(Schedule(DEPTHS[0], small, bucket)).until(Trait.SCHEDULES)[0])
+    common = Verified.traced(traced).after(pipeline(Schedule(DEPTHS[0], small, bucket)).until(Trait.SCHEDULES)[0])
     seconds = {}
     for depth in DEPTHS:
         program = common.after(pipeline(Schedule(depth, small, bucket)).until(Trait.SCHEDULES)[1]).program
@@ -62,5 +62,5 @@ def fit(
     traced: Program, pipeline: Callable[[Schedule], Pipeline], schedule: Schedule, memory_limit: int
 ) -> tuple[int, tuple[str, ...]]:
     """The bytes that the step takes at least, and the units that may be kept full within the limit."""
-    program = Verified(traced).after(pipeline(replace(schedule, kept=())).passes).program
+    program = Verified.traced(traced).after(pipeline(replace(schedule, kept=())).passes).program
     return peak_bytes(program), that_fit(program, memory_limit)

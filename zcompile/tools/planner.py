@@ -146,7 +146,7 @@ class Rewriter:
     def __init__(self, model: nn.Module, traced: Program, units: Sequence[str] | None) -> None:
         self.model, self.units = model, units
         self.flops = sum(aten_cost(node)[0] for node in traced.graph.nodes if node.op == "call_function")
-        self._traced = Verified(traced)
+        self._traced = Verified.traced(traced)
         self._done: dict[tuple[Any, ...], Verified] = {}
 
     def forecasts(self, choice: Choice, worlds: Sequence[int], hardware: Hardware) -> Iterator[Forecast]:
@@ -176,7 +176,7 @@ class Rewriter:
         layout = make_layout(
             self.model, STAGES[choice.stage], axes_over(self.model, world), self.units, Precision(choice.dtype)
         )
-        at_stage = replace(shared, program=replace(shared.program, layout=layout))
+        at_stage = shared.laid_out(layout)
         # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
         budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
         head = (choice.stage, choice.checkpoint, world, budget)

@@ -1,0 +1,87 @@
+"""Shared memory: which values show the memory of which, read off the operations, not off what passes say of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from zcompile._torch import OpOverload
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Call, Item, WaitReduce
+from zcompile.ir.program_graph import ProgramGraph
+from zcompile.ir.region import Region
+
+_MAY_SHOW = frozenset(
+    {"_unsafe_view", "reshape", "contiguous", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
+)
+"""Operations that tracing takes for functions, whose results may show the memory of their argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What holds a value: the line that made it, and of several results the number of the first that shows it."""
+
+    line: fx.Node
+    number: int = 0
+
+
+def root_of(value: fx.Node) -> fx.Node:
+    """The operation or placeholder of a graph of ATen's whose memory `value` shows."""
+    while value.op == "call_function" and value.all_input_nodes and _shows_first_argument(value):
+        value = value.all_input_nodes[0]
+    return value
+
+
+def memory_of_values(program: ProgramGraph) -> dict[fx.Node, Memory]:
+    """The memory that each value of a program shows."""
+    shown = {name: _results(region) for name, region in program.regions.items()}
+    result: dict[fx.Node, Memory] = {}
+    for node in program.graph.nodes:
+        op = data(node).op
+        if isinstance(op, Call):
+            result[node] = _of_result(node, 0, shown[op.region], result)
+        elif isinstance(op, Item) and isinstance(data(node.all_input_nodes[0]).op, Call):
+            call = node.all_input_nodes[0]
+            result[node] = _of_result(call, op.index, shown[op_of(call, Call).region], result)
+        elif isinstance(op, WaitReduce):
+            result[node] = Memory(node.all_input_nodes[0])
+        else:
+            root = root_of(node)
+            result[node] = Memory(node) if root is node else result[root]
+    return result
+
+
+_Shown = Mapping[int, tuple[int, int | None]]
+"""For each result of a region that is a value the first result of the same memory, and the argument that it shows."""
+
+
+def _results(region: Region) -> _Shown:
+    placeholders = {node: number for number, node in enumerate(region.graph.find_nodes(op="placeholder"))}
+    first: dict[fx.Node, int] = {}
+    found = {}
+    for number, value in enumerate(region.outputs):
+        if isinstance(value, fx.Node):
+            root = root_of(value)
+            found[number] = first.setdefault(root, number), placeholders.get(root)
+    return {n: (f, region.takes[p][0] if p is not None else None) for n, (f, p) in found.items()}
+
+
+def _of_result(call: fx.Node, number: int, shown: _Shown, known: Mapping[fx.Node, Memory]) -> Memory:
+    first, argument = shown.get(number, (number, None))
+    if argument is None:
+        return Memory(call, first)
+    given = call.args[1 + argument]
+    return known[given] if isinstance(given, fx.Node) else Memory(call, first)
+
+
+def _shows_first_argument(node: fx.Node) -> bool:
+    """True for a view, for what may be one, and for one of several views."""
+    if node.target is operator.getitem:
+        source = node.all_input_nodes[0]
+        return source.op == "call_function" and _shows_first_argument(source)
+    if not isinstance(node.target, OpOverload):
+        return False
+    return bool(node.target.is_view) or node.target.overloadpacket.__name__ in _MAY_SHOW

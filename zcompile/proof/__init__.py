@@ -1,0 +1,1 @@
+"""Proof of values: terms of what is computed, compared with what was traced."""

@@ -1,0 +1,61 @@
+"""Where two terms first part, and how a term is written for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zcompile._torch import OpOverload
+from zcompile.ir.printer import function_text
+from zcompile.proof.rules import CONSTANT, LIST
+from zcompile.proof.terms import ITEM, Terms
+
+DEPTH = 3
+"""Operations within each other that are written out of a term."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Two terms that differ at their heads or in the number of their parts, within terms that agree so far."""
+
+    found: int
+    wanted: int
+    around: tuple[int, int] | None
+    """What the two are parts of; None if they are all."""
+
+
+def parted(found: int, wanted: int, terms: Terms) -> Parting:
+    """Where two different terms part, looked for in the first of their parts that differ."""
+    around = None
+    while True:
+        one, other = terms.keys[found], terms.keys[wanted]
+        differing = [(a, b) for a, b in zip(one, other, strict=False) if a != b]
+        pairs = [(a, b) for a, b in differing if type(a) is int and type(b) is int]
+        if len(one) != len(other) or len(pairs) != len(differing):
+            return Parting(found, wanted, around)
+        around, (found, wanted) = (found, wanted), pairs[0]
+
+
+def term_text(term: int, terms: Terms, names: dict[int, str], depth: int = DEPTH) -> str:
+    """A term as a call, `mm(x, t(layers.0.weight))`, cut off with dots; `names` has those of inputs."""
+    if term in names:
+        return names[term]
+    head, *parts = terms.keys[term]
+    if head == CONSTANT:
+        return str(parts[1])
+    if all(isinstance(part, str) for part in parts):
+        return str(parts[0]) if len(parts) == 1 or head.endswith("parameter") else " ".join([head, *parts])
+    if depth == 0:
+        return "..."
+    texts = (part if isinstance(part, str) else term_text(part, terms, names, depth - 1) for part in parts)
+    listed = ", ".join(texts).replace("=, ", "=")
+    if head == LIST:
+        return f"[{listed}]"
+    if head == ITEM:
+        return f"{term_text(parts[0], terms, names, depth)}[{terms.keys[parts[1]][2]}]"
+    return f"{_name(head)}({listed})"
+
+
+def _name(head: object) -> str:
+    if isinstance(head, OpOverload):
+        return str(head.overloadpacket.__name__)
+    return head if isinstance(head, str) else function_text(head)

@@ -1,0 +1,116 @@
+"""Operations of ATen as terms: a graph evaluated line by line, as it was traced or within a region.
+
+What moves or copies a value, and what hides it from autograd, leaves its term as it is. An operation that draws random
+numbers is applied to the draw, too: they are numbered as they run, and one that runs again under the state that a
+generator had is the same draw.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile._torch import OpOverload, replayed_random, saved_random, writes_arguments, written_arguments
+from zcompile.ir.region import graph_text
+from zcompile.ir.side_effects import is_random
+from zcompile.proof.rules import LIST
+from zcompile.proof.terms import DRAWN_UNDER, ITEM, PAIR, STATE, Terms
+
+_aten = torch.ops.aten
+_SAME = frozenset({_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default})
+"""Their result has the values of their argument, and its layout unless they are told one."""
+AFTER = "after"
+"""A value once an operation has written to it."""
+
+
+@dataclass
+class OperationTerms:
+    """The terms of a graph's values.
+
+    Attributes:
+        terms: The table that they are in.
+        draw: Gives the next random draw.
+        modules: Graphs that higher-order operations call, by attribute name.
+        values: The term of each value; those of placeholders are put in by who evaluates.
+        writes: What was written to, and its term from then on, in order.
+    """
+
+    terms: Terms
+    draw: Callable[[], int]
+    modules: Mapping[str, fx.GraphModule]
+    values: dict[fx.Node, int] = field(default_factory=dict)
+    writes: list[tuple[fx.Node, int]] = field(default_factory=list)
+
+    def evaluate(self, nodes: Iterable[fx.Node]) -> None:
+        """Put the terms of `nodes` into `values`, which has those before them."""
+        for node in nodes:
+            self.values[node] = self._value(node)
+
+    def argument(self, given: Any) -> int:
+        """The term of an argument."""
+        if isinstance(given, fx.Node):
+            return self.values[given]
+        if isinstance(given, (list, tuple)):
+            return self.terms.make((LIST, *map(self.argument, given)))
+        return self.terms.constant(given)
+
+    def _value(self, node: fx.Node) -> int:
+        target, terms = node.target, self.terms
+        if node.op == "get_attr":
+            return terms.make(("graph", graph_text(self.modules[str(target)])))
+        if _is_plain(target):
+            if target in _SAME and not node.kwargs:
+                return self.argument(node.args[0])
+            return self._applied(target, node.args, node.kwargs)
+        if target is saved_random:
+            return self._saved(node)
+        if target is replayed_random:
+            state, operation, *args = node.args
+            drawn = terms.make((DRAWN_UNDER, self.argument(state)))
+            return self._applied(operation, args, node.kwargs, drawn)
+        if not isinstance(target, OpOverload):
+            head = ITEM if target is operator.getitem else target
+            return self._applied(head, node.args, node.kwargs)
+        result = self._applied(target, node.args, node.kwargs, self.draw() if is_random(node) else None)
+        if writes_arguments(target):
+            self._write(node, result)
+        return result
+
+    def _applied(self, head: Any, args: Iterable[Any], kwargs: Mapping[str, Any], drawn: int | None = None) -> int:
+        key = [head, *map(self.argument, args)]
+        for name, value in kwargs.items():
+            key += (f"{name}=", self.argument(value))
+        if drawn is not None:
+            key += ("draw=", drawn)
+        return self.terms.make(tuple(key))
+
+    def _saved(self, node: fx.Node) -> int:
+        """The generator's state in front of a draw, and what is drawn."""
+        operation, *args = node.args
+        drawn = self.draw()
+        result = self._applied(operation, args, node.kwargs, drawn)
+        return self.terms.make((PAIR, self.terms.make((STATE, drawn)), result))
+
+    def _write(self, node: fx.Node, result: int) -> None:
+        """Note what `node` writes to; from here on it reads otherwise."""
+        assert isinstance(node.target, OpOverload), "operations of torch say what they write to"
+        for place, name in written_arguments(node.target):
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+            for written in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(written, fx.Node):
+                    self.values[written] = self.terms.make((AFTER, result, self.values[written]))
+                    self.writes.append((written, self.values[written]))
+
+
+@functools.cache
+def _is_plain(target: Any) -> bool:
+    """True for an operation that gives the same for the same arguments, and does nothing else."""
+    if not isinstance(target, OpOverload) or writes_arguments(target):
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags

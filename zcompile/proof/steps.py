@@ -1,0 +1,276 @@
+"""Steps as terms: the lines of a program evaluated in their order, its regions inlined.
+
+A gather and its wait give whole parameters, in the dtype that the line names; a reduction gives, for each parameter,
+the mean of its gradient. Copying, storing, moving away and fetching, releasing and deferring leave terms as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.ir import ops
+from zcompile.ir.layout import Unit
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.program import Program
+from zcompile.proof.operations import OperationTerms
+from zcompile.proof.regions import Regions, draw
+
+PARAMETER, UPDATED, INPUT, CONSTANT_TENSOR = "parameter", "updated parameter", "input", "tensor"
+MEAN, HELD_BACK, CONTIGUOUS, NO_VALUE = "mean", "held_back", "contiguous", "no tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class FullUnit:
+    """Whole parameters of a unit; those that are computed with in `dtype` are cast to it."""
+
+    unit: Unit
+    dtype: torch.dtype | None
+    updated: bool = False
+    """True if the optimizer has stepped for them before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a line has started, until it is waited for."""
+
+    gives: FullUnit | Mapping[str, int] | int
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """An activation that is elsewhere."""
+
+    term: int
+    place: fx.Node
+
+
+Value = int | FullUnit | Started | Offloaded | Mapping[str, int] | Sequence[int] | None
+"""What a line gives: a term, averaged gradients by the names of their parameters, the results of a region, or what is
+no tensor yet."""
+
+
+@dataclass
+class StepTerms:
+    """The terms of a program's values.
+
+    Attributes:
+        program: What is evaluated.
+        regions: The terms of regions, and the table.
+        values: What each line gives.
+        gradients: By parameter the terms that are returned, or used for an update, as its averaged gradient.
+        writes: What inputs hold once they are written to, in the order of the writes.
+        replicated: Values of which each rank of an axis keeps a shard, by line.
+        draws: How many random draws there are.
+        calls: The draws before each call of a region.
+    """
+
+    program: Program
+    regions: Regions
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    gradients: dict[str, list[int]] = field(default_factory=dict)
+    writes: list[int] = field(default_factory=list)
+    replicated: dict[fx.Node, int] = field(default_factory=dict)
+    draws: int = 0
+    calls: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.terms = self.regions.terms
+        self.inputs: dict[ops.Kind, int] = dict.fromkeys(ops.Kind, 0)
+        self.flat = OperationTerms(self.terms, self._draw, self.program.modules, self.values)  # type: ignore[arg-type]
+        for node in self.program.graph.nodes:
+            self.values[node] = _EVALUATORS[type(data(node).op)](self, node)
+        self.writes = [term for _, term in self.flat.writes]
+        for node in self.program.results.reduced:
+            self.deliver(node)
+
+    def term(self, value: Any) -> int:
+        """The term of what a line, or the end of the program, is given."""
+        found = self.values[value] if isinstance(value, fx.Node) else self.flat.argument(value)
+        return found if isinstance(found, int) else self.terms.make((NO_VALUE, value.name))
+
+    def arguments(self, call: fx.Node) -> tuple[int, ...]:
+        """The terms of what a region is given in a call, by its placeholders."""
+        region = self.program.regions[op_of(call, ops.Call).region]
+        return tuple(self._argument(call.args[1 + argument], item) for argument, item in region.takes)
+
+    def line_of(self, term: int) -> fx.Node | None:
+        """The first line that computes a term, itself or within its region."""
+        for node, value in self.values.items():
+            if value == term:
+                return node
+            if node in self.calls:
+                found = self.regions.of(self.program.regions[op_of(node, ops.Call).region])
+                if term in self.regions.instances(found, self.arguments(node), self.calls[node]).values():
+                    return node
+        return None
+
+    def deliver(self, gradients: fx.Node) -> None:
+        """Note averaged gradients that are returned, or used for an update."""
+        found = self.values[gradients]
+        for name, term in found.items() if isinstance(found, Mapping) else ():
+            self.gradients.setdefault(name, []).append(term)
+
+    def _argument(self, given: Any, item: int | None) -> int:
+        if item is None:
+            return self.term(given)
+        found = self.values[given]
+        if not isinstance(found, FullUnit):
+            return self.terms.make((NO_VALUE, given.name))
+        param = found.unit.params[item]
+        cast = found.dtype is not None and param.compute_dtype is found.dtype
+        dtype = found.dtype if cast or not param.shards else param.dtype
+        return self.terms.make((UPDATED if found.updated else PARAMETER, param.name, str(dtype or param.dtype)))
+
+    def _draw(self) -> int:
+        self.draws += 1
+        return draw(self.terms, self.draws - 1)
+
+
+def _input(step: StepTerms, node: fx.Node) -> Value:
+    kind = op_of(node, ops.Input).kind
+    number = step.inputs[kind]
+    step.inputs[kind] += 1
+    if kind is ops.Kind.CONSTANT:
+        return step.terms.make((CONSTANT_TENSOR, node.name, str(id(step.program.constants.get(node.name)))))
+    return step.terms.make((INPUT, str(kind), str(number)))
+
+
+def _parameter(step: StepTerms, node: fx.Node) -> Value:
+    type_ = data(node).type
+    assert type_ is not None, "parameters are tensors"
+    return step.terms.make((PARAMETER, op_of(node, ops.Parameter).name, str(type_.dtype)))
+
+
+def _shards(step: StepTerms, node: fx.Node) -> Value:
+    # Read as they are where nothing has to be gathered, and until it is: a fact says when that has to be done.
+    unit = step.program.layout.unit(op_of(node, ops.Shards).unit)
+    return FullUnit(unit, unit.compute_dtype)
+
+
+def _lent(step: StepTerms, node: fx.Node) -> Value:
+    return None
+
+
+def _operation(step: StepTerms, node: fx.Node) -> Value:
+    step.flat.evaluate((node,))
+    return step.values[node]
+
+
+def _item(step: StepTerms, node: fx.Node) -> Value:
+    results = step.values[node.all_input_nodes[0]]
+    if not isinstance(results, Sequence):
+        return _operation(step, node)
+    return results[op_of(node, ops.Item).index]
+
+
+def _call(step: StepTerms, node: fx.Node) -> Value:
+    found = step.regions.of(step.program.regions[op_of(node, ops.Call).region])
+    step.calls[node] = step.draws
+    results, written = step.regions.call(found, step.arguments(node), step.draws)
+    step.draws += len(found.draws)
+    for (number, _), term in zip(found.writes, written, strict=True):
+        argument = node.args[1 + step.program.regions[op_of(node, ops.Call).region].takes[number][0]]
+        assert isinstance(argument, fx.Node), "regions write to inputs"
+        step.values[argument] = term
+        step.flat.writes.append((argument, term))
+    return results[0] if len(results) == 1 else results
+
+
+def _all_gather(step: StepTerms, node: fx.Node) -> Value:
+    shards = step.values[node.all_input_nodes[0]]
+    return Started(replace(shards, dtype=op_of(node, ops.AllGather).dtype)) if isinstance(shards, FullUnit) else None
+
+
+def _wait(step: StepTerms, node: fx.Node) -> Value:
+    started = step.values[node.all_input_nodes[0]]
+    return started.gives if isinstance(started, Started) else None
+
+
+def _reduce(step: StepTerms, node: fx.Node) -> Value:
+    """The means of gradients in the dtype in which they are sent; what was held back before is added to any."""
+    op, axis = op_of(node, ops.Reduce), step.program.layout.sharded
+    result = {}
+    for param, gradient in _given(step, node):
+        sent = op.dtype if param.reduction_dtype is op.dtype else None
+        how = "scattered" if op.scatter and param.shards else "whole"
+        result[param.name] = step.terms.make((MEAN, axis.name, how, str(sent or param.full_dtype), gradient))
+    return Started(result)
+
+
+def _accumulate(step: StepTerms, node: fx.Node) -> Value:
+    return {param.name: step.terms.make((HELD_BACK, str(param.dtype), term)) for param, term in _given(step, node)}
+
+
+def _given(step: StepTerms, node: fx.Node) -> list[tuple[Any, int]]:
+    """The parameters of a unit that a line is given gradients of, with these."""
+    shards, gradients = node.args[:2]
+    assert isinstance(shards, fx.Node), "a reduction is one of a unit"
+    params = step.program.layout.unit(op_of(shards, ops.Shards).unit).params
+    pairs = zip(params, gradients, strict=True)  # type: ignore[arg-type]
+    return [(param, _dense(step, gradient)) for param, gradient in pairs if gradient is not None]
+
+
+def _dense(step: StepTerms, gradient: Any) -> int:
+    """The term of a gradient; how it is laid out does not matter to who sends it."""
+    head, *parts = step.terms.keys[term := step.term(gradient)]
+    return int(parts[0]) if head == CONTIGUOUS else term
+
+
+def _update(step: StepTerms, node: fx.Node) -> Value:
+    shards, gradients = node.all_input_nodes
+    full = step.values[shards]
+    if isinstance(full, FullUnit):
+        step.values[shards] = replace(full, updated=True)
+    step.deliver(gradients)
+    return None
+
+
+def _copy(step: StepTerms, node: fx.Node) -> Value:
+    term = step.term(node.args[0])
+    return term if op_of(node, ops.Copy).strided else step.terms.make((CONTIGUOUS, term))
+
+
+def _store(step: StepTerms, node: fx.Node) -> Value:
+    return step.term(node.args[0])
+
+
+def _offload(step: StepTerms, node: fx.Node) -> Value:
+    value, place = node.all_input_nodes
+    if isinstance(data(place).op, ops.Group):
+        step.replicated[node] = step.term(value)
+    return Offloaded(step.term(value), place)
+
+
+def _fetch(step: StepTerms, node: fx.Node) -> Value:
+    offloaded, place = step.values[node.all_input_nodes[0]], node.all_input_nodes[1]
+    return Started(offloaded.term) if isinstance(offloaded, Offloaded) and offloaded.place is place else None
+
+
+_EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
+    ops.Input: _input,
+    ops.Parameter: _parameter,
+    ops.Shards: _shards,
+    **dict.fromkeys(ops.LENT, _lent),
+    ops.Compute: _operation,
+    ops.Item: _item,
+    ops.Call: _call,
+    ops.AllGather: _all_gather,
+    ops.GatherAhead: _lent,
+    ops.WaitGather: _wait,
+    ops.WaitReduce: _wait,
+    ops.WaitFetch: _wait,
+    ops.Reduce: _reduce,
+    ops.Release: _lent,
+    ops.Update: _update,
+    ops.Accumulate: _accumulate,
+    ops.Copy: _copy,
+    ops.Store: _store,
+    ops.Offload: _offload,
+    ops.Fetch: _fetch,
+    ops.Results: _lent,
+}
