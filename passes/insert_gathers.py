@@ -37,19 +37,23 @@ class _Use:
 def insert_gathers(program: Program) -> Program:
     """A program in which every call reads full parameters that were gathered and waited for."""
     program = program.copy()
+    _gather_for_uses(program)
     _own_returned(program)
+    return program
+
+
+def _gather_for_uses(program: Program) -> None:
     if not program.layout.stage.parameters_sharded:
         for unit in program.layout.units:
             calls = tuple(node for node in program.nodes(Call) if unit.name in op_of(node, Call).units)
             if calls and program.layout.must_gather(unit.name):
                 _gather(program, _Use(unit.name, calls), keep=True)
-        return program
+        return
     for use in (use for phase in Phase for use in _uses(program, phase)):
         full = _gather(program, use, keep=False)
         meta = Data(Release(use.unit), data(use.calls[-1]).phase, source=use.unit)
         with program.graph.inserting_after(after_items(use.calls[-1])):
             program.add((full,), meta, f"{full.name}_release")
-    return program
 
 
 def _own_returned(program: Program) -> None:
@@ -58,7 +62,7 @@ def _own_returned(program: Program) -> None:
     memory = memory_of_values(program) if returned else {}
     for value in dict.fromkeys(returned):
         line = memory[value].line
-        if value is not line and isinstance(data(line).op, Shards):
+        if value is not line and isinstance(data(line).op, (Shards, WaitGather)):
             call = value.all_input_nodes[0] if isinstance(data(value).op, Item) else value
             with program.graph.inserting_after(after_items(call)):
                 meta = replace(data(value), op=Copy(strided=True), view=False)

@@ -339,7 +339,7 @@ def test_no_more_units_are_full_than_the_prefetch_allows(
         (
             facts.GATHERED_BEFORE_USE,
             facts.RELEASED_ONCE,
-            facts.UNUSED_AFTER_RELEASE,
+            facts.OWNED,
             facts.VOLUME_RIGHT,
             facts.PHASES_SPLIT,
             facts.units_bounded(prefetch),

@@ -300,5 +300,42 @@ def backward(box):
 """
 """`OUTLINED` with reductions, and no gathers."""
 
+TRACED = """
+def forward(box):
+    (
+        a,                     # f32[4, 4]  parameter a.weight
+        b,                     # f32[4, 4]  parameter b.weight
+        c,                     # f32[4, 4]  parameter c.weight
+        x,                     # f32[8, 4]
+    ) = unbox(box)
+    ya = aten.mm.default(x, a)   # f32[8, 4]  a
+    yb = aten.mm.default(ya, b)  # f32[8, 4]  b
+    yc = aten.mm.default(yb, c)  # f32[8, 4]  c
+    return [yc], [a, b, c, x, ya, yb]
+
+
+def backward(box):
+    (
+        b,                       # f32[4, 4]  parameter b.weight
+        c,                       # f32[4, 4]  parameter c.weight
+        x,                       # f32[8, 4]
+        ya,                      # f32[8, 4]  a
+        yb,                      # f32[8, 4]  b
+        dy,                      # f32[8, 4]  tangent
+    ) = unbox(box)
+    ct = aten.t.default(c)       # &f32[4, 4]  c
+    db = aten.mm.default(dy, ct)  # f32[8, 4]  c
+    ybt = aten.t.default(yb)     # &f32[4, 8]  c
+    gc = aten.mm.default(ybt, dy)  # f32[4, 4]  c
+    bt = aten.t.default(b)       # &f32[4, 4]  b
+    da = aten.mm.default(db, bt)  # f32[8, 4]  b
+    yat = aten.t.default(ya)     # &f32[4, 8]  b
+    gb = aten.mm.default(yat, db)  # f32[4, 4]  b
+    xt = aten.t.default(x)       # &f32[4, 8]  a
+    ga = aten.mm.default(xt, da)  # f32[4, 4]  a
+    return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
+"""
+"""The step of which CHAIN and OUTLINED are the program, as it is traced."""
+
 TENSOR_PARALLEL = CHAIN.replace('"shard 2"', '"shard 2, stride 3", "tp": "tensor 3"')
 """The same, of one of three parts of a model."""

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.passes.programs import CHAIN, REDUCED, at_stage, check, parsed
+from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check, parsed
 from zcompile.errors import ProgramError
-from zcompile.facts import ACCUMULATED_ONCE, verify
+from zcompile.facts import verify
 from zcompile.passes.accumulate_gradients import accumulate_gradients
+from zcompile.proof.values import TracedValues
 
 HELD = """
 def backward(box):
@@ -33,12 +36,15 @@ def backward(box):
     return [None], [c_grads_held, b_grads_held, a_grads_held]
 """
 
+TRACED = TracedValues.of(parsed(at_stage(CHAIN, 1), OUTLINED))
+HELD_BACK = replace(TRACED, holds_back=True).fact
+
 
 def test_reductions_become_accumulations() -> None:
     held = check(accumulate_gradients, at_stage(CHAIN, 1), REDUCED, HELD)
-    verify(held, (ACCUMULATED_ONCE,), "here")
+    verify(held, [HELD_BACK], "here")
 
 
 def test_a_program_that_reduces_holds_nothing_back() -> None:
-    with pytest.raises(ProgramError, match="communicates, though gradients are to be held back"):
-        verify(parsed(at_stage(CHAIN, 1), REDUCED), (ACCUMULATED_ONCE,), "here")
+    with pytest.raises(ProgramError, match=r"the gradient of a\.weight is not what was traced: .*mean.*want held_back"):
+        verify(parsed(at_stage(CHAIN, 1), REDUCED), [HELD_BACK], "here")

@@ -7,12 +7,12 @@ from torch import fx
 
 import zcompile
 from tests.passes.programs import CHAIN, OUTLINED, check, joined, parsed
-from zcompile import ProgramError, facts, verify
+from zcompile import ProgramError, verify
 from zcompile.cost.memory import live_bytes, peak_bytes
-from zcompile.ir.operation import data, set_data
-from zcompile.ir.ops import Offload, WaitFetch
+from zcompile.ir.ops import Offload
 from zcompile.ir.program import Program
 from zcompile.passes.offload_activations import LEAST, offload_activations
+from zcompile.proof.values import TracedValues
 
 MOVED = """
 def forward(box):
@@ -85,9 +85,12 @@ def test_memory_is_predicted_without_what_is_away() -> None:
     assert peak_bytes(after) <= peak_bytes(before) + 8
 
 
+VALUES = TracedValues.of(parsed(CHAIN, OUTLINED)).fact
+
+
 def moved() -> Program:
     program = move(parsed(CHAIN, OUTLINED))
-    verify(program, [facts.FETCHED_BEFORE_USE], "here")
+    verify(program, [VALUES], "here")
     return program
 
 
@@ -100,22 +103,29 @@ def reader(program: Program) -> fx.Node:
 def test_what_is_on_its_way_is_not_read(given: str) -> None:
     program = moved()
     reader(program).replace_input_with(program.node("ya_again"), program.node(given))
-    with pytest.raises(ProgramError, match="which stands for an activation on its way"):
-        verify(program, [facts.FETCHED_BEFORE_USE], "here")
+    with pytest.raises(ProgramError, match=rf"with {given} \(no value\) in place of mm\(x, a\.weight\)"):
+        verify(program, [VALUES], "here")
 
 
 def test_what_was_not_offloaded_is_not_fetched() -> None:
     program = moved()
     program.node("ya_fetch").replace_input_with(program.node("ya_offloaded"), program.node("yb"))
-    with pytest.raises(ProgramError, match="has not been offloaded"):
-        verify(program, [facts.FETCHED_BEFORE_USE], "here")
+    with pytest.raises(ProgramError, match=r"with ya_again \(no value\) in place of mm"):
+        verify(program, [VALUES], "here")
 
 
-def test_an_activation_of_another_type_is_refused() -> None:
+def test_another_activation_is_not_what_was_traced() -> None:
     program = moved()
-    again = program.node("ya_again")
-    other = data(program.node("ga")).type
-    held = data(again)
-    set_data(again, type(held)(WaitFetch(), held.phase, other, held.source, view=True))
-    with pytest.raises(ProgramError, match="was offloaded for it"):
-        verify(program, [facts.FETCHED_BEFORE_USE], "here")
+    program.node("ya_offloaded").replace_input_with(program.node("ya"), program.node("x"))
+    with pytest.raises(ProgramError, match=r"region_1 of b computes t\(x\), with x in place of mm\(x, a\.weight\)"):
+        verify(program, [VALUES], "here")
+
+
+def test_it_is_fetched_from_where_it_was_offloaded() -> None:
+    program = moved()
+    place = program.node("away")
+    with program.graph.inserting_after(place):
+        other = program.graph.node_copy(place)
+    program.node("ya_fetch").replace_input_with(place, other)
+    with pytest.raises(ProgramError, match=r"with ya_again \(no value\) in place of mm"):
+        verify(program, [VALUES], "here")

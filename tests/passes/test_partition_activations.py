@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
 
-from tests.passes.programs import OUTLINED, TENSOR_PARALLEL, check, parsed
-from zcompile import OptionError, ProgramError, facts, verify
+import zcompile
+from tests.passes.programs import OUTLINED, TENSOR_PARALLEL, TRACED, check, joined, parsed
+from zcompile import OptionError, ProgramError, verify
 from zcompile.cost.memory import live_bytes
-from zcompile.ir.operation import data
 from zcompile.ir.ops import Offload
 from zcompile.passes.offload_activations import offload_activations
 from zcompile.passes.partition_activations import partition_activations
+from zcompile.proof.values import TracedValues
 
 SAME = """
 def forward(box):
@@ -113,20 +115,14 @@ def test_what_is_partitioned_is_not_moved_as_a_whole() -> None:
     assert [node.name for node in program.nodes(Offload)] == ["ya_offloaded"]
 
 
-def test_parts_of_different_values_are_refused() -> None:
-    program = part(parsed(TENSOR_PARALLEL, SAME))
-    made = program.node("ya")
-    program.node("ya_offloaded").replace_input_with(made, program.node("yb"))
-    assert not data(program.node("yb")).replicated
-    with pytest.raises(ProgramError, match="is not known to be the same on all ranks of tp"):
-        verify(program, [facts.SHARDS_REPLICATED], "here")
-
-
-def test_it_is_fetched_from_where_it_was_offloaded() -> None:
-    program = part(parsed(TENSOR_PARALLEL, SAME))
-    fetch, place = program.node("ya_fetch"), program.node("tp")
-    with program.graph.inserting_after(place):
-        other = program.graph.node_copy(place)
-    fetch.replace_input_with(place, other)
-    with pytest.raises(ProgramError, match="it is offloaded in tp"):
-        verify(program, [facts.FETCHED_BEFORE_USE], "here")
+@pytest.mark.parametrize("replicated", [True, False])
+def test_parts_of_different_values_are_refused(replicated: bool) -> None:
+    """What the program marks as the same on all ranks is found out from what the traced step begins with."""
+    marked = re.sub(r"# (.*) (parameter a|x)", r"# =\1 \2", TRACED).replace("x,                     # ", "x,   # =")
+    step = zcompile.parse(joined(TENSOR_PARALLEL, marked if replicated else TRACED))
+    program, values = part(parsed(TENSOR_PARALLEL, SAME)), TracedValues.of(step).fact
+    if replicated:
+        verify(program, [values], "here")
+    else:
+        with pytest.raises(ProgramError, match="ya is not known to be the same on all ranks, of which each keeps a sh"):
+            verify(program, [values], "here")

@@ -103,7 +103,8 @@ def _mistaken_item(program: Program, node: fx.Node, op: Item) -> Iterator[Violat
     sources = node.all_input_nodes
     found = data(sources[0]).op if len(sources) == 1 else None
     if not isinstance(found, Call) or found.region not in program.regions:
-        yield Violation(node, f"{node.name} is a result of {[source.name for source in sources]}, which is no call")
+        names = [source.name for source in sources]
+        yield Violation(sources[0] if sources else node, f"{node.name} is a result of {names}, which is no call")
         return
     (call,) = sources
     if op.index >= len(program.regions[found.region].outputs):

@@ -43,7 +43,7 @@ def term_text(term: int, terms: Terms, names: dict[int, str], depth: int = DEPTH
     if head == CONSTANT:
         return str(parts[1])
     if all(isinstance(part, str) for part in parts):
-        return str(parts[0]) if len(parts) == 1 or head.endswith("parameter") else " ".join([head, *parts])
+        return _leaf_text(head, parts)
     if depth == 0:
         return "..."
     texts = (part if isinstance(part, str) else term_text(part, terms, names, depth - 1) for part in parts)
@@ -53,6 +53,12 @@ def term_text(term: int, terms: Terms, names: dict[int, str], depth: int = DEPTH
     if head == ITEM:
         return f"{term_text(parts[0], terms, names, depth)}[{terms.keys[parts[1]][2]}]"
     return f"{_name(head)}({listed})"
+
+
+def _leaf_text(kind: str, which: list[str]) -> str:
+    if kind == "parameter":
+        return which[0]
+    return f"{which[0]} ({kind})" if kind in ("updated parameter", "no value") else " ".join([kind, *which])
 
 
 def _name(head: object) -> str:

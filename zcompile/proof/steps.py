@@ -21,7 +21,7 @@ from zcompile.proof.operations import OperationTerms
 from zcompile.proof.regions import Regions, draw
 
 PARAMETER, UPDATED, INPUT, CONSTANT_TENSOR = "parameter", "updated parameter", "input", "tensor"
-MEAN, HELD_BACK, CONTIGUOUS, NO_VALUE = "mean", "held_back", "contiguous", "no tensor"
+MEAN, HELD_BACK, CONTIGUOUS, NO_VALUE = "mean", "held_back", "contiguous", "no value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class StepTerms:
         program: What is evaluated.
         regions: The terms of regions, and the table.
         values: What each line gives.
-        gradients: By parameter the terms that are returned, or used for an update, as its averaged gradient.
+        gradients: By parameter the terms that are returned, or used for an update, as its averaged gradient, each with
+            the line that has reduced it, or held it back.
         writes: What inputs hold once they are written to, in the order of the writes.
         replicated: Values of which each rank of an axis keeps a shard, by line.
         draws: How many random draws there are.
@@ -72,7 +73,7 @@ class StepTerms:
     program: Program
     regions: Regions
     values: dict[fx.Node, Value] = field(default_factory=dict)
-    gradients: dict[str, list[int]] = field(default_factory=dict)
+    gradients: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)
     writes: list[int] = field(default_factory=list)
     replicated: dict[fx.Node, int] = field(default_factory=dict)
     draws: int = 0
@@ -112,8 +113,9 @@ class StepTerms:
     def deliver(self, gradients: fx.Node) -> None:
         """Note averaged gradients that are returned, or used for an update."""
         found = self.values[gradients]
+        line = gradients.all_input_nodes[0] if isinstance(data(gradients).op, ops.WaitReduce) else gradients
         for name, term in found.items() if isinstance(found, Mapping) else ():
-            self.gradients.setdefault(name, []).append(term)
+            self.gradients.setdefault(name, []).append((line, term))
 
     def _argument(self, given: Any, item: int | None) -> int:
         if item is None:

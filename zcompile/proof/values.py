@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import data
-from zcompile.ir.ops import Accumulate, Input, Reduce
+from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import Memory, memory_of_values
 from zcompile.proof.difference import parted, term_text
@@ -27,6 +26,9 @@ from zcompile.proof.replication import is_replicated, marked
 from zcompile.proof.rules import Rule
 from zcompile.proof.steps import HELD_BACK, MEAN, StepTerms
 from zcompile.proof.terms import Terms
+
+Compared = tuple[str, fx.Node | None, int, int]
+"""What is compared: what it is, the line that gives it, the term that was found and the one that was traced."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class TracedValues:
         """Where `program` computes something else than was traced, or says what does not hold."""
         yield from self._mistaken_claims(program)
         step = StepTerms(program, self.terms.step.regions)
+        yield from self._repeated(step)
         for what, line, found, wanted in (*self._results(step), *self._gradients(step), *self._writes(step)):
             if found != wanted:
                 yield self._difference(step, what, line, found, wanted)
@@ -130,7 +133,7 @@ class TracedValues:
 
     # -- terms ----------------------------------------------------------------------------------------------------
 
-    def _results(self, step: StepTerms) -> Iterator[tuple[str, Any, int, int]]:
+    def _results(self, step: StepTerms) -> Iterator[Compared]:
         now, before = step.program.results, self.terms.traced.results
         for what, found, wanted in (
             ("result", now.outputs, before.outputs),
@@ -142,22 +145,29 @@ class TracedValues:
                 line = one if isinstance(one, fx.Node) else None
                 yield f"{what} {line.name if line else one}", line, step.term(one), self.terms.step.term(other)
 
-    def _gradients(self, step: StepTerms) -> Iterator[tuple[str, Any, int, int]]:
-        """The gradients of parameters, each once: averaged, or as they are until reductions are inserted."""
+    def _gradients(self, step: StepTerms) -> Iterator[Compared]:
+        """The gradients of parameters: averaged, or as they are until reductions are inserted."""
         wanted, raw = self.terms.traced.results.gradients, step.program.results.gradients
-        lines = {name: node for node in step.program.nodes(Reduce, Accumulate) for name in data(node).op.params}  # type: ignore[attr-defined]
         none = step.term(None)
         for name in dict.fromkeys((*wanted, *raw, *step.gradients)):
-            traced = self.terms.step.term(wanted.get(name))
-            found = step.gradients.get(name, [])
-            what = f"the gradient of {name}"
+            what, traced = f"the gradient of {name}", self.terms.step.term(wanted.get(name))
             if name in raw:
                 yield what, raw[name], step.term(raw[name]), traced
-            elif not found:
-                yield what, lines.get(name), none, traced
-            for index, term in enumerate(found):
-                first = index == 0 and name not in raw and name in wanted
-                yield what, lines.get(name), term, self._averaged(step, name, traced) if first else none
+            elif name not in step.gradients:
+                yield what, None, none, traced
+            averaged = self._averaged(step, name, traced) if name in wanted and name not in raw else none
+            for line, term in step.gradients.get(name, ()):
+                yield what, line, term, averaged
+
+    def _repeated(self, step: StepTerms) -> Iterator[Violation]:
+        """Gradients that are handed back more than once."""
+        traced = self.terms.traced.results.gradients
+        for name, found in step.gradients.items():
+            wanted = self._averaged(step, name, self.terms.step.term(traced.get(name)))
+            if len(found) > 1:
+                line = next((line for line, term in found if term != wanted), found[-1][0])
+                by = " and ".join(line.name for line, _ in found)
+                yield Violation(line, f"the gradient of {name} is handed back {len(found)} times, by {by}; want once")
 
     def _averaged(self, step: StepTerms, name: str, gradient: int) -> int:
         """What is handed to the optimizer for a gradient of this rank's."""
@@ -167,23 +177,39 @@ class TracedValues:
         how = "scattered" if stage.optimizer_sharded and param.shards else "whole"
         return step.terms.make((MEAN, self.layout.sharded.name, how, str(param.reduce_dtype), gradient))
 
-    def _writes(self, step: StepTerms) -> Iterator[tuple[str, Any, int, int]]:
+    def _writes(self, step: StepTerms) -> Iterator[Compared]:
         now, before, none = step.writes, self.terms.step.writes, step.term(None)
         for index in range(max(len(now), len(before))):
             found, wanted = (writes[index] if index < len(writes) else none for writes in (now, before))
             yield "what an input is overwritten with", None, found, wanted
 
-    def _difference(self, step: StepTerms, what: str, line: Any, found: int, wanted: int) -> Violation:
-        """The first of the lines that compute what differs, and what was traced there."""
-        terms, place = step.terms, parted(found, wanted, step.terms)
+    def _difference(self, step: StepTerms, what: str, line: fx.Node | None, found: int, wanted: int) -> Violation:
+        """The line that computes what differs first, and what was traced there."""
+        terms, none = step.terms, step.term(None)
+        if found == none:
+            line = line or step.line_of(wanted)
+            return Violation(line, f"{what} is missing; want {self._text(wanted)}{self._source(wanted)}")
+        if wanted == none:
+            return Violation(line, f"{what} is {self._text(found)}; want none")
+        place = parted(found, wanted, terms)
         inner, outer = place.around or (place.found, place.wanted)
         line = step.line_of(inner) or line
-        traced = self.terms.step.line_of(outer)
-        source = f" in {data(traced).source}" if traced is not None and data(traced).source else ""
-        mine, theirs = (term_text(term, terms, self.terms.names) for term in (place.found, place.wanted))
-        where = f"{label(line)}: " if isinstance(line, fx.Node) else ""
-        text = f", in {term_text(inner, terms, self.terms.names)}" if place.around else ""
-        return Violation(line, f"{what} is not what was traced: {where}{mine}{text}; want {theirs}{source}")
+        where = f"{label(line)} computes" if line is not None else "it is"
+        if place.around is None:
+            differs = f"want {self._text(outer)}"
+        else:
+            differs = f"with {self._text(place.found)} in place of {self._text(place.wanted)}"
+        return Violation(
+            line, f"{what} is not what was traced: {where} {self._text(inner)}, {differs}{self._source(outer)}"
+        )
+
+    def _text(self, term: int) -> str:
+        return term_text(term, self.terms.step.terms, self.terms.names)
+
+    def _source(self, term: int) -> str:
+        """The layer that a term was traced in."""
+        line = self.terms.step.line_of(term)
+        return f" (traced in {data(line).source})" if line is not None and data(line).source else ""
 
 
 def shared_results(program: Program) -> list[tuple[bool, int] | None]:
