@@ -293,7 +293,9 @@ def test_a_gather_of_another_unit_altogether() -> None:
     gather.replace_input_with(program.node("a"), program.node("b"))
     set_data(gather, replace(data(gather), op=AllGather("b")))
     set_data(program.node("a_full"), replace(data(program.node("a_full")), op=WaitGather("b")))
-    with pytest.raises(ProgramError, match=r"region_0 of a computes mm\(x, b\.weight\), with b\.weight in place of a\.weight"):
+    with pytest.raises(
+        ProgramError, match=r"region_0 of a computes mm\(x, b\.weight\), with b\.weight in place of a\.weight"
+    ):
         zcompile.verify(program, [VALUES[3]], "after it")
 
 
