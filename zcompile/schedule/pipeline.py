@@ -140,12 +140,13 @@ class Verified:
             after = _applied(step, result.program)
             ran = time.perf_counter()
             values = result.values.modulo(step.rules)
+            notes = (f"{step.name} changes values, by the rule {rule}" for rule in step.rules)
+            after = replace(after, notes=(*after.notes, *notes))
             facts = tuple(dict.fromkeys((*result.facts, *step.ensures)))
             verify(after, (*facts, values.fact), f"after {step.name}")
             if journal is not None:
-                journal.entries.append(
-                    JournalEntry(step, result.program, after, ran - started, time.perf_counter() - ran)
-                )
+                seconds = ran - started, time.perf_counter() - ran
+                journal.entries.append(JournalEntry(step, result.program, after, *seconds))
             result = Verified(after, values, facts)
         return result
 
