@@ -390,12 +390,12 @@ def test_a_gradient_returned_unreduced() -> None:
 def test_a_frozen_parameter_that_is_reduced() -> None:
     program = right()
     frozen = {"a.weight": True, "b.weight": False, "c.weight": True}
-    found, line = refusal(replace(program, layout=program.layout.with_trainable(frozen)))
+    found, _ = refusal(replace(program, layout=program.layout.with_trainable(frozen)))
     assert found.endswith("the parameters of b are not those that b was traced with")
 
 
 def test_an_unused_parameter_that_is_reduced() -> None:
-    found, line = refusal(replace(right(), unused=frozenset({"b.weight"})))
+    found, _ = refusal(replace(right(), unused=frozenset({"b.weight"})))
     assert found.endswith("b.weight is said to be unused; it is not")
 
 
