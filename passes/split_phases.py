@@ -22,7 +22,7 @@ from torch import fx
 from zcompile._torch import (
     default_partition,
     min_cut_rematerialization_partition,
-    random_states_as_tensors,
+    partitioning,
     replayed_random,
     saved_random,
 )
@@ -31,6 +31,7 @@ from zcompile.ir.ops import Compute, Input, Item, Parameter, Results
 from zcompile.ir.parameter_views import derived_values, is_view
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
+from zcompile.ir.side_effects import is_random
 from zcompile.ir.tensor_type import TensorType
 
 _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
@@ -88,10 +89,11 @@ def _partitioned(program: Program, partition: str) -> Program:
     results = program.results
     joint = _joint_module(program)
     static = [i for i, n in enumerate(program.graph.find_nodes(op="placeholder")) if isinstance(data(n).op, Parameter)]
-    with random_states_as_tensors():
+    with partitioning(node.meta.get("val") for node in joint.graph.nodes):
         forward, backward = _PARTITIONS[partition](
             joint, (), num_fwd_outputs=len(results.outputs), static_lifetime_input_indices=static
         )
+    _drop_repeated_draws(forward.graph, backward.graph)
     graph = fx.Graph()
     values: dict[str, fx.Node] = {}
     for node in program.graph.find_nodes(op="placeholder"):
@@ -107,6 +109,17 @@ def _partitioned(program: Program, partition: str) -> Program:
         gradients=dict(zip(results.gradients, backward_ends[inputs:], strict=True)),
     )
     return replace(program, graph=graph)
+
+
+def _drop_repeated_draws(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Erase draws of the forward that a partitioner repeats in the backward, where nothing reads them.
+
+    They are never dead code to FX, and would move the generator on.
+    """
+    drawn = {node.name for node in forward.nodes if is_random(node)}
+    for node in reversed(backward.nodes):
+        if node.name in drawn and is_random(node) and not node.users:
+            backward.erase_node(node)
 
 
 def _joint_module(program: Program) -> fx.GraphModule:

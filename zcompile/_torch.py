@@ -128,12 +128,12 @@ __all__ = [
     "other_kernels",
     "parameters_of",
     "partitioner_budget",
+    "partitioning",
     "path_of_input",
     "post_accumulate_hooks",
     "prepare_inductor",
     "promise_no_donated_buffers",
     "random_state",
-    "random_states_as_tensors",
     "real_tensors",
     "reduce_together",
     "replayed_random",
@@ -308,13 +308,17 @@ def partitioner_budget(share: float) -> contextlib.AbstractContextManager[None]:
     return patched
 
 
-def random_states_as_tensors() -> contextlib.AbstractContextManager[None]:
-    """While torch partitions: states of generators are saved like other values, on GPUs too.
+@contextlib.contextmanager
+def partitioning(values: Iterable[Any]) -> Iterator[None]:
+    """While torch partitions a graph of these fake values: states of generators are saved like other values.
 
-    There it would add generators to the inputs of both graphs, which only torch's own runtime wrapper passes.
+    On GPUs it would add generators to the inputs of both graphs, which only torch's own runtime wrapper passes.
+    Fakes of states are made by what is known of the graph that Dynamo compiles; where it compiles none, torch is told.
     """
-    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(graphsafe_rng_functionalization=False)
-    return patched
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    known = contextlib.nullcontext() if TracingContext.try_get() or mode is None else tracing(TracingContext(mode))
+    with known, functorch_config.patch(graphsafe_rng_functionalization=False):
+        yield
 
 
 def tracing_context() -> Any:

@@ -15,7 +15,7 @@ DEPTH = 3
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Two terms that differ at their heads or in the number of their parts, within terms that agree so far."""
+    """Two terms of which one stands where the other should, within terms that agree so far."""
 
     found: int
     wanted: int
@@ -23,11 +23,17 @@ class Parting:
     """What the two are parts of; None if they are all."""
 
 
-def parted(found: int, wanted: int, terms: Terms) -> Parting:
-    """Where two different terms part, looked for in the first of their parts that differ."""
+def parted(found: int, wanted: int, terms: Terms, traced: int) -> Parting:
+    """Where two different terms part, looked for in the first of their parts that differ.
+
+    What is the term of another value that was traced, of the first `traced` ones in the table, is not looked into:
+    it has taken the place of what is wanted.
+    """
     around = None
     while True:
         one, other = terms.keys[found], terms.keys[wanted]
+        if found < traced:
+            return Parting(found, wanted, around)
         differing = [(a, b) for a, b in zip(one, other, strict=False) if a != b]
         pairs = [(a, b) for a, b in differing if type(a) is int and type(b) is int]
         if len(one) != len(other) or len(pairs) != len(differing):

@@ -124,9 +124,9 @@ class StepTerms:
         if not isinstance(found, FullUnit):
             return self.terms.make((NO_VALUE, given.name))
         param = found.unit.params[item]
-        cast = found.dtype is not None and param.compute_dtype is found.dtype
-        dtype = found.dtype if cast or not param.shards else param.dtype
-        return self.terms.make((UPDATED if found.updated else PARAMETER, param.name, str(dtype or param.dtype)))
+        cast = not param.shards or param.compute_dtype is found.dtype
+        dtype = param.full_dtype if cast else param.dtype
+        return self.terms.make((UPDATED if found.updated else PARAMETER, param.name, str(dtype)))
 
     def _draw(self) -> int:
         self.draws += 1

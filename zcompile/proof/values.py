@@ -16,7 +16,7 @@ from torch import fx
 
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.layout import Layout
-from zcompile.ir.operation import data
+from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import Memory, memory_of_values
@@ -38,9 +38,19 @@ class TracedTerms:
     traced: Program
     rules: tuple[Rule, ...] = ()
 
-    @cached_property
+    @property
     def step(self) -> StepTerms:
-        return StepTerms(self.traced, Regions(Terms(self.rules)))
+        return self._evaluated[0]
+
+    @property
+    def count(self) -> int:
+        """How many terms were traced: the first ones in the table."""
+        return self._evaluated[1]
+
+    @cached_property
+    def _evaluated(self) -> tuple[StepTerms, int]:
+        step = StepTerms(self.traced, Regions(Terms(self.rules)))
+        return step, len(step.terms.keys)
 
     @cached_property
     def marked(self) -> frozenset[int]:
@@ -118,8 +128,7 @@ class TracedValues:
                 yield Violation(None, f"the parameters of {unit.name} are not those that {wanted.name} was traced with")
         if len(layout.units) != len(self.layout.units):
             yield Violation(None, f"{len(layout.units)} units; the traced step has {len(self.layout.units)}")
-        inputs, before = ([data(node).op for node in of.nodes(Input)] for of in (program, traced))
-        if inputs != before:
+        if _inputs(program) != _inputs(traced):
             yield Violation(None, "the inputs are not those of the traced step, in their order")
 
     def _newly_shared(self, program: Program) -> Iterator[Violation]:
@@ -191,14 +200,17 @@ class TracedValues:
             return Violation(line, f"{what} is missing; want {self._text(wanted)}{self._source(wanted)}")
         if wanted == none:
             return Violation(line, f"{what} is {self._text(found)}; want none")
-        place = parted(found, wanted, terms)
+        place = parted(found, wanted, terms, self.terms.count)
         inner, outer = place.around or (place.found, place.wanted)
         line = step.line_of(inner) or line
         where = f"{label(line)} computes" if line is not None else "it is"
         if place.around is None:
             differs = f"want {self._text(outer)}"
         else:
-            differs = f"with {self._text(place.found)} in place of {self._text(place.wanted)}"
+            mine, theirs = self._text(place.found), self._text(place.wanted)
+            if mine == theirs:  # a parameter in two dtypes
+                mine, theirs = (" ".join(map(str, terms.keys[term][1:])) for term in (place.found, place.wanted))
+            differs = f"with {mine} in place of {theirs}"
         return Violation(
             line, f"{what} is not what was traced: {where} {self._text(inner)}, {differs}{self._source(outer)}"
         )
@@ -210,6 +222,11 @@ class TracedValues:
         """The layer that a term was traced in."""
         line = self.terms.step.line_of(term)
         return f" (traced in {data(line).source})" if line is not None and data(line).source else ""
+
+
+def _inputs(program: Program) -> list[Input]:
+    """What a program is given, each kind in its order."""
+    return sorted((op_of(node, Input) for node in program.nodes(Input)), key=lambda given: given.kind)
 
 
 def shared_results(program: Program) -> list[tuple[bool, int] | None]:
