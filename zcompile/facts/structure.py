@@ -143,6 +143,8 @@ def _phases_split(program: Program) -> Iterator[Violation]:
             crosses = data(source).phase is Phase.FORWARD and meta.phase is Phase.BACKWARD
             if crosses and source in derived and not isinstance(meta.op, Results):
                 yield Violation(node, f"{source.name} is derived from a parameter, yet saved for {node.name}")
+            if data(source).phase is Phase.BACKWARD and meta.phase is Phase.FORWARD:
+                yield Violation(node, f"{node.name} belongs to the forward and reads {source.name} of the backward")
 
 
 def _units_assigned(program: Program) -> Iterator[Violation]:

@@ -68,6 +68,8 @@ def _leaf_text(kind: str, which: list[str]) -> str:
 
 
 def _name(head: object) -> str:
+    if isinstance(head, tuple):
+        return " ".join(map(_name, head))
     if isinstance(head, OpOverload):
         return str(head.overloadpacket.__name__)
     return head if isinstance(head, str) else function_text(head)

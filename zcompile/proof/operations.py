@@ -24,7 +24,9 @@ from zcompile.proof.terms import DRAWN_UNDER, ITEM, PAIR, STATE, Terms
 
 _aten = torch.ops.aten
 _SAME = frozenset({_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default})
-"""Their result has the values of their argument, and its layout unless they are told one."""
+"""Their result has the values of their argument."""
+_BY_STRIDES = frozenset({_aten.as_strided.default, _aten.as_strided_copy.default, _aten.as_strided_scatter.default})
+"""What they give depends on how their argument lies in memory, too: on whether it has been copied."""
 AFTER = "after"
 """A value once an operation has written to it."""
 
@@ -67,6 +69,8 @@ class OperationTerms:
         if _is_plain(target):
             if target in _SAME and not node.kwargs:
                 return self.argument(node.args[0])
+            if target in _BY_STRIDES:
+                return self._by_strides(node)
             return self._applied(target, node.args, node.kwargs)
         if target is saved_random:
             return self._saved(node)
@@ -89,6 +93,12 @@ class OperationTerms:
         if drawn is not None:
             key += ("draw=", drawn)
         return self.terms.make(tuple(key))
+
+    def _by_strides(self, node: fx.Node) -> int:
+        source, *given = node.args
+        copied = isinstance(source, fx.Node) and source.target is _aten.clone.default
+        head = (node.target, "copied") if copied else node.target
+        return self._applied(head, (source, *given), node.kwargs)
 
     def _saved(self, node: fx.Node) -> int:
         """The generator's state in front of a draw, and what is drawn."""

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from zcompile.errors import PipelineError, ZcompileError, nearest
-from zcompile.facts import OWNED, VOLUME_RIGHT, WELL_FORMED, Fact, verify
+from zcompile.facts import OWNED, PLACES_DISJOINT, VOLUME_RIGHT, WELL_FORMED, Fact, verify
 from zcompile.ir.layout import Layout, Stage
 from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
 from zcompile.proof.rules import Rule
 from zcompile.proof.values import TracedValues
 
-ALWAYS = (WELL_FORMED, OWNED)
+ALWAYS = (WELL_FORMED, OWNED, PLACES_DISJOINT)
 """Facts that hold of every program, checked after every pass; and its values are those that were traced."""
 
 
