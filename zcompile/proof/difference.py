@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from zcompile._torch import OpOverload
@@ -64,6 +65,8 @@ def term_text(term: int, terms: Terms, names: dict[int, str], depth: int = DEPTH
 def _leaf_text(kind: str, which: list[str]) -> str:
     if kind == "parameter":
         return which[0]
+    if kind == "graph":  # of a higher-order operation, all of its text
+        return f"graph {hashlib.sha256(which[0].encode()).hexdigest()[:8]}"
     return f"{which[0]} ({kind})" if kind in ("updated parameter", "no value") else " ".join([kind, *which])
 
 

@@ -208,7 +208,7 @@ class TracedValues:
             differs = f"want {self._text(outer)}"
         else:
             mine, theirs = self._text(place.found), self._text(place.wanted)
-            if mine == theirs:  # a parameter in two dtypes
+            if mine == theirs:  # as of a parameter in two dtypes, or of terms that differ deep inside
                 mine, theirs = (" ".join(map(str, terms.keys[term][1:])) for term in (place.found, place.wanted))
             differs = f"with {mine} in place of {theirs}"
         return Violation(
