@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -126,16 +127,26 @@ def test_a_fact_as_it_is_shown() -> None:
         zcompile.verify(program, [names["FEW_GATHERS"]], "my pass")
 
 
-def test_a_pass_that_forgets_a_release_does_not_get_far() -> None:
-    def forget(program: zcompile.Program) -> zcompile.Program:
-        program = program.copy()
-        program.graph.erase_node(program.nodes(Release)[0])
-        return program
+def forget(program: zcompile.Program) -> zcompile.Program:
+    program = program.copy()
+    program.graph.erase_node(program.nodes(Release)[0])
+    return program
 
-    step = zcompile.Pass("forget", forget, requires=(RELEASED_ONCE,))
-    compiled = zcompile.compile(Net(), passes={"forget": step}, backend="eager")
+
+def exchange(program: zcompile.Program) -> zcompile.Program:
+    """Gives the second layer the input of the first."""
+    program = program.copy()
+    first, second, *_ = program.nodes(Call, phase=Phase.FORWARD)
+    second.replace_input_with(second.all_input_nodes[1], first.all_input_nodes[1])
+    return program
+
+
+@pytest.mark.parametrize("change", [forget, exchange])
+def test_a_pass_that_is_mistaken_does_not_get_far(change: Callable[..., zcompile.Program]) -> None:
+    step = zcompile.Pass(change.__name__, change, requires=(RELEASED_ONCE,))
+    compiled = zcompile.compile(Net(), passes={change.__name__: step}, backend="eager")
     with pytest.raises(ProgramError) as raised:
         compiled(torch.ones(8, 64)).backward()
     page = (ROOT / "docs" / "passes.md").read_text()
-    (shown,) = re.findall(r"^    ProgramError: (.*\n.*)$", page, re.MULTILINE)
+    (shown,) = re.findall(rf"^    ProgramError: (after {change.__name__}:.*\n.*)$", page, re.MULTILINE)
     assert " ".join(str(raised.value).split()).startswith(" ".join(shown.split()))

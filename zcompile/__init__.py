@@ -37,6 +37,7 @@ from zcompile.ir.parser import parse
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
 from zcompile.proof.rules import Rule
+from zcompile.proof.values import computes
 from zcompile.schedule.default_pipeline import pipeline
 from zcompile.schedule.pipeline import Pass, Pipeline
 from zcompile.tools.planner import plan
@@ -79,6 +80,7 @@ __all__ = [
     "ZcompileError",
     "backend",
     "compile",
+    "computes",
     "dag",
     "load_profile",
     "parse",

@@ -10,7 +10,7 @@ from torch import fx
 
 from zcompile._torch import OpOverload
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Call, Item, WaitReduce
+from zcompile.ir.ops import Call, Input, Item, WaitReduce
 from zcompile.ir.program_graph import ProgramGraph
 from zcompile.ir.region import Region
 
@@ -52,6 +52,29 @@ def memory_of_values(program: ProgramGraph) -> dict[fx.Node, Memory]:
             root = root_of(node)
             result[node] = Memory(node) if root is node else result[root]
     return result
+
+
+def shared_results(program: ProgramGraph) -> list[tuple[bool, int] | None]:
+    """For each result and gradient of an input what it shares its memory with: an input by number, an earlier result.
+
+    None for one that has memory of its own.
+    """
+    results = [*program.results.outputs, *program.results.input_gradients]
+    if not any(isinstance(value, fx.Node) for value in results):
+        return [None] * len(results)
+    memory, inputs = memory_of_values(program), program.nodes(Input)
+    found: list[tuple[bool, int] | None] = []
+    first: dict[Memory, int] = {}
+    for number, value in enumerate(results):
+        mine = memory[value] if isinstance(value, fx.Node) else None
+        if mine is None:
+            found.append(None)
+        elif mine.line in inputs:
+            found.append((True, inputs.index(mine.line)))
+        else:
+            earlier = first.setdefault(mine, number)
+            found.append((False, earlier) if earlier != number else None)
+    return found
 
 
 _Shown = Mapping[int, tuple[int, int | None]]

@@ -17,6 +17,7 @@ from zcompile.ir import ops
 from zcompile.ir.layout import Unit
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.program import Program
+from zcompile.ir.shared_memory import root_of
 from zcompile.proof.operations import OperationTerms
 from zcompile.proof.regions import Regions, draw
 
@@ -85,7 +86,8 @@ class StepTerms:
         self.flat = OperationTerms(self.terms, self._draw, self.program.modules, self.values)  # type: ignore[arg-type]
         for node in self.program.graph.nodes:
             self.values[node] = _EVALUATORS[type(data(node).op)](self, node)
-        self.writes = [term for _, term in self.flat.writes]
+        # What is written to a region's own values ends with it.
+        self.writes = [term for node, term in self.flat.writes if isinstance(data(root_of(node)).op, ops.Input)]
         for node in self.program.results.reduced:
             self.deliver(node)
 

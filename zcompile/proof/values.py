@@ -19,7 +19,7 @@ from zcompile.ir.layout import Layout
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
-from zcompile.ir.shared_memory import Memory, memory_of_values
+from zcompile.ir.shared_memory import shared_results
 from zcompile.proof.difference import parted, term_text
 from zcompile.proof.regions import Regions
 from zcompile.proof.replication import is_replicated, marked
@@ -107,10 +107,7 @@ class TracedValues:
                 yield self._difference(step, what, line, found, wanted)
         if step.draws != self.terms.step.draws:
             yield Violation(None, f"{step.draws} random draws; the traced step has {self.terms.step.draws}")
-        for node, term in step.replicated.items():
-            if not is_replicated(term, self.terms.marked, step.terms):
-                value = node.all_input_nodes[0].name
-                yield Violation(node, f"{value} is not known to be the same on all ranks, of which each keeps a shard")
+        yield from self._not_replicated(step)
         yield from self._newly_shared(program)
 
     # -- what is said beside a program ----------------------------------------------------------------------------
@@ -131,14 +128,19 @@ class TracedValues:
         if _inputs(program) != _inputs(traced):
             yield Violation(None, "the inputs are not those of the traced step, in their order")
 
+    def _not_replicated(self, step: StepTerms) -> Iterator[Violation]:
+        for node, term in step.replicated.items():
+            if not is_replicated(term, self.terms.marked, step.terms):
+                value = node.all_input_nodes[0].name
+                yield Violation(node, f"{value} is not known to be the same on all ranks, of which each keeps a shard")
+
     def _newly_shared(self, program: Program) -> Iterator[Violation]:
         """A result that shows the memory of an input, or of another result, as it did not when it was traced."""
         results = [*program.results.outputs, *program.results.input_gradients]
         for value, now, before in zip(results, shared_results(program), self.terms.shared, strict=False):
             if now != before and now is not None:
-                yield Violation(
-                    value, f"{value.name} is returned, and shows memory that another value has; want a copy"
-                )
+                problem = f"{value.name} is returned, and shows memory that another value has"
+                yield Violation(value, f"{problem}; want a copy")
 
     # -- terms ----------------------------------------------------------------------------------------------------
 
@@ -224,29 +226,11 @@ class TracedValues:
         return f" (traced in {data(line).source})" if line is not None and data(line).source else ""
 
 
+def computes(traced: Program) -> Fact:
+    """The fact that a program computes what `traced` does, a step as it was traced; for `zcompile.verify`."""
+    return TracedValues.of(traced).fact
+
+
 def _inputs(program: Program) -> list[Input]:
     """What a program is given, each kind in its order."""
     return sorted((op_of(node, Input) for node in program.nodes(Input)), key=lambda given: given.kind)
-
-
-def shared_results(program: Program) -> list[tuple[bool, int] | None]:
-    """For each result and gradient of an input what it shares its memory with: an input by number, an earlier result.
-
-    None for one that has memory of its own.
-    """
-    results = [*program.results.outputs, *program.results.input_gradients]
-    if not any(isinstance(value, fx.Node) for value in results):
-        return [None] * len(results)
-    memory, inputs = memory_of_values(program), program.nodes(Input)
-    found: list[tuple[bool, int] | None] = []
-    first: dict[Memory, int] = {}
-    for number, value in enumerate(results):
-        mine = memory[value] if isinstance(value, fx.Node) else None
-        if mine is None:
-            found.append(None)
-        elif mine.line in inputs:
-            found.append((True, inputs.index(mine.line)))
-        else:
-            earlier = first.setdefault(mine, number)
-            found.append((False, earlier) if earlier != number else None)
-    return found
