@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -32,9 +35,13 @@ def is_wait(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """True for what draws random numbers; attention does so for its dropout only."""
-    target = node.target
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if an operation draws random numbers when it is given these arguments."""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     defaults = defaults_of(target)
-    given = dict(zip(defaults, node.args, strict=False)) | node.kwargs
+    given = {**dict(zip(defaults, args, strict=False)), **kwargs}
     return bool({**defaults, **given}.get("dropout_p", 1.0))

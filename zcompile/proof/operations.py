@@ -18,7 +18,7 @@ from torch import fx
 
 from zcompile._torch import OpOverload, replayed_random, saved_random, writes_arguments, written_arguments
 from zcompile.ir.region import graph_text
-from zcompile.ir.side_effects import is_random
+from zcompile.ir.side_effects import draws, is_random
 from zcompile.proof.rules import LIST
 from zcompile.proof.terms import DRAWN_UNDER, ITEM, PAIR, STATE, Terms
 
@@ -76,7 +76,8 @@ class OperationTerms:
             return self._saved(node)
         if target is replayed_random:
             state, operation, *args = node.args
-            drawn = terms.make((DRAWN_UNDER, self.argument(state)))
+            again = draws(operation, args, node.kwargs)
+            drawn = terms.make((DRAWN_UNDER, self.argument(state))) if again else None
             return self._applied(operation, args, node.kwargs, drawn)
         if not isinstance(target, OpOverload):
             head = ITEM if target is operator.getitem else target
@@ -101,11 +102,12 @@ class OperationTerms:
         return self._applied(head, (source, *given), node.kwargs)
 
     def _saved(self, node: fx.Node) -> int:
-        """The generator's state in front of a draw, and what is drawn."""
+        """The generator's state in front of a draw, if it is one, and what is drawn."""
         operation, *args = node.args
-        drawn = self.draw()
+        drawn = self.draw() if draws(operation, args, node.kwargs) else None
         result = self._applied(operation, args, node.kwargs, drawn)
-        return self.terms.make((PAIR, self.terms.make((STATE, drawn)), result))
+        state = self.terms.make((STATE, self.terms.constant(None) if drawn is None else drawn))
+        return self.terms.make((PAIR, state, result))
 
     def _write(self, node: fx.Node, result: int) -> None:
         """Note what `node` writes to; from here on it reads otherwise."""
