@@ -41,13 +41,28 @@ class Agreement:
             self.number = default_store().add(f"{name}/models of {communicator.rank}", 1)
             self.prefix = f"{name}/{self.number}"
 
-    def reach(self, what: str, lines: Sequence[str], fix: str = _ALIKE) -> None:
-        """Return once every rank came here with the same `lines`. `fix`: what to do where they differ.
+    def reach(
+        self, what: str, lines: Sequence[str], fix: str = _ALIKE, conflict: Callable[[], str] | None = None
+    ) -> None:
+        """Return once every rank came here with the same `lines`, or others that fit together.
+
+        Args:
+            what: What is compared, the same on all ranks.
+            lines: What this rank has of it.
+            fix: What to do where they differ.
+            conflict: Called on every rank where lines differ: what is wrong with that; empty if it is right. It may be
+                collective. Without it, every difference is wrong.
 
         Raises:
             AgreementError: on every rank: the first line that differs and whose it is, or who did not come in time.
         """
-        self._compare(what, [text.split("\n") for text in self._exchange("\n".join([what, *lines]), what)], fix)
+        shared = [text.split("\n") for text in self._exchange("\n".join([what, *lines]), what)]
+        self._compare(what, [texts[:1] for texts in shared])
+        difference = first_difference(dict(enumerate(shared)))
+        if difference and conflict is not None:
+            difference = conflict()
+        if difference:
+            raise AgreementError(what, difference, fix)
 
     def share(self, what: str, text: str) -> list[str]:
         """The texts of all ranks, in their order, once every rank came here for the same thing.

@@ -38,7 +38,7 @@ ROOMS = {
     "model": "ir frontend runtime",
     "schedule": "ir cost facts proof passes model",
     "report": "ir cost schedule",
-    "engine": "ir cost frontend model report runtime runtime.gradients runtime.offload schedule",
+    "engine": "ir cost frontend model proof report runtime runtime.gradients runtime.offload schedule",
     "state": "runtime",
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",

@@ -89,6 +89,10 @@ class ProgramError(ZcompileError):
     """A program failed a fact; the message points at the line."""
 
 
+class ProofError(ZcompileError):
+    """A text does not compute, or send, what it should."""
+
+
 class ParseError(ZcompileError, ValueError):
     """A text is not a printed program."""
 

@@ -25,6 +25,7 @@ from zcompile.frontend.local_graphs import Locals, on_locals
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Parameter, Update
 from zcompile.ir.program import Program
+from zcompile.proof.ranks import conflict_in_group
 from zcompile.runtime.device import free_bytes, is_gpu
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.schedule.decision import Request, checkpoint_budget, decide
@@ -179,8 +180,14 @@ class Compiler:
                 "choose by what all ranks have in common, or run all and weight what they give; "
                 "otherwise run the same code, options and environment on every rank"
             )
-            self.runtime.agreement.reach("the program's communications", program.communications(), fix)
+            lines = program.communications()
+            self.runtime.agreement.reach("the program's communications", lines, fix, lambda: self._conflict(program))
             self._agreed.add(digest)
+
+    def _conflict(self, program: Program) -> str:
+        """How the data-parallel ranks' programs, which differ, do not fit together. Collective."""
+        texts = self.runtime.agreement.share("the texts of programs that differ", program.text(regions=True))
+        return conflict_in_group(texts, program.layout.sharded.name)
 
 
 def _restricted(traced: Program) -> Program:

@@ -224,6 +224,10 @@ class AllGather(Communication):
         """With what is kept."""
         return ("all_gather keep" if self.keep else "all_gather"), ""
 
+    def sent_dtype(self, param: Param) -> torch.dtype:
+        """That of the shard, unless the line names the one computed in."""
+        return param.full_dtype if self.dtype is param.compute_dtype else param.dtype
+
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """None in the arena, which is there anyway."""
         return 0 if self.at is not None else layout.gathered_bytes(self.unit)
@@ -241,6 +245,10 @@ class GatherAhead(Communication):
     unit: str
     keep: bool = False
     dtype: torch.dtype | None = None
+
+    def sent_dtype(self, param: Param) -> torch.dtype:
+        """That of the shard, unless the line names the one computed in."""
+        return param.full_dtype if self.dtype is param.compute_dtype else param.dtype
 
     def payload(self, layout: Layout) -> int:
         """It counts where the next step would gather it."""
@@ -288,8 +296,8 @@ class Reduce(Communication):
         return param.name in self.params
 
     def sent_dtype(self, param: Param) -> torch.dtype:
-        """That of gradients."""
-        return param.reduce_dtype
+        """That of gradients, unless the line names the one reduced in."""
+        return param.reduce_dtype if self.dtype is param.reduction_dtype else param.full_dtype
 
     def payload(self, layout: Layout) -> int:
         """Twice that of what every rank gets whole."""

@@ -1,1 +1,1 @@
-"""Proof of values: terms of what is computed, compared with what was traced."""
+"""Proofs: that what is computed is what was traced, by terms, and that ranks' communications fit together."""

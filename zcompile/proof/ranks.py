@@ -1,0 +1,302 @@
+"""Across ranks: that what all ranks send, receive and wait for fits together, whether or not they run the same program.
+
+    rank 0                                      rank 1
+    h_sent = send(h, pp, to=1)  # f32[8, 64]    h_recv = recv(pp, source=0)  # f32[8, 64]
+    wait(h_sent)                                h = wait(h_recv)
+
+- The ranks of a group, those that differ along one axis alone, launch the same collectives in the same order.
+- What one rank sends to another, that one receives: as many messages, of the same types, in the same order.
+- No ranks wait for each other in a circle: a launch does not block, a wait does until all who take part have launched.
+
+Backends execute what a group has launched in that order, so what has been launched by all comes to its end. The two
+directions between a pair of ranks count as two such groups: a runtime that sends gives each its own, or launches both
+together. With these rules it does not matter who is faster: if ranks ever come to their end, they always do, so one
+run through all events is the proof. It takes time in proportion to their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zcompile.errors import ProofError
+from zcompile.proof.rank_events import Act, RankEvent, RankEvents, read_events
+
+Ranks = Mapping[int, RankEvents]
+_SUBJECT = "the ranks' communications"
+_FIX = "let all who take part launch the same, in one order: see docs/design.md"
+
+
+def check_ranks(ranks: Ranks) -> None:
+    """Return if the communications of all ranks, by their numbers in the mesh, fit together.
+
+    Raises:
+        ProofError: they do not: the first place, with ranks, lines, and what each of them wants.
+    """
+    if problem := first_conflict(ranks):
+        raise ProofError(_SUBJECT, problem, _FIX)
+
+
+def first_conflict(ranks: Ranks) -> str:
+    """What is wrong, as `check_ranks` says it; empty if the communications fit together.
+
+    Raises:
+        ProofError: a rank communicates with one that is not there.
+    """
+    if problem := _meshes(ranks):
+        return problem
+    streams = _streams(ranks)
+    differences = [found for stream in streams if (found := stream.difference(ranks))]
+    if differences:
+        return min(differences)[1]
+    return _circle(ranks, streams)
+
+
+def conflict_in_group(texts: Sequence[str], axis: str) -> str:
+    """`first_conflict` of what the ranks of one group do along its axis; they count by their place in it.
+
+    Args:
+        texts: What `Program.text(regions=True)` has printed on each of them, in order.
+        axis: Its name.
+
+    Raises:
+        ProofError: a text cannot be read.
+    """
+    return first_conflict({place: _read(place, {"": text}).along(axis) for place, text in enumerate(texts)})
+
+
+def check_texts(texts: Mapping[int, str]) -> None:
+    """`check_ranks` of texts that `Program.text(regions=True)` has printed, by rank.
+
+    Raises:
+        ProofError: as there, or a text cannot be read.
+    """
+    check_ranks({rank: _read(rank, {"": text}) for rank, text in texts.items()})
+
+
+def check_folders(folders: Mapping[int, Path]) -> None:
+    """`check_ranks` of dumps, by rank: of the n-th programs of all ranks, for each n.
+
+    A folder is that of a whole dump, or of one of its programs.
+
+    Raises:
+        ProofError: as there, or a folder is no dump.
+    """
+    programs = {rank: _programs(rank, Path(folder)) for rank, folder in folders.items()}
+    for number, row in enumerate(itertools.zip_longest(*programs.values())):
+        found = dict(zip(programs, row, strict=True))
+        if lacking := [rank for rank, folder in found.items() if folder is None]:
+            having = next(rank for rank, folder in found.items() if folder is not None)
+            raise ProofError(_SUBJECT, f"rank {having} has program {number}, {_named(lacking)} not", _FIX)
+        try:
+            check_ranks({rank: _read(rank, _sources(rank, folder)) for rank, folder in found.items() if folder})
+        except ProofError as error:
+            raise ProofError(f"program {number}: {error.subject}", error.problem, error.fix) from error
+
+
+# -- dumps ------------------------------------------------------------------------------------------------------------
+
+
+def _programs(rank: int, folder: Path) -> list[Path]:
+    """The folders of a dump's programs, in order."""
+    if (folder / "forward.py").exists():
+        return [folder]
+    found = [path for path in folder.glob("program_*") if path.name.removeprefix("program_").isdigit()]
+    if not found:
+        raise ProofError(f"rank {rank}: {folder}", "is no dump: it has no program", "give folders written by dump=")
+    return sorted(found, key=lambda path: int(path.name.removeprefix("program_")))
+
+
+def _sources(rank: int, folder: Path) -> dict[str, str]:
+    """The texts of a program by file: what runs, its regions, and what the last pass has left, for its units."""
+    passes = sorted(folder.glob("[0-9][0-9]_*.py"))
+    regions = sorted(path for path in folder.glob("regions/region_*.py") if not path.name.endswith(".inductor.py"))
+    forward, backward = folder / "forward.py", folder / "backward.py"
+    try:
+        if not passes:
+            raise FileNotFoundError(2, "No such file", str(folder / "00_capture.py"))
+        files = [forward, *([backward] if backward.exists() else []), *regions, passes[-1]]
+        return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in files}
+    except (OSError, UnicodeDecodeError) as error:
+        file = getattr(error, "filename", None) or folder
+        problem = getattr(error, "strerror", None) or str(error)
+        raise ProofError(f"rank {rank}: {file}", f"cannot be read: {problem}", "dump the program again") from error
+
+
+def _read(rank: int, sources: Mapping[str, str]) -> RankEvents:
+    try:
+        return read_events(sources)
+    except ProofError as error:
+        raise ProofError(f"rank {rank}, {error.subject}", error.problem, error.fix) from error
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stream:
+    """What goes over one group, or from one rank to another: the launches of each who takes part, by their numbers."""
+
+    over: str
+    launches: dict[int, list[int]] = field(default_factory=dict)
+
+    def difference(self, ranks: Ranks) -> tuple[int, str] | None:
+        """The first message that is not the same for all, and how early a rank comes to it; None if there is none."""
+        for number, row in enumerate(itertools.zip_longest(*self.launches.values())):
+            found = dict(zip(self.launches, row, strict=True))
+            events = {rank: None if at is None else ranks[rank].events[at] for rank, at in found.items()}
+            if len({event and event.what for event in events.values()}) > 1:
+                first = min(at for at in found.values() if at is not None)
+                return first, f"message {number + 1} {self.over} differs: {_wanted(events)}"
+        return None
+
+
+def _streams(ranks: Ranks) -> list[_Stream]:
+    streams: dict[tuple[str, int, int], _Stream] = {}
+    for rank, events in ranks.items():
+        for number, event in enumerate(events.events):
+            if event.act is Act.WAIT:
+                continue
+            group = list(events.axes[event.axis].ranks(rank))
+            first, last = group[0], group[-1]
+            over = f"over {event.axis}"
+            if event.act is not Act.JOIN:
+                peer = _peer(rank, event, group)
+                first, last = (rank, peer) if event.act is Act.SEND else (peer, rank)
+                group, over = [first, last], f"from rank {first} to rank {last} over {event.axis}"
+            key = (event.axis, first, last if event.act is not Act.JOIN else -1)
+            stream = streams.get(key)
+            if stream is None:
+                _present(ranks, rank, group, event)
+                stream = streams[key] = _Stream(over, {member: [] for member in group})
+            stream.launches[rank].append(number)
+    return list(streams.values())
+
+
+def _peer(rank: int, event: RankEvent, group: list[int]) -> int:
+    """The rank that it sends to, or receives from."""
+    if event.peer is None or not 0 <= event.peer < len(group) or group[event.peer] == rank:
+        places = f"{len(group)} places along {event.axis}, of which this is {group.index(rank)}"
+        raise ProofError(f"rank {rank}, {event.where}", f"{event.act} {event.peer}, and there are {places}", _FIX)
+    return group[event.peer]
+
+
+def _present(ranks: Ranks, rank: int, group: list[int], event: RankEvent) -> None:
+    if lacking := [member for member in group if member not in ranks]:
+        problem = f"{event.act} {event.what!r} with {_named(lacking)}, of which there is no text"
+        raise ProofError(f"rank {rank}, {event.where}", problem, "give the texts of all ranks")
+
+
+def _meshes(ranks: Ranks) -> str:
+    """How meshes differ, and with them groups; empty if they do not."""
+    by_mesh: dict[str, list[int]] = {}
+    for rank, events in ranks.items():
+        by_mesh.setdefault(events.mesh, []).append(rank)
+    told = "; ".join(f"{_named(members)}: {mesh}" for mesh, members in by_mesh.items())
+    return f"they are over different groups: {told}" if len(by_mesh) > 1 else ""
+
+
+def _wanted(events: Mapping[int, RankEvent | None]) -> str:
+    """What each wants: ranks that want the same together, with the line of one of them."""
+    by_want: dict[str, list[int]] = {}
+    for rank, event in events.items():
+        want = "nothing more" if event is None else f"{event.act} " * (event.act is not Act.JOIN) + repr(event.what)
+        by_want.setdefault(want, []).append(rank)
+    texts = []
+    for want, members in by_want.items():
+        event = events[members[0]]
+        texts.append(f"{_named(members)}: {want}" + (f" ({event.where}: `{event.text}`)" if event else ""))
+    return "; ".join(texts)
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}"
+
+
+# -- waits ------------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One run through the events of all ranks, in which each goes as far as it can.
+
+    Args:
+        ranks: The events.
+        streams: What they launch, in equal order.
+    """
+
+    def __init__(self, ranks: Ranks, streams: list[_Stream]) -> None:
+        self.ranks = ranks
+        self.launched_by: list[dict[int, int]] = []
+        """Of each message who launches it, and by which event."""
+        self.message: dict[int, dict[int, int]] = {rank: {} for rank in ranks}
+        """The number of the message that an event of a rank launches."""
+        for stream in streams:
+            for row in zip(*stream.launches.values(), strict=True):
+                launches = dict(zip(stream.launches, row, strict=True))
+                for rank, event in launches.items():
+                    self.message[rank][event] = len(self.launched_by)
+                self.launched_by.append(launches)
+        self.lacking = [len(launches) for launches in self.launched_by]
+        """How many have not launched a message so far."""
+        self.at = dict.fromkeys(ranks, 0)
+        """The event that each comes to next."""
+
+    def awaited(self, rank: int, event: RankEvent) -> int | None:
+        """The message that a wait is for; None of what is no wait."""
+        return None if event.awaits is None else self.message[rank][event.awaits]
+
+    def run(self) -> None:
+        ready = list(self.ranks)
+        waiting: dict[int, list[int]] = {}
+        while ready:
+            rank = ready.pop()
+            events = self.ranks[rank].events
+            while self.at[rank] < len(events):
+                awaited = self.awaited(rank, events[self.at[rank]])
+                if awaited is not None and self.lacking[awaited]:
+                    waiting.setdefault(awaited, []).append(rank)
+                    break
+                launched = self.message[rank].get(self.at[rank])
+                if launched is not None:
+                    self.lacking[launched] -= 1
+                    ready += waiting.pop(launched, []) if not self.lacking[launched] else []
+                self.at[rank] += 1
+
+    def stuck(self) -> dict[int, tuple[RankEvent, int, int]]:
+        """The wait that each rank stays at, the rank for which, and the event by which that one would end it."""
+        result = {}
+        for rank, at in self.at.items():
+            if at < len(self.ranks[rank].events):
+                event = self.ranks[rank].events[at]
+                message = self.awaited(rank, event)
+                assert message is not None, "only waits block"
+                launches = self.launched_by[message].items()
+                other, launch = next((other, launch) for other, launch in launches if self.at[other] <= launch)
+                result[rank] = event, other, launch
+        return result
+
+
+def _circle(ranks: Ranks, streams: list[_Stream]) -> str:
+    """Which ranks wait for each other; empty if all come to their end."""
+    run = _Run(ranks, streams)
+    run.run()
+    stuck = run.stuck()
+    if not stuck:
+        return ""
+    path = [min(stuck)]
+    while (following := stuck[path[-1]][1]) not in path:
+        path.append(following)
+    return f"ranks wait for each other: {'; '.join(_told(ranks, stuck, path[path.index(following) :]))}"
+
+
+def _told(ranks: Ranks, stuck: Mapping[int, tuple[RankEvent, int, int]], circle: list[int]) -> Iterator[str]:
+    for rank in circle:
+        wait, other, launch = stuck[rank]
+        later = ranks[other].events[launch]
+        yield (
+            f"rank {rank} waits at {wait.where} (`{wait.text}`) for {wait.what!r}, "
+            f"which rank {other} launches at {later.where} (`{later.text}`) only"
+        )
