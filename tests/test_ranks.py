@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,7 @@ def test_two_collectives_swapped_on_one_rank(ranks: Ranks) -> None:
         assert kind == "AgreementError"
         assert "rank 0: 'forward: all_gather tokens" in message
         assert "rank 1: 'forward: all_gather blocks.0" in message
+        assert re.search(r"\(line \d+: `tokens_gather = all_gather\(tokens\)`\); rank 1: ", message)
         assert seconds < 30
 
 

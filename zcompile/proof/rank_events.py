@@ -265,6 +265,8 @@ class _Reader:
 
     def _read(self, function: _Function, body: _Body, *, is_phase: bool = False) -> None:
         """Add the events of `function` to `body`. A region calls operations of torch only."""
+        if not isinstance(function.tree.body[-1], ast.Return):
+            raise function.error(function.tree.body[-1], f"{function.tree.name} ends without a return: it is cut off")
         for statement in function.tree.body:
             match statement:
                 case ast.Assign(targets=[target], value=ast.Call() as tree):

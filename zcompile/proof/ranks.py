@@ -17,12 +17,13 @@ run through all events is the proof. It takes time in proportion to their number
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zcompile.errors import ProofError
-from zcompile.proof.rank_events import Act, RankEvent, RankEvents, read_events
+from zcompile.proof.rank_events import PHASES, Act, RankEvent, RankEvents, read_events
 
 Ranks = Mapping[int, RankEvents]
 _SUBJECT = "the ranks' communications"
@@ -110,19 +111,26 @@ def _programs(rank: int, folder: Path) -> list[Path]:
 
 
 def _sources(rank: int, folder: Path) -> dict[str, str]:
-    """The texts of a program by file: what runs, its regions, and what the last pass has left, for its units."""
-    passes = sorted(folder.glob("[0-9][0-9]_*.py"))
+    """The texts of a program by file: what runs, its regions, and the head of what the last pass has left."""
+    passes = sorted(folder.glob("[0-9][0-9]_*.py")) or [folder / "00_capture.py"]
+    last = _text(rank, passes[-1])
+    begin = re.search(r"^(@|def )", last, re.MULTILINE)
+    phases = [phase for phase in PHASES if re.search(rf"^def {phase}\(", last, re.MULTILINE)]
     regions = sorted(path for path in folder.glob("regions/region_*.py") if not path.name.endswith(".inductor.py"))
-    forward, backward = folder / "forward.py", folder / "backward.py"
+    files = [*(folder / f"{phase}.py" for phase in phases), *regions]
+    texts = {str(path.relative_to(folder)): _text(rank, path) for path in files}
+    for phase in phases:
+        if not re.search(rf"^def {phase}\(", texts[f"{phase}.py"], re.MULTILINE):
+            raise ProofError(f"rank {rank}: {folder / phase}.py", f"has no function {phase}", "dump the program again")
+    return {**texts, passes[-1].name: last[: begin.start()] if begin else last}
+
+
+def _text(rank: int, path: Path) -> str:
     try:
-        if not passes:
-            raise FileNotFoundError(2, "No such file", str(folder / "00_capture.py"))
-        files = [forward, *([backward] if backward.exists() else []), *regions, passes[-1]]
-        return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in files}
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        file = getattr(error, "filename", None) or folder
         problem = getattr(error, "strerror", None) or str(error)
-        raise ProofError(f"rank {rank}: {file}", f"cannot be read: {problem}", "dump the program again") from error
+        raise ProofError(f"rank {rank}: {path}", f"cannot be read: {problem}", "dump the program again") from error
 
 
 def _read(rank: int, sources: Mapping[str, str]) -> RankEvents:
