@@ -326,7 +326,7 @@ def test_what_is_let_pass_ends_well_in_every_interleaving_and_nothing_else_is(
 
 @pytest.mark.slow
 @given(schedules())
-@settings(max_examples=20_000)
+@settings(max_examples=5000)
 def test_the_same_of_many(case: tuple[Mapping[str, Axis], Programs]) -> None:
     agrees_with_all_interleavings(case)
 
@@ -455,6 +455,22 @@ def test_what_cannot_be_read_is_an_error_with_its_line(old: str, new: str, messa
     assert old in CHAINED
     with pytest.raises(ProofError, match=message):
         read_events({"": CHAINED.replace(old, new, 1)})
+
+
+def test_a_gather_or_reduction_that_one_rank_does_not_cast_is_named() -> None:
+    head = CHAIN.replace("a.weight f32[4, 4]", "a.weight f32[4, 4] computed in bf16 reduced in f32")
+    for phases, old, new in (
+        (GATHERED, "all_gather(a)", "all_gather(a, dtype=torch.bfloat16)"),
+        (REDUCED, "reduce_scatter(a, [ga])", "reduce_scatter(a, [ga], dtype=torch.float32)"),
+    ):
+        plain = joined(head, phases)
+        cast = plain.replace(old, new)
+        assert zcompile.parse(plain).digest() != zcompile.parse(cast).digest()
+        for one in (plain, cast):
+            found = [e.what for e in read_events({"": one}).events if e.act is Act.JOIN]
+            assert found == zcompile.parse(one).communications()
+        with pytest.raises(ProofError, match=r"a.weight (f32|bf16)\[4, 4\]\).*a.weight (f32|bf16)\[4, 4\]\)"):
+            check_texts({0: plain, 1: cast})
 
 
 def test_gradients_are_counted() -> None:
