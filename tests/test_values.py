@@ -389,15 +389,17 @@ def test_the_line_and_the_layer_are_told() -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_gradient_is_reduced_in_the_dtype_that_is_declared(stage: int) -> None:
-    def cast(program: Program) -> None:
-        node = program.nodes(Reduce)[0]
-        program.respell(node, replace(op_of(node, Reduce), dtype=torch.bfloat16))
-
     begun = after_all("gpt", stage, "plain", dtype=torch.bfloat16)
+    program = begun.program.copy()
+    node = program.nodes(Reduce)[0]
+    program.respell(node, replace(op_of(node, Reduce), dtype=torch.bfloat16))
+    said = r"computes mean\(dp, \w+, torch\.bfloat16, .*want mean\(dp, \w+, torch\.float32"
+    with pytest.raises(ProgramError, match=said):
+        zcompile.verify(program, [begun.values.fact], "here")
     with pytest.raises(
-        ProgramError, match=r"computes mean\(dp, \w+, torch\.bfloat16, .*want mean\(dp, \w+, torch\.float32"
+        ProgramError, match=r"says that it casts gradients of norm to torch\.bfloat16; want torch\.float32"
     ):
-        begun.after([changed(cast)])
+        zcompile.verify(program, [facts.REDUCED_ONCE], "here")
 
 
 def test_random_draws_are_numbered() -> None:

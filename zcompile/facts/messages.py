@@ -31,6 +31,11 @@ def _gathered_before_use(program: Program) -> Iterator[Violation]:
                 yield Violation(node, f"{label(node)} reads {found.unit} before it is gathered")
             elif isinstance(found, AllGather):
                 yield Violation(node, f"{label(node)} reads {found.unit} without waiting for {argument.name}")
+    for node in program.nodes(AllGather, GatherAhead):
+        op = data(node).op
+        assert isinstance(op, (AllGather, GatherAhead)), "these are asked for"
+        if op.dtype != (casts := program.layout.unit(op.unit).compute_dtype):
+            yield Violation(node, f"{node.name} says that it casts {op.unit} to {op.dtype}; want {casts}")
 
 
 def _released_once(program: Program) -> Iterator[Violation]:
@@ -59,6 +64,9 @@ def _reduced_once(program: Program) -> Iterator[Violation]:
     used = [node.all_input_nodes[1] for node in program.nodes(Update)]
     delivered = Counter([*program.results.reduced, *used])
     for node in program.nodes(Reduce):
+        op = op_of(node, Reduce)
+        if op.dtype != (casts := program.layout.unit(op.unit).reduction_dtype):
+            yield Violation(node, f"{node.name} says that it casts gradients of {op.unit} to {op.dtype}; want {casts}")
         waits = [user for user in node.users if isinstance(data(user).op, WaitReduce)]
         if len(waits) != 1:
             yield Violation(node, f"{node.name} is waited for {len(waits)} times; want once")
