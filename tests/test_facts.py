@@ -423,6 +423,18 @@ def test_a_reduction_to_all_where_shards_are_wanted() -> None:
     assert "b_reduce computes mean(dp, whole, torch.float32" in refusal(program)[0]
 
 
+def test_a_reduction_to_all_by_pieces() -> None:
+    program = reducing_to_all().copy()
+    reduce = program.nodes(Reduce)[0]
+    program.respell(reduce, replace(op_of(reduce, Reduce), bucket=64))
+    with pytest.raises(ProgramError, match="sends to all as a whole; it takes no bucket and no place"):
+        zcompile.verify(program, [facts.REDUCED_ONCE], "after it")
+
+
+def reducing_to_all() -> Program:
+    return insert_reductions(insert_gathers(zcompile.parse(joined(at_stage(CHAIN, 0), OUTLINED))))
+
+
 def test_a_reduction_waited_for_twice() -> None:
     program = right().copy()
     wait = program.node("b_grads")
@@ -527,6 +539,14 @@ def test_an_update_before_a_read() -> None:
     with program.graph.inserting_after(program.node("a_update")):
         program.add(gather.args, replace(data(gather), phase=Phase.BACKWARD), "a_again")  # type: ignore[arg-type]
     assert update_refusal(program) == "a_again reads a after its update"
+
+
+def test_a_unit_that_is_gathered_ahead_twice() -> None:
+    program = train_step().copy()
+    ahead = program.node("b_ahead")
+    with program.graph.inserting_after(ahead):
+        program.add(ahead.args, data(ahead), "b_ahead_again")
+    assert update_refusal(program) == "b is gathered ahead 2 times; want once"
 
 
 def test_a_gather_ahead_of_its_update() -> None:

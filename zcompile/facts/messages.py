@@ -67,6 +67,8 @@ def _reduced_once(program: Program) -> Iterator[Violation]:
         op = op_of(node, Reduce)
         if op.dtype != (casts := program.layout.unit(op.unit).reduction_dtype):
             yield Violation(node, f"{node.name} says that it casts gradients of {op.unit} to {op.dtype}; want {casts}")
+        if not op.scatter and (op.bucket is not None or op.at is not None):
+            yield Violation(node, f"{node.name} sends to all as a whole; it takes no bucket and no place")
         waits = [user for user in node.users if isinstance(data(user).op, WaitReduce)]
         if len(waits) != 1:
             yield Violation(node, f"{node.name} is waited for {len(waits)} times; want once")
@@ -97,6 +99,9 @@ def _gathered_ahead(program: Program) -> Iterator[Violation]:
             yield Violation(node, f"{node.name} gathers {op.unit} as no forward does")
         if op.unit in updated and position[updated[op.unit]] > position[node]:
             yield Violation(node, f"{node.name} gathers {op.unit} before its update")
+    for unit, times in Counter(op_of(node, GatherAhead).unit for node in program.nodes(GatherAhead)).items():
+        if times > 1:
+            yield Violation(None, f"{unit} is gathered ahead {times} times; want once")
 
 
 def _waits_sunk(program: Program) -> Iterator[Violation]:
