@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,32 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
         index = torch.empty(0, device=device).get_device()
         result.append(torch.get_device_module(device).default_generators[index])
     return result
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How something that a process has set is read, and how it is set."""
+
+
+def setting_of(owner: Any, name: str) -> Setting:
+    """An attribute as a setting."""
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def kernel_settings() -> dict[str, Setting]:
+    """What decides which kernels compute on a GPU, and with it the last bit of what they give."""
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    return {
+        **{f"cudnn.{one}": setting_of(cudnn, one) for one in ("enabled", "benchmark", "deterministic", "allow_tf32")},
+        "matmul.fp16_reduced": setting_of(cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+        "matmul.bf16_reduced": setting_of(cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+        "matmul.fp16_accumulation": setting_of(cuda.matmul, "allow_fp16_accumulation"),
+        "sdp.flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "sdp.mem_efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "sdp.math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        "sdp.cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    }
 
 
 # -- streams and events -----------------------------------------------------------------------------------------------

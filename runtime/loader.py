@@ -15,15 +15,23 @@ from zcompile.runtime.recorder import Track
 
 
 def load(
-    text: str, name: str, regions: Mapping[str, Callable[[list[Any]], Any]], filename: str, track: Track | None = None
+    text: str,
+    name: str,
+    regions: Mapping[str, Callable[[list[Any]], Any]],
+    filename: str,
+    track: Track | None = None,
+    *,
+    operations: Mapping[str, Callable[..., Any]] = OPERATIONS,
 ) -> Callable[[list[Any]], Any]:
     """The function `name` of a printed program, with `regions` to call; its lines leave on `track` when they ran.
+
+    `operations`: what else it calls.
 
     Regions take their arguments in a list and empty it: what dies behind a call is freed within it, after its last use.
 
     The text is known to `linecache` under `filename`, so that a traceback shows the program's own lines.
     """
-    functions = {**OPERATIONS, **regions}
+    functions = {**operations, **regions}
     if track is not None:
         functions = {called: track.timed(function) for called, function in functions.items()}
     namespace: dict[str, Any] = {"torch": torch, **functions}

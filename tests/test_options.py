@@ -30,7 +30,7 @@ OTHER: dict[str, Any] = {
     "cuda_graphs": True,
 }
 """Another value than the default for each option that ranks agree on."""
-OWN = {"passes", "dump"}
+OWN = {"passes", "dump", "record"}
 NOT_OF_A_BACKEND = {"partition_activations", "offload_parameters"}
 
 

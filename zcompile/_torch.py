@@ -61,7 +61,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  #
 from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_foreach_types
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
@@ -872,3 +872,50 @@ def copyable(tensor: DTensor) -> DTensor:
 def is_symbolic(value: object) -> bool:
     """True for a size that varies between runs."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_collective(target: object) -> bool:
+    """True for a collective, or a wait for one, within a region: those that DTensors make."""
+    return isinstance(target, OpOverload) and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+
+
+class CollectiveCalls(TorchDispatchMode):
+    """While regions run, compiled ones too: what is noted of the result of each of their collectives.
+
+    Args:
+        note: Given the name of an operation and the tensor that it gave.
+    """
+
+    def __init__(self, note: Callable[[str, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.note = note
+        self.results: list[Any] = []
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_collective(func):
+            given = result if isinstance(result, (list, tuple)) else [result]
+            self.results += [self.note(func.overloadpacket.__name__, one) for one in given]
+        return result
+
+
+class GivenCollectives(TorchDispatchMode):
+    """While regions run, compiled ones too: collectives do nothing, and give what `results` say, in order.
+
+    Args:
+        results: One at a time; what a wait gives is the value, anything before it only laid out alike.
+    """
+
+    def __init__(self, results: Iterator[torch.Tensor]) -> None:
+        super().__init__()
+        self.results = results
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_collective(func):
+            return func(*args, **(kwargs or {}))
+        name, first = func.overloadpacket.__name__, args[0]
+        several = isinstance(first, (list, tuple))
+        given = [next(self.results) for _ in (first if several else [first])]
+        if name == "wait_tensor":  # what compiled code goes on with may be its argument
+            return first.copy_(given[0])
+        return first if name.endswith("_") else given if several else given[0]

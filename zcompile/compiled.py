@@ -70,6 +70,7 @@ def compile(
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
+    record: str | os.PathLike[str] | None = None,
     weights: Source | None = None,
 ) -> CompiledModule:
     """Shard `model` by ZeRO and compile its training step into a program of regions and communications.
@@ -85,8 +86,7 @@ def compile(
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
-        checkpoint: What the backward computes again: "unit", all of a unit but its input; a size ("2 GiB"), a share of
-            the peak (0.6) or "auto", the device's free memory: the cheapest choice with which a step takes no more.
+        checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
         memory_limit: Bytes, or "2 GiB", beside shards and optimizer state: stage 3 keeps as many units full as fit.
         bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
         arenas: Keep memory from step to step for what is gathered, copied to be sent or saved as a checkpoint.
@@ -97,13 +97,13 @@ def compile(
         passes: A whole `Pipeline`, or changes to the default one by name: a `Pass` replaces or adds, None leaves out.
         backend: `"inductor"` compiles regions; `"eager"` runs them as they are, bit for bit like eager PyTorch.
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
+        record: A folder for a recording of the first training step, which `zcompile replay` runs again.
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
     Raises:
         OptionError: an option that cannot be meant, weights that cannot be read; a limit too low, at the first call.
         PipelineError: a pass that is unknown, missing or out of place.
-        ModelError: no parameters, several devices, sharded, on meta without values, subclasses of Tensor (quantised
-            weights, say), or weights of another model.
+        ModelError: no parameters, several devices, sharded, on meta without values, quantised, or weights of another.
         OptimizerError: `optimizer` holds none of the model's parameters.
         GroupError: several ranks and no process group, or a mesh that does not fit, or leaves ranks out.
         AgreementError: the ranks hold different models or options.
@@ -509,6 +509,16 @@ class CompiledModule(nn.Module):
             TimelineError: at its end: no step has begun and ended within it.
         """
         return self._engine.reports.profile()
+
+    def record(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+        """Within this, all that programs are given and receive is kept in `folder`, for `zcompile replay`.
+
+        On this rank alone: each rank that is asked records, and none waits for another. What it costs: docs/replay.md.
+
+        Raises:
+            OptionError: the folder cannot be written, has files that are no recording's; or one is being made.
+        """
+        return self._engine.runtime.recordings.into(folder)
 
     def report(self, path: str | os.PathLike[str], *, hardware: str | Hardware | None = None) -> Path:
         """Write a page of HTML on the programs, for a browser: text, timeline, memory, collectives and passes.

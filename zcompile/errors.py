@@ -97,6 +97,10 @@ class ParseError(ZcompileError, ValueError):
     """A text is not a printed program."""
 
 
+class ReplayError(ZcompileError):
+    """A recording that is missing, damaged, incomplete or of other versions, or has no such line."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """The advice for a misspelt name: the nearest choice first, then all of them (the first dozen of many)."""
     known = sorted(choices)

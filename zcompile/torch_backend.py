@@ -9,6 +9,7 @@ and an optimizer over them is pointed at the shards when it first steps.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import weakref
@@ -395,6 +396,15 @@ class Backend:
         """Write every program under `folder`, on the mesh's first rank only; see `zcompile.report.dumps`."""
         self.engine.reports.dump(folder)
 
+    def record(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+        """Keep what programs are given and receive, for `zcompile replay`; see `CompiledModule.record`.
+
+        Raises:
+            ModelError: nothing was compiled so far.
+            OptionError: the folder cannot be written, has files that are no recording's; or one is being made.
+        """
+        return self.engine.runtime.recordings.into(folder)
+
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a page of HTML on the programs; see `CompiledModule.report`."""
         self.engine.reports.report(path)
@@ -416,6 +426,7 @@ def backend(
     passes: Pipeline | Mapping[str, Pass | None] | None = None,
     backend: str = "inductor",
     dump: str | os.PathLike[str] | None = None,
+    record: str | os.PathLike[str] | None = None,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=zcompile.backend(stage=3))`; arguments as of `zcompile.compile`.
 

@@ -64,6 +64,7 @@ class Compiler:
             runtime.recorder,
             runtime.arenas,
             runtime.offloads,
+            runtime.recordings,
             runtime.graphs,
         )
 

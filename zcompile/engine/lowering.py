@@ -37,6 +37,7 @@ from zcompile.ir.ops import (
 from zcompile.ir.packing import aligned
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
+from zcompile.recording.recording import Recorded, Recordings
 from zcompile.runtime.arena import Arenas, Lender
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.delivery import HOLDS, Delivery, Unreached
@@ -72,6 +73,7 @@ class Session:
     arenas: Arenas
     offloads: Offloads
     """Where activations go, by the operation of the program's placeholder for it."""
+    recordings: Recordings
     graphs: Graphs | None = None
     """What captures regions as CUDA graphs, where that can be."""
     updater: Callable[[Gradients], None] | None = None
@@ -139,12 +141,16 @@ class CompiledStep:
         track = Track(recorder, str(phase), digest, lines_of(program, phase)) if recorder.enabled else None
         run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
         lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, Lent)]
+        places = range(len(bound), len(bound) + len(lent))
+        recorded = Recorded(program, phase, self._regions, places)
 
         def call(values: list[Any]) -> Any:
             with contextlib.ExitStack() as loans:
                 given = [self._loan(op, values, loans) for op in lent]
                 try:
-                    return run([*bound, *given, *_drained(values)])
+                    recording = self.session.recordings.current
+                    started = run if recording is None else recording.loaded(recorded)
+                    return started([*bound, *given, *_drained(values)])
                 except BaseException:
                     self.session.lockstep.communicator.collectives.order_all()
                     raise

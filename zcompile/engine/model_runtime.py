@@ -16,6 +16,7 @@ from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.errors import OptionError
 from zcompile.frontend.dynamo import autocast
 from zcompile.ir.layout import Layout, Unit
+from zcompile.recording.recording import Origin, Recordings
 from zcompile.report.explain import Break
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.arena import Arenas
@@ -70,6 +71,8 @@ class ModelRuntime:
         shared = self.tensor if options.partition_activations else None
         self.offloads = make_offloads(options, communicator, agreement, shared)
         self.graphs = make_graphs(options, communicator.device)
+        origin = Origin(communicator.waits.rank, communicator.rank, options.backend, communicator.device)
+        self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
         self.accumulates = False
         """True within `no_sync`."""
         self._seeded_alike: bool | None = None
@@ -115,6 +118,7 @@ class ModelRuntime:
         spread = float16 and self.layout.stage.optimizer_sharded and self.layout.world > 1
         call = ModelCall(self.version, self.delivery, self._returned, may_overflow=spread)
         self.recorder.begin_call(call.seen, trains=torch.is_grad_enabled())
+        self.recordings.begin_call(call.seen, trains=torch.is_grad_enabled())
         return call
 
     def settle(self) -> None:

@@ -94,6 +94,14 @@ def generated_code(region: Region) -> str:
     return inductor_code(module, inputs)
 
 
+def operations_of(region: Region) -> fx.GraphModule:
+    """The operations of a region as `backend="eager"` runs them, for an interpreter to run one by one."""
+    module = _module(region)
+    fit_kernels(module.graph)
+    module.recompile()
+    return module
+
+
 def _module(region: Region) -> fx.GraphModule:
     graph = fx.Graph()
     result: Any = graph.graph_copy(region.graph, {}, return_output_node=True)

@@ -532,6 +532,15 @@ def items_of(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if isinstance(data(user).op, Item)]
 
 
+def is_part(node: fx.Node) -> bool:
+    """True for a result of a call, of which its line names them; those of a result that is a tuple have their own."""
+    return _is_item(node) and not _is_item(node.all_input_nodes[0])
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(data(node).op, Item)
+
+
 def values_of(node: fx.Node) -> list[fx.Node]:
     """The values that an operation gives: its results where it has several, else itself."""
     return items_of(node) or [node]

@@ -42,6 +42,7 @@ from zcompile.ir.ops import (
     Results,
     Shards,
     WaitGather,
+    is_part,
     items_of,
 )
 from zcompile.ir.program_graph import ProgramGraph, after_items
@@ -491,7 +492,7 @@ def _region_lines(region: Region) -> tuple[list[TextLine], list[TextLine]]:
         arguments.append(TextLine(f"{node.name},", _type_text(data(node)), source=origin))
     body = []
     for node in region.graph.nodes:
-        if node.op == "call_function" and not isinstance(data(node).op, Item):
+        if node.op == "call_function" and not is_part(node):
             body += _statement(node, data(node).nbytes + sum(data(item).nbytes for item in items_of(node)), {})
     return arguments, [*body, *_wrapped(TextLine(f"return {_list(region.outputs)}"))]
 

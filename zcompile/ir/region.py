@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from zcompile._torch import tree_map_only
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Item, is_part
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class Region:
     def outputs(self) -> tuple[Any, ...]:
         (result,) = self.graph.output_node().args
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    def printed_nodes(self) -> Iterator[fx.Node]:
+        """The values that its text names, in the order of the text: the same in a region that was parsed from it."""
+        for node in self.graph.nodes:
+            if node.op == "placeholder" or (node.op == "call_function" and not is_part(node)):
+                yield node
+                yield from sorted(filter(is_part, node.users), key=lambda item: op_of(item, Item).index)
 
     def key(self) -> str:
         """Equal for regions that compile to the same code: operations, arguments, types and strides, names left out."""

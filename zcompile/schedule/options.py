@@ -48,6 +48,7 @@ class Options:
     backend: str = "inductor"
     dump: str | os.PathLike[str] | None = field(default=None, metadata={_OWN: True})
     """By default the environment's ZCOMPILE_DUMP, if set."""
+    record: str | os.PathLike[str] | None = field(default=None, metadata={_OWN: True})
     memory_limit: int | str | None = None
     bucket: int | str | None = None
     arenas: bool = False

@@ -1,4 +1,4 @@
-"""The command `zcompile`: plan, inspect, doctor."""
+"""The command `zcompile`: plan, inspect, doctor, replay."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from rich.table import Table
 from zcompile.cost.forecast import Checkpoint, Plan
 from zcompile.cost.hardware import DTYPES, load_profile, profile_text, profiles
 from zcompile.errors import OptionError, ZcompileError, nearest
+from zcompile.recording.archive import Archive
 from zcompile.report.plan_page import write_plan_page
 from zcompile.schedule.option_checks import bytes_of
 from zcompile.schedule.options import Options
 from zcompile.tools import doctor, inspection
 from zcompile.tools.named_models import Subject, subject_of
 from zcompile.tools.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, choices_of, plan
+from zcompile.tools.replay import Replay
+from zcompile.tools.replay_report import ReplayReport, overview
+from zcompile.tools.replay_report import save as save_values
 
 app = typer.Typer(
     name="zcompile",
@@ -222,6 +226,43 @@ def doctor_command(
             target.write_text(text)
             print(f"{text}\nWritten to {target}: give it to `zcompile plan --hardware {target}`.")
     if any(not finding.is_well and finding.is_needed for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command("replay")
+def replay_command(
+    folder: Annotated[
+        Path, typer.Argument(help="Of `record=FOLDER` or `compiled.record(FOLDER)`.", show_default=False)
+    ],
+    rank: Annotated[
+        int | None, typer.Option("--rank", "-r", min=0, help="Whose program to run; without it, an overview of all.")
+    ] = None,
+    until: Annotated[
+        str,
+        typer.Option("--until", "-u", help="Stop behind a line: forward:12, run_002_forward:12, or a value's name."),
+    ] = "",
+    brief: Annotated[bool, typer.Option("--brief", help="Leave out values that are as they were recorded.")] = False,
+    save: Annotated[Path | None, typer.Option("--save", help="Write the last line's values to this .pt.")] = None,
+) -> None:
+    """Run what a rank has recorded again, alone: each value of each line beside the record, and where NaN comes from.
+
+    Exits with 1 where a value that was computed again is not what was recorded.
+    """
+    if rank is None:
+        if until or save is not None:
+            raise OptionError("until" if until else "save", "is of one rank's program", "give --rank, too")
+        for line in overview(folder):
+            print(line)
+        return
+    if save is not None:
+        _check_target("save", save, ".pt")
+    report = ReplayReport(Replay(Archive(folder, rank)))
+    for line in report.text(until, brief=brief):
+        print(line, flush=True)
+    if save is not None:
+        save_values(report.last, save)
+        print(f"Written to {save}: torch.load({str(save)!r}) gives the last line's values by name.")
+    if not report.is_sound:
         raise typer.Exit(1)
 
 

@@ -1,0 +1,117 @@
+"""What `zcompile replay` prints: a row for each value of each line, what was equal, and where NaN comes from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from zcompile.errors import ReplayError
+from zcompile.ir.tensor_type import TensorType
+from zcompile.recording.archive import Archive, ranks_of
+from zcompile.recording.values import norm_of
+from zcompile.tools.replay import Replay, ReplayedLine, Value, Verdict, first_recorded
+from zcompile.tools.replay_origins import KINDS, NonFinite
+
+_NAME, _TYPE = 44, 22
+
+
+class ReplayReport:
+    """The text of a replay while it goes on."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        self.verdicts: Counter[Verdict] = Counter()
+        self.first_differing: ReplayedLine | None = None
+        self.last: ReplayedLine | None = None
+        self.lines = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """True if every value that was computed again has the recorded bits."""
+        return not (self.verdicts[Verdict.DIFFERS] or self.verdicts[Verdict.STALE])
+
+    def text(self, until: str, *, brief: bool = False) -> Iterator[str]:
+        """Run, and say what happens line by line; `brief`: only what is unequal."""
+        yield self.replay.archive.described()
+        run = ""
+        for line in self.replay.lines(until):
+            if line.run.name != run:
+                run = line.run.name
+                yield f"\n{run}, the text of {line.run.program}/{line.run.phase}.py"
+                yield f"{'line':>5}  {'value':{_NAME}} {'type':{_TYPE}} {'norm':>10} {'min':>10} {'max':>10}  is"
+            self._take(line)
+            for value in line.values:
+                if not brief or value.verdict in (Verdict.DIFFERS, Verdict.STALE):
+                    yield row(line.number, value)
+        yield ""
+        yield from self.summary()
+
+    def _take(self, line: ReplayedLine) -> None:
+        self.lines, self.last = self.lines + 1, line
+        self.verdicts.update(value.verdict for value in line.values)
+        if self.first_differing is None and not self.is_sound:
+            self.first_differing = line
+
+    def summary(self) -> Iterator[str]:
+        """What it comes to."""
+        given, stale = self.verdicts[Verdict.GIVEN], self.verdicts[Verdict.STALE]
+        differ, strides = self.verdicts[Verdict.DIFFERS], self.verdicts[Verdict.STRIDES]
+        computed = self.verdicts.total() - given - stale
+        equal = "all equal, bit for bit" if not differ else f"{differ} DIFFER from the record"
+        odd = f" ({strides} in other strides)" if strides else ""
+        yield f"{self.lines} lines: {computed} values computed again, {equal}{odd}; {given} given as recorded."
+        if stale:
+            yield f"{stale} gathered parameters are not what this rank keeps of them: a copy that was not renewed."
+        if (line := self.first_differing) is not None:
+            yield f"The first that is unequal is of {line.run.name}, line {line.number}."
+            if self.replay.has_varying_regions:
+                yield "Regions for sizes that vary were compiled for the recorded sizes, which may change last bits."
+        for kind in KINDS:
+            if (finding := self.replay.findings.get(kind)) is not None:
+                yield from told(finding)
+        if not self.replay.findings:
+            yield "No NaN and no infinity in any value."
+
+
+def row(number: int, value: Value) -> str:
+    """A value in a row."""
+    kind = str(TensorType.of(value.tensor))
+    norm, least, most = norm_of(value.tensor)
+    bad = [f"{count} {KINDS[kind]}" for kind, count in (("nan", value.noted.nan), ("inf", value.noted.inf)) if count]
+    text = f"{number:5}  {value.name:{_NAME}} {kind:{_TYPE}} {norm:10.4g} {least:10.4g} {most:10.4g}  {value.verdict}"
+    return f"{text}  {', '.join(bad)}".rstrip()
+
+
+def told(finding: NonFinite) -> Iterator[str]:
+    """A finding as text."""
+    yield f"\nThe first {KINDS[finding.kind]}: {finding.count} in {finding.name}, {finding.place.line}:"
+    yield f"    {finding.place.code}"
+    for reason in finding.reasons:
+        yield f"  {reason}"
+
+
+def overview(folder: Path) -> Iterator[str]:
+    """All ranks that were recorded, and where each had its first NaN and its first infinity, by the record alone.
+
+    Raises:
+        ReplayError: there is no recording, or a damaged one.
+    """
+    ranks = ranks_of(folder)
+    if not ranks:
+        fix = "give the folder of zcompile.compile(..., record=FOLDER) or compiled.record(FOLDER)"
+        raise ReplayError(str(folder), "has no recording of any rank", fix)
+    for rank in ranks:
+        archive = Archive(folder, rank)
+        yield archive.described()
+        for kind, name in KINDS.items():
+            if (met := first_recorded(archive, kind)) is not None:
+                yield f"    first {name}: {met.count} in {met.name}, {met.run.name}, line {met.line}: {met.code}"
+    yield "`--rank R` runs the programs of one again, and finds the operation."
+
+
+def save(line: ReplayedLine | None, path: Path) -> None:
+    """Write the values of a line to a file for `torch.load`, by name."""
+    torch.save({value.name: value.tensor.cpu() for value in line.values} if line else {}, path)
