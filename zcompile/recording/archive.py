@@ -112,7 +112,11 @@ class Archive:
 
     def calls(self, run: ArchivedRun) -> dict[str, Any]:
         """What was recorded of a run: states of random generators before it, and its calls."""
-        found: dict[str, Any] = json.loads(self.text(f"{run.name}.json"))
+        text = self.text(f"{run.name}.json")
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise ReplayError(str(self.home / f"{run.name}.json"), f"is no record of a run: {error}", _AGAIN) from error
         return found
 
     def tensor(self, noted: Tensor) -> torch.Tensor:

@@ -109,6 +109,8 @@ class Replay:
     """The first NaN and the first infinity, once they were met."""
     made: dict[str, torch.Tensor] = field(default_factory=dict)
     """Values that later runs take, by the line that gave them."""
+    failure: str = ""
+    """Where a run failed when it was recorded, and by what."""
     has_varying_regions: bool = False
     """True if regions for sizes that vary were compiled for those of a call."""
     _programs: dict[str, tuple[Program, Mapping[str, Callable[..., Any]]]] = field(default_factory=dict)
@@ -128,7 +130,8 @@ class Replay:
         about = self.archive.about
         with with_numerics(about["numerics"]), _generators_back(self.archive.device), torch.no_grad():
             for run in runs:
-                replayed = RunReplay(self, run, wanted)
+                with _readable(self.archive, run):
+                    replayed = RunReplay(self, run, wanted)
                 last = replayed.last_line(stop) if until and stop.is_in(run) else None
                 yield from replayed.lines(last)
                 if last is not None:
@@ -139,8 +142,12 @@ class Replay:
 
     def _wanted(self, runs: Sequence[ArchivedRun]) -> set[str]:
         """The lines whose values later runs take."""
-        inputs = (one for run in runs for one in _described(self.archive.calls(run)))
-        return {str(place) for one in inputs if (place := one.get("place", "")) not in ("", "file")}
+        result = set()
+        for run in runs:
+            with _readable(self.archive, run):
+                places = {str(one.get("place", "")) for one in _described(self.archive.calls(run))}
+            result |= places - {"", "file"}
+        return result
 
     def program(self, run: ArchivedRun) -> tuple[Program, Mapping[str, Callable[..., Any]]]:
         """The program of a run, and its regions compiled as they were."""
@@ -229,6 +236,22 @@ def _described(calls: Mapping[str, Any]) -> Iterator[Described]:
 
 
 @contextlib.contextmanager
+def _readable(archive: Archive, run: ArchivedRun) -> Iterator[None]:
+    """What is read inside of a run has the form of a record.
+
+    Raises:
+        ReplayError: it has not.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ReplayError):
+            raise
+        problem = f"is no record of a run: {type(error).__name__}: {error}"
+        raise ReplayError(str(archive.home / f"{run.name}.json"), problem, _AGAIN) from error
+
+
+@contextlib.contextmanager
 def _generators_back(device: torch.device) -> Iterator[None]:
     """Random generators as they were, afterwards."""
     generators = generators_of(device)
@@ -293,12 +316,22 @@ class RunReplay:
                 continue
             number = next(numbers)
             if number >= len(self.recorded["calls"]):
-                problem = f"did not come to its end when it was recorded: {self.run.raised or 'no reason was kept'}"
-                fix = "all that ran before was replayed; --until stops behind one of these lines"
-                raise ReplayError(f"{self.file}, line {statement.lineno}", problem, fix)
+                self._end(statement)
+                return
             yield self._line(statement, call, number)
             if statement.lineno == last:
                 return
+
+    def _end(self, statement: ast.stmt) -> None:
+        """The record ends before `statement`, which failed.
+
+        Raises:
+            ReplayError: it did not, so calls are missing.
+        """
+        where = f"{self.file}, line {statement.lineno}"
+        if not self.run.raised:
+            raise ReplayError(where, "has no record, though the run came to its end", _AGAIN)
+        self.replay.failure = f"{self.run.name} failed at {where}:\n    {shown(statement)}\n  {self.run.raised}"
 
     def _line(self, statement: ast.stmt, call: ast.Call, number: int) -> ReplayedLine:
         recorded, operation = self.recorded["calls"][number], ast.unparse(call.func)

@@ -69,6 +69,8 @@ class ReplayReport:
             yield f"The first that is unequal is of {line.run.name}, line {line.number}."
             if self.replay.has_varying_regions:
                 yield "Regions for sizes that vary were compiled for the recorded sizes, which may change last bits."
+        if self.replay.failure:
+            yield self.replay.failure
         for kind in KINDS:
             if (finding := self.replay.findings.get(kind)) is not None:
                 yield from told(finding)
