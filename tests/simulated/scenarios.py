@@ -227,9 +227,11 @@ class Report:
         return sum(self.launches.get(f"aten::{name}", 0) for name in PACKING)
 
 
-def run(rank: int, name: str) -> Report:
-    """Train as the scenario says, on a simulated device."""
-    return _watched(SCENARIOS[name], _trainer(SCENARIOS[name]))
+def run(rank: int, name: str, more: Mapping[str, Any] | None = None) -> Report:
+    """Train as the scenario says, on a simulated device; `more`: options beside its own."""
+    scenario = SCENARIOS[name]
+    scenario = replace(scenario, options={**scenario.options, **(more or {})})
+    return _watched(scenario, _trainer(scenario))
 
 
 def run_fsdp2(rank: int) -> Report:

@@ -39,7 +39,7 @@ from zcompile.ir.region import Region
 from zcompile.recording.numerics import numerics, processor
 from zcompile.recording.values import Described, Tensor, described, described_fake, digest_of
 from zcompile.runtime.device import generators_of
-from zcompile.runtime.executor import OPERATIONS
+from zcompile.runtime.executor import OPERATIONS, Gradients
 from zcompile.runtime.loader import load
 
 FORMAT = 1
@@ -244,6 +244,9 @@ class Run:
             self.made.setdefault(made.key, f"{self.name} {number} {item}")
             return made
 
+        if isinstance(result, Gradients):
+            # Gradients of shards in the host's memory are on their way there, on a stream of their own.
+            result.shards.memory.landed()
         if name == "unbox":
             lent = self.part.lent
             result = [None if place in lent else value for place, value in enumerate(result)]

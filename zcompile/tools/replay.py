@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import GivenCollectives, prepare_inductor
+from zcompile._torch import GivenCollectives, is_collective, prepare_inductor
 from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import ReplayError
 from zcompile.ir.program import Program
@@ -34,6 +34,8 @@ from zcompile.tools.replay_sizes import for_any_size
 _AGAIN = "record the step again"
 _LONGEST = 150
 """Columns of a line that is shown."""
+_WITHOUT_GROUPS = "Regions with collectives of their own ran operation by operation: Inductor wants the groups."
+_FOR_THESE_SIZES = "Regions for sizes that vary were compiled for the recorded ones."
 
 
 class Verdict(StrEnum):
@@ -111,8 +113,8 @@ class Replay:
     """Values that later runs take, by the line that gave them."""
     failure: str = ""
     """Where a run failed when it was recorded, and by what."""
-    has_varying_regions: bool = False
-    """True if regions for sizes that vary were compiled for those of a call."""
+    notes: set[str] = field(default_factory=set)
+    """What may change last bits."""
     _programs: dict[str, tuple[Program, Mapping[str, Callable[..., Any]]]] = field(default_factory=dict)
 
     def lines(self, until: str = "") -> Iterator[ReplayedLine]:
@@ -153,20 +155,26 @@ class Replay:
         """The program of a run, and its regions compiled as they were."""
         if run.program not in self._programs:
             program = read_program(self.archive, run.program)
-            cache = RegionCache(self.archive.about["backend"])
-            if cache.backend == "inductor":
-                cache.ready = prepare_inductor(self.archive.device)
-            vary = varying(self.archive, run.program) if cache.backend == "inductor" else frozenset()
-            regions = cache.get_all({name: one for name, one in program.regions.items() if name not in vary})
-            self._programs[run.program] = (
-                program,
-                {
-                    **regions,
-                    **{name: for_any_size(program.regions[name], cache) for name in vary},
-                },
-            )
-            self.has_varying_regions |= bool(vary)
+            self._programs[run.program] = program, dict(self._compiled(run, program))
         return self._programs[run.program]
+
+    def _compiled(self, run: ArchivedRun, program: Program) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """The regions of a program, by the backend that has compiled them."""
+        eager, cache = RegionCache("eager"), RegionCache(self.archive.about["backend"])
+        if cache.backend == "eager":
+            yield from eager.get_all(program.regions).items()
+            return
+        cache.ready = prepare_inductor(self.archive.device)
+        vary = varying(self.archive, run.program)
+        for name, region in program.regions.items():
+            if any(is_collective(node.target) for node in region.graph.nodes):
+                self.notes.add(_WITHOUT_GROUPS)
+                yield name, eager.get(region)
+            elif name in vary:
+                self.notes.add(_FOR_THESE_SIZES)
+                yield name, for_any_size(region, cache)
+            else:
+                yield name, cache.get(region)
 
     def found(self, noted: Tensor) -> torch.Tensor:
         """A tensor that a line was given: read, or computed by an earlier run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ from zcompile.tools.replay import Replay, ReplayedLine, Value, Verdict, first_re
 from zcompile.tools.replay_origins import KINDS, NonFinite
 
 _NAME, _TYPE = 44, 22
+"""Columns of names and types."""
+_LAST = ("~", 0, 0)
+"""Behind any line of any run."""
 
 
 class ReplayReport:
@@ -67,8 +71,7 @@ class ReplayReport:
             yield f"{stale} gathered parameters are not what this rank keeps of them: a copy that was not renewed."
         if (line := self.first_differing) is not None:
             yield f"The first that is unequal is of {line.run.name}, line {line.number}."
-            if self.replay.has_varying_regions:
-                yield "Regions for sizes that vary were compiled for the recorded sizes, which may change last bits."
+            yield from (f"{note} That may change last bits." for note in sorted(self.replay.notes))
         if self.replay.failure:
             yield self.replay.failure
         for kind in KINDS:
@@ -81,9 +84,9 @@ class ReplayReport:
 def row(number: int, value: Value) -> str:
     """A value in a row."""
     kind = str(TensorType.of(value.tensor))
-    norm, least, most = norm_of(value.tensor)
+    figures = (f"{one:10.4g}" if math.isfinite(one) else f"{'-':>10}" for one in norm_of(value.tensor))
     bad = [f"{count} {KINDS[kind]}" for kind, count in (("nan", value.noted.nan), ("inf", value.noted.inf)) if count]
-    text = f"{number:5}  {value.name:{_NAME}} {kind:{_TYPE}} {norm:10.4g} {least:10.4g} {most:10.4g}  {value.verdict}"
+    text = f"{number:5}  {value.name:{_NAME}} {kind:{_TYPE}} {' '.join(figures)}  {value.verdict}"
     return f"{text}  {', '.join(bad)}".rstrip()
 
 
@@ -105,12 +108,16 @@ def overview(folder: Path) -> Iterator[str]:
     if not ranks:
         fix = "give the folder of zcompile.compile(..., record=FOLDER) or compiled.record(FOLDER)"
         raise ReplayError(str(folder), "has no recording of any rank", fix)
+    earliest: dict[str, tuple[str, int, int]] = {}
     for rank in ranks:
         archive = Archive(folder, rank)
         yield archive.described()
         for kind, name in KINDS.items():
             if (met := first_recorded(archive, kind)) is not None:
+                earliest[name] = min(earliest.get(name, _LAST), (met.run.name, met.line, rank))
                 yield f"    first {name}: {met.count} in {met.name}, {met.run.name}, line {met.line}: {met.code}"
+    for name, (run, number, rank) in earliest.items():
+        yield f"The earliest {name} is that of rank {rank}: {run}, line {number}."
     yield "`--rank R` runs the programs of one again, and finds the operation."
 
 
