@@ -24,6 +24,8 @@ NAMES = (
     "stage 3, graphs, bf16, checkpoint",
     "train step, stage 3",
     "torch.compile, stage 3, activations, arenas",
+    "tensor parallel, stage 3",
+    "tensor parallel, parts, activations",
 )
 
 
@@ -37,7 +39,8 @@ def recorded(rank: int, name: str, folder: Path) -> tuple[list[str], dict[str, i
 @pytest.mark.filterwarnings("ignore")
 @quickly("name", NAMES, ["stage 3, activations, arenas"])
 def test_what_is_recorded_is_complete(gpus: Ranks, tmp_path: Path, name: str) -> None:
-    for findings, verdicts in gpus.run(2, recorded, name, tmp_path):
+    world = 2 * scenarios.SCENARIOS[name].tensor  # of four, the first is there alone
+    for findings, verdicts in gpus.run(world, recorded, name, tmp_path):
         assert findings == []
         assert set(verdicts) == {"given", "equal"}, verdicts
         assert verdicts["equal"] > 5
