@@ -169,7 +169,7 @@ def of_sizes(rank: int, folder: Path, backend: str) -> None:
             compiled(*(one[:size] for one in batch("gpt", rank, size))).backward()
 
 
-@quickly("backend", ["eager", "inductor"], ["eager"])
+@quickly("backend", ["eager", "inductor"], [])
 def test_sizes_that_vary_are_replayed(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     ranks.run(2, of_sizes, tmp_path, backend)
     for rank in range(2):
