@@ -254,6 +254,22 @@ def test_a_dump_takes_the_place_of_another(run: Run, tmp_path: Path) -> None:
     assert len(list(home.glob("01_*.py"))) == 1
 
 
+def test_prove_says_what_is_proven_and_at_which_line_it_is_not(run: Run, tmp_path: Path) -> None:
+    assert run("inspect", "fac.py:make", "-o", "dump")[0] == 0
+    code, out, err = run("prove", "dump")
+    assert (code, err) == (0, "")
+    assert re.match(r"program_0: proven: \d+ lines, \d+ terms, 4 gradients of parameters, ", out)
+    assert "Trusted: " in out
+    path = tmp_path / "dump" / "program_0" / "regions" / "region_0.py"
+    path.write_text(path.read_text().replace("aten.relu.default", "aten.sin.default"))
+    code, out, err = run("prove", "dump")
+    assert (code, out) == (1, "program_0: not proven\n")
+    assert re.match(r"error: program_0/forward.py line \d+, regions/region_0.py line \d+: result 0 is not what", err)
+    code, out, err = run("prove", "absent")
+    assert (code, out) == (1, "")
+    assert "is not there" in err
+
+
 def test_a_plan_fits_a_narrow_terminal() -> None:
     subject = subject_of("gpt:2x64", batch=1, sequence=16)
     made = zcompile.plan(subject.model, subject.args, stages=[3], prefetches=[1], dtypes=[None])
@@ -329,7 +345,9 @@ def test_the_command_is_installed() -> None:
     found = subprocess.run(
         [command, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "TERM": ""}
     )
-    assert all(name in found.stdout for name in ("plan", "inspect", "doctor", "--version", "--install-completion"))
+    assert all(
+        name in found.stdout for name in ("plan", "inspect", "prove", "doctor", "--version", "--install-completion")
+    )
 
 
 # -- subjects ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ A folder has
     report.html                one page of all that follows: see `zcompile.report.program_page`
     explain.txt                the page of `explain()`
     NOTES.txt                  what could not be done, if anything
+    manifest.json              which files `zcompile prove` reads, with a checksum of each line
     trace.json                 predicted steps, and measured ones if there are any, for ui.perfetto.dev
     program_0/
         00_capture.py          the program as it was traced, its regions included: `zcompile.parse` reads it
@@ -27,11 +28,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import torch
 
 from zcompile.cost.dag import dag
 from zcompile.cost.hardware import Hardware
@@ -42,6 +44,8 @@ from zcompile.ir.operation import Phase
 from zcompile.ir.printer import region_text
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
+from zcompile.proof.checker import CAPTURE
+from zcompile.proof.dumps import MANIFEST, write_manifest
 from zcompile.report.dot import dot_text
 from zcompile.schedule.pipeline import Journal
 
@@ -94,12 +98,16 @@ def write_dump(
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)  # until all is written that it names
     (folder / "explain.txt").write_text(explained)
     notes: dict[str, None] = {}
+    files: dict[str, list[str]] = {}
+    rules: dict[str, list[dict[str, str]]] = {}
     for number, journal in enumerate(journals):
         home = folder / f"program_{number}"
         home.mkdir(exist_ok=True)
-        for stale in (*home.glob("[0-9][0-9]_*"), *(home / "regions").glob("region_*")):
+        phases = [home / f"{phase}.py" for phase in Phase]
+        for stale in (*home.glob("[0-9][0-9]_*"), *(home / "regions").glob("region_*"), *filter(Path.exists, phases)):
             stale.unlink()  # of another dump; drawings are compared
         program = journal.entries[-1].after
         _write_passes(home, journal)
@@ -110,11 +118,15 @@ def write_dump(
         )
         notes |= dict.fromkeys(_draw(home, program, hardware))
         _write_regions(home / "regions", program, code)
+        files[home.name] = [CAPTURE, *(path.name for path in phases if path.exists())]
+        files[home.name] += [f"regions/{name}.py" for name in program.regions]
+        rules[home.name] = [asdict(rule) for entry in journal.entries for rule in entry.step.rules]
     programs = [journal.entries[-1].after for journal in journals]
     (folder / "trace.json").write_text(json.dumps(trace(programs, hardware, measured)))
     (folder / "NOTES.txt").unlink(missing_ok=True)
     if notes:
         (folder / "NOTES.txt").write_text("".join(f"{note}.\n" for note in notes))
+    write_manifest(folder, files, torch.__version__, rules)
     return list(notes)
 
 
@@ -139,7 +151,7 @@ _PREDICTED = 1_000_000
 def _write_passes(home: Path, journal: Journal) -> None:
     """The text before and after every pass, and the difference."""
     before = journal.entries[0].before.text(regions=True)
-    (home / "00_capture.py").write_text(before)
+    (home / CAPTURE).write_text(before)
     previous = "00_capture"
     for index, entry in enumerate(journal.entries, 1):
         name, after = f"{index:02}_{entry.name}", entry.after.text(regions=True)

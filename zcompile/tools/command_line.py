@@ -1,4 +1,4 @@
-"""The command `zcompile`: plan, inspect, doctor, replay."""
+"""The command `zcompile`: plan, inspect, prove, doctor, replay."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rich.table import Table
 from zcompile.cost.forecast import Checkpoint, Plan
 from zcompile.cost.hardware import DTYPES, load_profile, profile_text, profiles
 from zcompile.errors import OptionError, ZcompileError, nearest
+from zcompile.proof.dumps import TRUSTED, prove_dump
 from zcompile.recording.archive import Archive
 from zcompile.report.plan_page import write_plan_page
 from zcompile.schedule.option_checks import bytes_of
@@ -199,6 +200,25 @@ def inspect_command(
         print(note)
 
 
+@app.command("prove")
+def prove_command(
+    folder: Annotated[Path, typer.Argument(help="What dump= or `zcompile inspect` has written.", show_default=False)],
+) -> None:
+    """Prove from the texts of a dump alone that each of its programs computes the step that was traced.
+
+    Exits with 1 where that is not proven, and says at which line.
+    """
+    verdicts = list(prove_dump(folder))
+    for verdict in verdicts:
+        print(verdict)
+    if any(verdict.proof for verdict in verdicts):
+        print(TRUSTED)
+    if failed := [verdict.error for verdict in verdicts if verdict.error is not None]:
+        for error in failed[:-1]:
+            _print_error(error)
+        raise failed[-1]
+
+
 @app.command("doctor")
 def doctor_command(
     target: Annotated[
@@ -300,11 +320,17 @@ def main() -> None:
     except ZcompileError as error:
         if "--debug" in sys.argv:
             raise
-        console = Console(stderr=True, emoji=False)
-        console.print(f"[bold red]error[/]: {escape(str(error))}", soft_wrap=True, highlight=False)
+        console = _print_error(error)
         if error.__cause__ is not None:
             console.print("[dim]`zcompile --debug ...` shows the traceback.[/]", highlight=False)
         raise SystemExit(1) from None
+
+
+def _print_error(error: ZcompileError) -> Console:
+    """Print an error in one paragraph; gives the console, on stderr."""
+    console = Console(stderr=True, emoji=False)
+    console.print(f"[bold red]error[/]: {escape(str(error))}", soft_wrap=True, highlight=False)
+    return console
 
 
 def _subject(name: str, batch: int, sequence: int) -> Subject:

@@ -1,0 +1,690 @@
+"""The checker of dumps: what is right is proven, what computes something else is refused, with its line."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import json
+import re
+import shutil
+import sys
+import tokenize
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zcompile
+from tests import models, zoo
+from tests.cases import quickly
+from tests.ranks import Ranks
+from tests.test_tensor_parallel import build, meshes, tokens
+from zcompile import OptionError, ProofError
+from zcompile.cost.hardware import load_profile
+from zcompile.ir.axis import axes_of
+from zcompile.ir.layout import STAGES
+from zcompile.ir.operation import Phase
+from zcompile.ir.printer import region_text
+from zcompile.ir.program import Program
+from zcompile.model.units import make_layout
+from zcompile.passes.offload_activations import offload_activations
+from zcompile.passes.partition_activations import partition_activations
+from zcompile.proof.checker import BACKWARD, CAPTURE, FORWARD, prove
+from zcompile.proof.checker_terms import RANDOM, VIEWS
+from zcompile.proof.dumps import MANIFEST, prove_dump, write_manifest
+from zcompile.proof.rules import Rule
+from zcompile.report.dumps import write_dump
+from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import Journal, Pass
+from zcompile.tools import tracing
+
+Texts = dict[str, str]
+ROOT = Path(__file__).parent.parent
+MIXED = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+class Dropped(nn.Module):
+    """Blocks that drop out, so that computing them again has to draw the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + F.dropout(block(F.dropout(x, 0.1)), 0.3)
+        return (x * torch.rand_like(x)).sum()
+
+
+class Loss(nn.Module):
+    """A model of the zoo with its loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = zoo.make(kind), kind
+
+    def forward(self, **given: torch.Tensor) -> torch.Tensor:
+        return zoo.loss(self.kind, self.model, given)
+
+
+@functools.cache
+def traced(
+    kind: str, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+) -> tuple[nn.Module, Program]:
+    given: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = {}
+    if kind == "dropped":
+        model, given = Dropped(), (torch.ones(4, 8),)
+    elif kind in models.MODELS:
+        model, given = models.make(kind), models.batch(kind, 0, 0)
+    else:
+        model, named = Loss(kind), zoo.batch(kind, 0, 0)
+    return model, tracing.trace(model, given, named, dtype=dtype, reduce_dtype=reduce_dtype)
+
+
+def texts_of(before: Program, after: Program) -> Texts:
+    """What a dump has of a program."""
+    texts = {CAPTURE: before.text(regions=True)}
+    for phase in Phase if after.has_backward else (Phase.FORWARD,):
+        texts[f"{phase}.py"] = str(after.phase(phase))
+    return texts | {f"regions/{name}.py": region_text(region) for name, region in after.regions.items()}
+
+
+def journal_of(kind: str, *, world: int = 2, stage: int = 3, updates: bool = False, **given: Any) -> Journal:
+    options = Options(stage=stage, **given)
+    model, program = traced(kind, options.dtype, options.reduce_dtype)
+    layout, journal = make_layout(model, STAGES[stage], axes_of(world), precision=options.precision), Journal()
+    options.pipeline(updates=updates).run(replace(program, layout=layout), journal)
+    return journal
+
+
+def rewritten(kind: str, **given: Any) -> Texts:
+    journal = journal_of(kind, **given)
+    return texts_of(journal.entries[0].before, journal.entries[-1].after)
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1, prefetch 0": {"stage": 1, "prefetch": 0},
+    "stage 2, prefetch 1": {"stage": 2, "prefetch": 1},
+    "stage 3, prefetch 3, 3 ranks": {"prefetch": 3, "world": 3},
+    "alone": {"world": 1},
+    "eager": {"backend": "eager"},
+    "mixed": MIXED,
+    "mixed, stage 0": {**MIXED, "stage": 0},
+    "updates and arenas": {"updates": True, "arenas": True},
+    "updates, stage 0": {"updates": True, "stage": 0},
+    "updates, kept copies": {"updates": True, "stage": 2},
+    "units again": {"checkpoint": "unit"},
+    "a budget, offloaded": {"checkpoint": 0.8, "offload_activations": "cpu"},
+    "stored": {"checkpoint": "unit", "arenas": True},
+    "small buckets": {"bucket": "1 KB"},
+    "CUDA graphs": {"cuda_graphs": True},
+    "CUDA graphs, stage 0": {"cuda_graphs": True, "stage": 0, "updates": True},
+}
+
+
+@quickly("choice", list(CHOICES), list(CHOICES))
+@pytest.mark.parametrize("kind", ["gpt"])
+def test_a_program_is_proven(kind: str, choice: str) -> None:
+    proof = prove(rewritten(kind, **CHOICES[choice]))
+    assert proof.parameters == 41
+    assert proof.terms > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "conv", "dropped", *(kind for kind in zoo.MODELS if kind != "mixtral_loop")])
+def test_every_model_is_proven_under_every_choice(kind: str) -> None:
+    proven = 0
+    for choice in CHOICES.values():
+        try:
+            texts = rewritten(kind, **choice)
+        except OptionError:
+            continue  # one unit, say, of which nothing can be computed again
+        proven += bool(prove(texts))
+    assert proven > 10
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv", "dropped"])
+def test_odd_sizes_buffers_that_are_written_and_random_numbers(kind: str) -> None:
+    assert prove(rewritten(kind)).terms > 30
+    if kind == "dropped":
+        again = rewritten(kind, checkpoint="unit", updates=True)
+        assert "run_with_rng_state" in "".join(again.values())
+        prove(again)
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of sizes that vary, in training and without gradients."""
+    folder = tmp_path_factory.mktemp("dumped")
+    called = torch.compile(models.make("mlp"), backend=zcompile.backend(backend="eager", dump=folder))
+    for size in (2, 3):
+        called(*models.batch("mlp", 0, 0, size)).backward()
+    with torch.no_grad():
+        called(*models.batch("mlp", 0, 0, 5))
+    return folder
+
+
+def test_inference_and_varying_sizes_are_proven_as_dumped(dumped: Path) -> None:
+    verdicts = list(prove_dump(dumped))
+    assert [verdict.error for verdict in verdicts] == [None] * 3
+    assert any(re.search(r"[\[ ]s\d+=", path.read_text()) for path in dumped.glob(f"*/{CAPTURE}"))
+    assert not (dumped / "program_2" / BACKWARD).exists()
+
+
+# -- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def changed(texts: Texts, file: str, pattern: str, new: str) -> tuple[Texts, set[int]]:
+    """`texts` with the first match of `pattern` in a file replaced; and the lines that have changed."""
+    match = re.search(pattern, texts[file], re.DOTALL)
+    assert match is not None, f"{pattern} is not in {file}:\n{texts[file]}"
+    after = texts[file][: match.start()] + match.expand(new) + texts[file][match.end() :]
+    assert after != texts[file]
+    try:
+        statements = [one for function in ast.parse(after).body for one in getattr(function, "body", ())]
+    except SyntaxError:
+        return {**texts, file: after}, set()
+    before, now = texts[file].split("\n"), after.split("\n")
+    lines = {number for number, line in enumerate(now, 1) if before[number - 1 : number] != [line]}
+    spans = [range(one.lineno, (one.end_lineno or one.lineno) + 1) for one in statements]
+    return {**texts, file: after}, {line for span in spans for line in span if lines & set(span)}
+
+
+def refused(texts: Texts, file: str, pattern: str, new: str) -> str:
+    """What is said of such a change, which must name a line of what has changed."""
+    mutant, lines = changed(texts, file, pattern, new)
+    with pytest.raises(ProofError) as error:
+        prove(mutant)
+    named = {int(line) for line in re.findall(rf"{file} line (\d+)", str(error.value))}
+    assert named & lines, f"{file} lines {sorted(lines)[:3]}: {error.value}"
+    return str(error.value)
+
+
+CHAIN = {"stage": 3, "updates": True, "arenas": True}
+_ALL = Pass("offload_activations", partial(offload_activations, least=1))
+MOVED = {"offload_activations": "cpu", "passes": {"offload_activations": _ALL}}
+_GATHER = r"blocks_1_gather = all_gather\(blocks_1\)"
+MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
+    "arguments of equal type": (
+        {},
+        BACKWARD,
+        r"(loss_grad|norm_grad_input), blocks_(\d)_out",
+        r"\1, blocks_0_out",
+        "not what was traced|defined",
+    ),
+    "another saved value": (
+        {},
+        FORWARD,
+        r"blocks_1_out, blocks_1_saved",
+        "blocks_0_out, blocks_1_saved",
+        "not what was traced",
+    ),
+    "another list of saved values": (
+        {},
+        FORWARD,
+        r"blocks_0_saved, blocks_1_out, blocks_1_saved",
+        "blocks_1_saved, blocks_1_out, blocks_0_saved",
+        "not what was traced",
+    ),
+    "no wait for a gather": (
+        {},
+        FORWARD,
+        r"    blocks_0_full = wait\(blocks_0_gather\)[^\n]*\n",
+        "",
+        "blocks_0_full is defined nowhere",
+    ),
+    "a gather used before it is there": (
+        {},
+        FORWARD,
+        r"region_0\(tokens_full,",
+        "region_0(tokens_gather,",
+        "no full unit",
+    ),
+    "no wait for a reduction": (
+        {},
+        BACKWARD,
+        r"blocks_1_grads = wait\(blocks_1_reduce\)",
+        "blocks_1_grads = copy(blocks_1_reduce)",
+        "",
+    ),
+    "a reduction that is returned": ({}, BACKWARD, r"\[norm_grads,", "[norm_reduce,", "not been waited for"),
+    "a gradient that is dropped": (
+        {},
+        BACKWARD,
+        r"blocks_1_grads, blocks_0_grads",
+        "blocks_0_grads",
+        "the gradient of blocks.1.* is missing",
+    ),
+    "a gradient that is given twice": ({}, BACKWARD, r"\[norm_grads,", "[norm_grads, norm_grads,", "second time"),
+    "swapped gradients": (
+        {},
+        "regions/region_6.py",
+        r"return \[(\w+), (\w+)\]",
+        r"return [\2, \1]",
+        "not what was traced",
+    ),
+    "swapped parameters": (
+        {},
+        "regions/region_1.py",
+        r"argument 0 item 0(.*?)argument 0 item 1\b",
+        r"argument 0 item 1\1argument 0 item 0",
+        "",
+    ),
+    "another dtype of a gather": (
+        MIXED,
+        FORWARD,
+        r"blocks_1_gather = all_gather\(blocks_1, dtype=torch.bfloat16\)",
+        "blocks_1_gather = all_gather(blocks_1)",
+        "",
+    ),
+    "another dtype of a reduction": (MIXED, BACKWARD, r"(norm_full_grads, dtype=torch.)float32", r"\1bfloat16", "mean"),
+    "another unit": ({}, FORWARD, _GATHER, "blocks_1_gather = all_gather(blocks_0)", "blocks.0"),
+    "used after release": (
+        {},
+        FORWARD,
+        r"(    blocks_0_out, [^\n]*\n[^\n]*\n)(    release\(blocks_0_full\)[^\n]*\n)",
+        r"\2\1",
+        "which was released at",
+    ),
+    "released twice": ({}, FORWARD, r"(    release\(tokens_full\)[^\n]*\n)", r"\1\1", "which was released at"),
+    "an edit in a region": (
+        {},
+        "regions/region_1.py",
+        r"aten\.gelu\.default",
+        "aten.relu.default",
+        "relu.*where the traced step has.*gelu",
+    ),
+    "another constant in a region": (
+        {},
+        "regions/region_1.py",
+        r"1e-05",
+        "1e-06",
+        "1e-06.*where the traced step has.*1e-05",
+    ),
+    "a truth for a number": ({}, "regions/region_2.py", r"\[64, 32\], 1,|, 1, (?=False|-100)", ", True, ", ""),
+    "another result": ({}, FORWARD, r"return \[loss\]", "return [blocks_2_out]", "result 0 is not what was traced"),
+    "a result that is missing": ({}, FORWARD, r"return \[loss\]", "return []", "result 0 is missing"),
+    "deleted too early": (
+        {},
+        BACKWARD,
+        r"(    blocks_2_grad_input)",
+        r"    del blocks_1_out\n\1",
+        "blocks_1_out was deleted",
+    ),
+    "a gradient that is read behind its reduction": (
+        {},
+        BACKWARD,
+        r"region_4\(([^)]*)\)\n",
+        r"region_4(\1)\n    x = copy(norm_full_grads)\n",
+        "",
+    ),
+    "two readers of a gradient": (
+        {"stage": 0},
+        BACKWARD,
+        r"(    blocks_2_reduce = all_reduce\(blocks_2, )blocks_2_full_grads",
+        r"\1norm_full_grads",
+        "",
+    ),
+    "gathered before its update": (
+        CHAIN,
+        BACKWARD,
+        r"(    update\(blocks_0[^\n]*\n)(    gather_ahead\(blocks_0[^\n]*\n)",
+        r"\2\1",
+        "before its update",
+    ),
+    "gathered otherwise for the next step": (
+        CHAIN,
+        BACKWARD,
+        r"gather_ahead\(blocks_0",
+        "gather_ahead(blocks_0, keep=True",
+        "next forward",
+    ),
+    "an update that is missing": (CHAIN, BACKWARD, r"    update\(blocks_1, [^\n]*\n", "", "blocks_1|blocks.1"),
+    "another unit's gradients": (
+        CHAIN,
+        BACKWARD,
+        r"update\(blocks_1, blocks_1_grads",
+        "update(blocks_1, blocks_2_grads",
+        "not its averaged",
+    ),
+    "the arena lent twice": (
+        CHAIN,
+        FORWARD,
+        r"(at=arena\[\d+:\d+\])(.*?)at=arena\[\d+:\d+\]",
+        r"\1\2\1",
+        "another line has",
+    ),
+    "beyond the arena": (
+        CHAIN,
+        FORWARD,
+        r"(norm_gather = all_gather\(norm, at=arena\[\d+:)\d+",
+        r"\g<1>999999999",
+        "does not have",
+    ),
+    "not fetched": (MOVED, BACKWARD, r"    \w+ = wait\((\w+_fetch)\)[^\n]*\n", "", "is defined nowhere"),
+    "offloaded another value": (MOVED, FORWARD, r"offload\(blocks_1_out,", "offload(blocks_0_out,", ""),
+    "an unknown function": ({}, FORWARD, r"release\(tokens_full\)", "free(tokens_full)", "no function that is known"),
+    "an unknown statement": (
+        {},
+        FORWARD,
+        r"    (release\(tokens_full\))",
+        r"    if tokens: \1",
+        "no statement of a program",
+    ),
+    "a function's name for a value": ({}, FORWARD, r"loss, ", "wait, ", "name of a function"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_computes_something_else_is_refused_with_its_line(name: str) -> None:
+    options, file, pattern, new, words = MUTANTS[name]
+    texts = rewritten("gpt", **{"stage": 3, "prefetch": 1, **options})
+    said = refused(texts, file, pattern, new)
+    assert re.search(words, said, re.DOTALL), said
+    assert "cannot be followed" not in said or words == "", said
+
+
+def test_what_a_cuda_graph_has_made_is_copied_before_it_is_returned() -> None:
+    texts = rewritten("gpt", prefetch=1)
+    graphs = {
+        name: text.replace("\ndef region_", "\n@cuda_graph(fixed=[])\ndef region_") for name, text in texts.items()
+    }
+    with pytest.raises(ProofError, match="memory of a CUDA graph"):
+        prove({**graphs, CAPTURE: texts[CAPTURE]})
+    copied = graphs[FORWARD].replace("return [loss]", "loss_copy = copy(loss, strided=True)\n    return [loss_copy]")
+    assert prove({**graphs, FORWARD: copied}).parameters == 41
+    cached = {name: text.replace("@cuda_graph(", "@cached(") for name, text in graphs.items()}
+    with pytest.raises(ProofError, match=r"region_0.py line 2: is decorated by something unknown"):
+        prove({**cached, FORWARD: copied})
+    with pytest.raises(ProofError, match=r"forward.py line \d+: is no part of a program"):
+        prove({**graphs, FORWARD: f"{copied}\nregion_0 = region_1\n"})
+
+
+def test_a_parameter_with_a_gradient_is_not_unused() -> None:
+    texts = rewritten("gpt", prefetch=1)
+    claimed = texts[CAPTURE].replace('"norm.bias f32[32]"', '"norm.bias f32[32] unused"')
+    with pytest.raises(ProofError, match=r"norm\.bias is unused, and has a gradient of it"):
+        prove({**texts, CAPTURE: claimed})
+    names = re.findall(r"\w+", texts["regions/region_3.py"].rpartition("return [")[2])
+    dropped = texts[BACKWARD].replace("*norm_full_grads = ", "a, _, c = ").replace("norm_full_grads", "[a, None, c]")
+    assert len(names) == 4
+    with pytest.raises(ProofError, match=r"the gradient of norm\.bias is missing"):
+        prove({**texts, BACKWARD: dropped})
+
+
+WRITES = """
+axes = {"dp": "shard 2"}
+stage = 3
+units = {"a": ["a.weight f32[4, 4] frozen"]}
+
+
+def forward(box):
+    (
+        a_weight,  # f32[4, 4]  parameter a.weight
+        x,         # f32[8, 4]  mutated
+    ) = unbox(box)
+    y = aten.mm.default(x, a_weight)
+    z = aten.sin.default(y)
+    x_new = aten.copy_.default(x, z)
+    s = ops._c10d_functional.all_reduce.default(z, 'sum', '3')
+    w = ops._c10d_functional.wait_tensor.default(s)
+    r = aten.add.Tensor(w, x)
+    return [r], []
+"""
+WRITING = """
+def region_0(box):
+    (
+        a_weight,  # f32[4, 4]  argument 0 item 0
+        x,         # f32[8, 4]  argument 1
+    ) = unbox(box)
+    y = aten.mm.default(x, a_weight)
+    z = aten.sin.default(y)
+    x_new = aten.copy_.default(x, z)
+    s = ops._c10d_functional.all_reduce.default(z, 'sum', '3')
+    w = ops._c10d_functional.wait_tensor.default(s)
+    r = aten.add.Tensor(w, x)
+    return [r]
+"""
+CALLING = """
+def forward(box):
+    (
+        a,  #            1 parameters  unit a
+        x,  # f32[8, 4]                mutated
+    ) = unbox(box)
+    a_gather = all_gather(a)
+    a_full = wait(a_gather)
+    r = region_0(a_full, x)
+    return [r], []
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (r"    x_new[^\n]*\n", "", "add.Tensor.*write 0 is missing|add.Tensor"),
+        (r"(    x_new[^\n]*\n)(.*)(    r = [^\n]*\n)", r"\2\3\1", "add"),
+        (r"copy_\.default\(x, z\)", "copy_.default(x, y)", "copy_"),
+        (
+            r"(    y = )aten.mm.default\(x, a_weight\)(.*)(    x_new[^\n]*\n)",
+            r"\1aten.mm.default(a_weight, x)\2\3",
+            "mm",
+        ),
+        (r"    w = [^\n]*\n(.*)\(w, x\)", r"\1(s, x)", "add"),
+        (
+            r"(    s = [^\n]*\n)",
+            r"\1    s_1 = ops._c10d_functional.all_reduce.default(y, 'sum', '3')\n",
+            "collective 1",
+        ),
+        (r"'sum', '3'", "'max', '3'", "all_reduce"),
+    ],
+)
+def test_writes_and_collectives_of_the_models_own_are_as_they_were(old: str, new: str, said: str) -> None:
+    texts = {CAPTURE: WRITES, FORWARD: CALLING, "regions/region_0.py": WRITING}
+    prove(texts)
+    mutant, _ = changed(texts, "regions/region_0.py", old, new)
+    with pytest.raises(ProofError, match=said):
+        prove(mutant)
+
+
+def test_a_value_is_told_from_what_it_was_before_it_is_written_to() -> None:
+    region = WRITING.replace("return [r]", "return [r, x]")
+    late = CALLING.replace("    r = region_0", "    x_was = copy(x)\n    r, x_is = region_0")
+    wanted = WRITES.replace("return [r]", "return [r, x]")
+    texts = {CAPTURE: wanted, FORWARD: late.replace("[r]", "[r, x_is]"), "regions/region_0.py": region}
+    prove(texts)
+    prove({**texts, FORWARD: late.replace("[r]", "[r, x]")})
+    with pytest.raises(ProofError, match="result 1 is not"):
+        prove({**texts, FORWARD: late.replace("[r]", "[r, x_was]")})
+
+
+def dumped_by_ranks(rank: int, folder: str) -> None:
+    data, model = meshes(1, 2)
+    shards = Pass("partition_activations", partial(partition_activations, least=1))
+    passes = {"partition_activations": shards}
+    compiled = build(data, model, "mlps", passes=passes, partition_activations=True)
+    compiled(*tokens(0, 0)).backward()
+    compiled.dump(folder)
+
+
+def test_what_is_kept_in_shards_is_the_same_on_all_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, dumped_by_ranks, str(tmp_path))
+    assert errors(tmp_path) == []
+    home = tmp_path / "program_0"
+    texts = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*.py") if not path.name[1].isdigit()}
+    texts[CAPTURE] = (home / CAPTURE).read_text()
+    moved = re.findall(r"offload\((\w+), tp\)", texts[FORWARD])
+    saved = re.findall(r"blocks_0_saved_\d(?!\d*_)", texts[FORWARD].rpartition("return")[2])
+    own = next(name for name in saved if name not in moved)
+    assert moved
+    kept = f"{own}_again = offload({own}, tp)"
+    mutant = texts[FORWARD].replace("    release(blocks_0_full)", f"    {kept}\n    release(blocks_0_full)")
+    with pytest.raises(ProofError, match="not known to be the same on all of them"):
+        prove({**texts, FORWARD: mutant})
+    unmarked = re.sub(r"(ops._c10d_functional.all_reduce.default.*?)# =", r"\1# ", texts[CAPTURE])
+    with pytest.raises(ProofError, match="not known to be the same on all of them"):
+        prove({**texts, CAPTURE: unmarked})
+
+
+# -- dumps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dump(dumped: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(dumped, tmp_path / "dump"))
+
+
+def errors(folder: Path) -> list[str]:
+    return [str(verdict.error) for verdict in prove_dump(folder) if verdict.error]
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+def test_an_edited_line_is_named_whatever_it_means(dump: Path) -> None:
+    edit(dump / "program_0" / FORWARD, "    release(", "    release (")
+    (said,) = errors(dump)
+    assert re.search(r"^program_0/forward.py line \d+: was changed since the dump was written", said)
+    edit(dump / "program_0" / "regions" / "region_0.py", "aten.tanh", "aten.sin")
+    (said,) = errors(dump)
+    assert re.search(r"Changed since the dump was written: .*region_0.py line \d+", said)
+    assert "sin(" in said
+    assert "tanh(" in said
+
+
+@pytest.mark.parametrize("file", [CAPTURE, FORWARD, BACKWARD, "regions/region_0.py"])
+def test_a_file_that_is_missing_truncated_or_no_text_is_named(dump: Path, file: str) -> None:
+    path = dump / "program_0" / file
+    whole = path.read_bytes()
+    for left in (b"", whole[: len(whole) // 2], b"\xff" + whole, b"\0" + whole):
+        path.write_bytes(left)
+        (said,) = errors(dump)
+        assert said.startswith(f"program_0/{file}") or f"Changed since the dump was written: {file}" in said, said
+    path.unlink()
+    (said,) = errors(dump)
+    assert said.startswith(f"program_0/{file}: is missing")
+
+
+def test_other_versions_and_what_is_no_manifest_are_refused(dump: Path) -> None:
+    whole = json.loads((dump / MANIFEST).read_text())
+    damaged: list[tuple[str, str]] = [
+        (json.dumps({**whole, "format": 2}), "is of format 2"),
+        (json.dumps({**whole, "zcompile": "0.0.9"}), "zcompile '0.0.9'"),
+        (json.dumps({**whole, "programs": {}}), "names no program"),
+        (json.dumps({**whole, "programs": []}), "cannot be read"),
+        ("[]", "cannot be read"),
+        ("{", "cannot be read"),
+    ]
+    for text, problem in damaged:
+        (dump / MANIFEST).write_text(text)
+        with pytest.raises(ProofError, match=problem):
+            list(prove_dump(dump))
+    (dump / MANIFEST).unlink()
+    with pytest.raises(ProofError, match="is not there"):
+        list(prove_dump(dump))
+
+
+def test_files_of_an_earlier_dump_are_no_part_of_a_later_one(dump: Path) -> None:
+    stale = dump / "program_0" / "regions" / "region_99.py"
+    stale.write_text("nonsense(")
+    compiled = zcompile.compile(models.make("mlp"), backend="eager")
+    with torch.no_grad():
+        compiled(*models.batch("mlp", 0, 0))
+    compiled.dump(dump)
+    assert [verdict.program for verdict in prove_dump(dump)] == ["program_0"]
+    assert errors(dump) == []
+    assert not stale.exists()
+    assert not (dump / "program_0" / BACKWARD).exists()
+
+
+def test_a_rule_says_what_counts_as_equal(dump: Path) -> None:
+    texts = rewritten("mlp", stage=0)
+    mutant = {**texts, "regions/region_0.py": texts["regions/region_0.py"].replace("aten.tanh.", "aten.sin.")}
+    rule = {"name": "sine for tangent", "pattern": "aten.tanh.default(x)", "replacement": "aten.sin.default(x)"}
+    with pytest.raises(ProofError):
+        prove(mutant)
+    assert prove(mutant, [rule]).modulo == ["sine for tangent"]
+    assert prove(texts, [{**rule, "pattern": "aten.cos.default(x)"}]).modulo == []
+    for wrong in ({**rule, "pattern": "x"}, {**rule, "pattern": "f("}, {**rule, "replacement": "y"}, {"name": "n"}):
+        with pytest.raises(ProofError):
+            prove(texts, [wrong])
+    with pytest.raises(ProofError, match="cannot be followed"):
+        prove(
+            texts,
+            [{**rule, "replacement": "aten.tanh.default(aten.sin.default(x))", "pattern": "aten.tanh.default(x)"}],
+        )
+
+
+def test_a_dump_has_the_rules_of_its_passes(tmp_path: Path) -> None:
+    rule = Rule("sine for tangent", "aten.tanh.default(x)", "aten.sin.default(x)")
+    journal = journal_of("mlp", stage=0)
+    journal.entries = [replace(entry, step=replace(entry.step, rules=(rule,))) for entry in journal.entries[-1:]]
+    journal.entries[0] = replace(journal.entries[0], before=journal_of("mlp", stage=0).entries[0].before)
+    write_dump(tmp_path, [journal], "", load_profile("h100"))
+    region = tmp_path / "program_0" / "regions" / "region_0.py"
+    edit(region, "aten.tanh.default", "aten.sin.default")
+    files = [str(path.relative_to(tmp_path / "program_0")) for path in (region, *(tmp_path / "program_0").glob("*.py"))]
+    kept = [file for file in files if file in (CAPTURE, FORWARD, BACKWARD) or file.startswith("regions/")]
+    others = [f"regions/{path.name}" for path in region.parent.glob("*.py") if path != region]
+    rules = json.loads((tmp_path / MANIFEST).read_text())["programs"]["program_0"]["rules"]
+    write_manifest(tmp_path, {"program_0": [*kept, *others]}, torch.__version__, {"program_0": rules})
+    (verdict,) = prove_dump(tmp_path)
+    assert verdict.proof is not None
+    assert str(verdict).startswith("program_0: proven modulo sine for tangent: ")
+
+
+# -- what the checker knows -------------------------------------------------------------------------------------------
+
+
+def test_it_knows_every_view_and_every_draw_of_aten() -> None:
+    views, draws = set(), set()
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in getattr(packet, "overloads", list)():
+            operation = getattr(packet, overload)
+            shown = [result.alias_info for result in operation._schema.returns]
+            views |= {name} if any(info is not None and not info.is_write for info in shown) else set()
+            draws |= {name} if torch.Tag.nondeterministic_seeded in operation.tags else set()
+    rare = ("_test", "_nested", "_autocast", "_fw_primal", "_make_dual", "_sparse", "_unpack_dual", "slice_inverse")
+    assert {name for name in views if not name.startswith(rare)} <= VIEWS
+    other = ("_cudnn", "_nested", "miopen", "_lstm", "_fill", "_fused_sdp", "_flash_attention_forward_no")
+    unknown = {name for name in draws if name.removesuffix("_") not in RANDOM and "attention" not in name}
+    assert {name for name in unknown if not name.startswith(other)} == set()
+
+
+def test_it_shares_no_code_and_is_small() -> None:
+    files = sorted((ROOT / "zcompile" / "proof").glob("checker*.py"))
+    trees = [ast.parse(path.read_text()) for path in files]
+    imported = {name for tree in trees for node in ast.walk(tree) for name in names_imported(node)}
+    ours = {f"zcompile.proof.{path.stem}" for path in files} | {"zcompile.errors"}
+    assert {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names} <= ours
+    assert len((ROOT / "zcompile" / "proof" / "checker.py").read_text().splitlines()) <= 500
+    assert sum(len(code_lines(path)) for path in files) <= 700
+
+
+def names_imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+
+
+def code_lines(path: Path) -> set[int]:
+    """Lines with code: no blank ones, no comments, no docstrings."""
+    text = path.read_text()
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type in kinds]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    said = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    strings = [node for node in said if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)]
+    return lines - {line for node in strings for line in range(node.lineno, (node.end_lineno or 0) + 1)}

@@ -1,0 +1,172 @@
+"""Terms of the checker: what computes a value, and of what. Equal ones are one number."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, zip_longest
+from typing import Any
+
+from zcompile.errors import ProofError
+from zcompile.proof.checker_texts import FIX, Place, dotted, literal, told
+
+LITERAL = re.compile(r"(?:int|float|bool|str|NoneType|complex) ")
+LISTS = ("list", "tuple")
+_VIEWS = (
+    "_conj _grad_sum_to_size _indices _neg_view _reshape_alias _unsafe_view _values adjoint alias as_strided"
+    " broadcast_to ccol_indices chunk coalesce col_indices conj contiguous crow_indices detach diagonal dsplit expand"
+    " expand_as flatten hsplit imag indices lift_fresh linalg_diagonal mH mT matrix_H moveaxis movedim narrow numpy_T"
+    " permute pin_memory positive ravel real reshape reshape_as resolve_conj resolve_neg row_indices select slice"
+    " split split_with_sizes squeeze swapaxes swapdims t tensor_split to transpose type_as unbind unflatten unfold"
+    " unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze values view view_as view_as_complex view_as_real"
+    " vsplit wait_tensor"
+)
+VIEWS = frozenset(_VIEWS.split())
+"""Operations of which a result shows the memory of the first argument, or may."""
+_RANDOM = (
+    "_fused_dropout _sample_dirichlet _standard_gamma alpha_dropout bernoulli binomial cauchy dropout exponential"
+    " feature_alpha_dropout feature_dropout geometric gru log_normal lstm multinomial native_dropout normal"
+    " normal_functional poisson rand rand_like randint randint_like randn randn_like random randperm rnn_relu rnn_tanh"
+    " rrelu rrelu_with_noise rrelu_with_noise_functional uniform"
+)
+RANDOM = frozenset(_RANDOM.split())
+"""Operations that draw random numbers, also with `_` behind them. Attention does where what it drops is not 0."""
+
+
+def _pattern(node: ast.expr) -> Any:
+    """Of a rule: a variable as its name, anything else as a head and the patterns of what it is given."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Call(func=function, args=args, keywords=keywords):
+            head = "|".join([dotted(function), *(str(keyword.arg) for keyword in keywords)])
+            return (head, *map(_pattern, [*args, *(keyword.value for keyword in keywords)]))
+        case ast.List(elts=elements):
+            return ("list", *map(_pattern, elements))
+    return (dotted(node) or literal(node),)
+
+
+def _rule(said: Mapping[str, str]) -> tuple[str, Any, Any]:
+    """A rule as a manifest says it: its name, its pattern and the replacement."""
+    try:
+        pattern, replacement = (_pattern(ast.parse(said[key], mode="eval").body) for key in ("pattern", "replacement"))
+        return said["name"], pattern, replacement
+    except (SyntaxError, LookupError, ValueError, TypeError) as error:
+        raise ProofError(
+            f"rule {said}", f"cannot be read: {error}", "write calls and variables, as in docs/proof.md"
+        ) from error
+
+
+class TermTable:
+    """Values, each by its head and what it is given; equal ones are one number. Rules are applied as one is made."""
+
+    def __init__(self, rules: Sequence[Mapping[str, str]]) -> None:
+        self.heads: list[str] = []
+        self.args: list[tuple[int, ...]] = []
+        self.places: list[Place] = []  # the line that was the first to make it
+        self.names: dict[int, str] = {}
+        self.routes: dict[int, dict[int, tuple[Place, ...]]] = {}
+        """For a term by what it is given: the lines that passed that on."""
+        self.here: Place = ()
+        self.applied: dict[str, None] = {}
+        self._known: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._rules = [*map(_rule, rules)]
+
+    def make(self, head: str, *args: int) -> int:
+        """The term of that head, given these."""
+        number = self._known.get((head, args))
+        if number is None:
+            number = self._known[head, args] = len(self.heads)
+            self.heads.append(head)
+            self.args.append(args)
+            self.places.append(self.here)
+            for name, pattern, replacement in self._rules:
+                found: dict[str, int] = {}
+                if self._matches(pattern, number, found):
+                    self.applied[name] = None
+                    number = self._known[head, args] = self._replaced(replacement, found)
+                    break
+        return number
+
+    def _matches(self, pattern: Any, term: int, found: dict[str, int]) -> bool:
+        if isinstance(pattern, str):
+            return found.setdefault(pattern, term) == term
+        args = self.args[term]
+        same = pattern[0] == self.heads[term] and len(pattern) == 1 + len(args)
+        return same and all(self._matches(one, arg, found) for one, arg in zip(pattern[1:], args, strict=True))
+
+    def _replaced(self, pattern: Any, found: Mapping[str, int]) -> int:
+        if isinstance(pattern, str):
+            return found[pattern]
+        return self.make(pattern[0], *(self._replaced(one, found) for one in pattern[1:]))
+
+    def text(self, term: int, depth: int) -> str:
+        """As it is read: `mm(x, t(full(layers.0.weight)))`."""
+        head, args = self.heads[term], self.args[term]
+        if not args:
+            return self.names.get(term) or LITERAL.sub("", head)
+        name, *keywords = head.split("|")
+        parts = [self.text(arg, depth - 1) for arg in args] if depth else ["..."]
+        if depth and keywords:
+            parts[-len(keywords) :] = map("=".join, zip(keywords, parts[-len(keywords) :], strict=True))
+        name = name.removeprefix("aten.").removeprefix("ops.").removesuffix(".default")
+        return f"[{', '.join(parts)}]" if name in LISTS else f"{name}({', '.join(parts)})"
+
+    def difference(self, known: int, what: str, wanted: int, found: int, place: Place) -> ProofError:
+        """The error for a result with another term than is wanted: it names the first line that makes another one.
+
+        `known`: the number of terms of the traced step.
+        """
+        if -1 in (wanted, found):
+            where, lines = told(place)
+            problem = f"{what} is {'missing' if found == -1 else 'nothing that the traced step has'}"
+            return ProofError(where, f"{problem}{lines}", FIX)
+        if found >= known and self.args[found]:
+            path = self._path(found, known)
+            if "." in self.heads[path[-1]]:  # an operation
+                wanted, found = self._counterpart(path, wanted, known), path[-1]
+                place = self.places[found]
+        where, lines = told(place)
+        given, same = self.routes.get(found, {}), zip_longest(self.args[found], self.args[wanted])
+        parted = [one for one, other in same if one != other] if "." in self.heads[found] else given
+        routes = [given.get(one, ()) for one in parted]
+        if passed := dict.fromkeys(told(one)[0] for via in routes for one in via):
+            lines += f"\n  given what came by {', '.join(passed)}"
+        texts = [(self.text(found, depth), self.text(wanted, depth)) for depth in (2, 3, 5, 8)]
+        have, want = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
+        origin = "".join(told(self.places[wanted])) if wanted < known else ""
+        problem = f"{what} is not what was traced{lines}\n  It has\n    {have}\n  where the traced step has\n    {want}"
+        return ProofError(where, f"{problem}\n  of {origin}" if origin else problem, FIX)
+
+    def _path(self, term: int, known: int) -> list[int]:
+        """From a result down to the first term made that it comes of and that the traced step does not have."""
+        above, left = {term: term}, [term]
+        while left:
+            one = left.pop()
+            new = [arg for arg in self.args[one] if arg >= known and arg not in above]
+            above |= dict.fromkeys(new, one)
+            left += new
+        path = [min(one for one in above if self.args[one])]
+        while path[-1] != term:
+            path.append(above[path[-1]])
+        return path[::-1]
+
+    def _counterpart(self, path: list[int], wanted: int, known: int) -> int:
+        """What the traced step has in place of the end of a path: at the same place, or the most like it."""
+        term, there = path[-1], wanted
+        head, args = self.heads[term], self.args[term]
+
+        def common(other: int) -> float:
+            same = sum(one == two for one, two in zip(self.args[other], args, strict=False))
+            return (same + len({*args} & {*self.args[other]}) / 2) * (1 + (self.heads[other] == head))
+
+        for above, below in pairwise(path):
+            if self.heads[above] != self.heads[there] or len(self.args[above]) != len(self.args[there]):
+                break
+            there = self.args[there][self.args[above].index(below)]
+        else:
+            if there < known and common(there) >= len(args) / 2:
+                return there
+        nearest = max(range(known), key=common)
+        return nearest if common(nearest) > 0 else wanted

@@ -1,0 +1,127 @@
+"""The texts of a dump, as the checker reads them: lines, functions, and what stands in the margins."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import NamedTuple
+
+from zcompile.errors import ProofError
+
+FIX = "write the dump again; if it is as it was written, a pass has changed what the program computes"
+_TYPE = re.compile(r"(=?)&?(\w+)\[([^\]]*)\](?:@\d+)?")
+_COMMENT = re.compile(r"""(?:[^'"#]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")*(#.*)?""")
+_MARGIN = re.compile(
+    r"#\s*((?:(?:=?&?\w+\[[^\]]*\](?:@\d+)?|=?\d+ values)(?:,\s*)?)*)\s*"
+    r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(.*)"
+)
+
+
+HEADS = {"axes", "stage", "shards", "units", "packed"}
+"""What is said before the functions."""
+
+
+class Margin(NamedTuple):
+    """What stands at the margin of a line: types, each a mark, a dtype and dimensions; and the words behind them."""
+
+    types: list[tuple[str, str, str]]
+    words: str
+    line: int
+
+
+class ParamText(NamedTuple):
+    """A parameter, as the units have it."""
+
+    name: str
+    dtype: str
+    computed: str
+    reduced: str
+    flags: list[str]
+
+
+class Text:
+    """One file: its name, its lines, its functions and what stands in its margins."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.lines = name, text.split("\n")
+        try:
+            self.body = ast.parse(text).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            line = getattr(error, "lineno", None) or len(self.lines)
+            raise ProofError(f"{name} line {line}", f"is no Python: {error}", FIX) from error
+        for one in self.body:
+            if not isinstance(one, ast.FunctionDef) and not (isinstance(one, ast.Assign) and _names(one) <= HEADS):
+                raise ProofError(f"{name} line {one.lineno}", "is no part of a program", FIX)
+        self.functions = {one.name: one for one in self.body if isinstance(one, ast.FunctionDef)}
+
+    def margin(self, line: int) -> Margin:
+        """The margin of a line."""
+        comment = _COMMENT.match(self.lines[line - 1])
+        found = _MARGIN.match(comment[1]) if comment and comment[1] else None
+        types, words = (_TYPE.findall(found[1]), _unescaped(found[2].strip())) if found else ([], "")
+        return Margin(types, words, line)
+
+    def arguments(self, name: str) -> list[tuple[str, Margin]]:
+        """The names that a function unboxes, each with its margin."""
+        match self.functions[name].body[0] if name in self.functions else None:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call(func=ast.Name(id="unbox"))):
+                for one in self.functions[name].decorator_list:
+                    if not (isinstance(one, ast.Call) and dotted(one.func) == "cuda_graph"):
+                        raise ProofError(f"{self.name} line {one.lineno}", "is decorated by something unknown", FIX)
+                return [(ast.unparse(one), self.margin(one.lineno)) for one in names]
+        raise ProofError(self.name, f"has no function {name} that unboxes its arguments", FIX)
+
+
+def _names(statement: ast.Assign) -> set[str]:
+    return {dotted(target) for target in statement.targets}
+
+
+Place = tuple[tuple[Text, int], ...]
+"""A line, and the line of the region that it calls."""
+
+
+def told(place: Place) -> tuple[str, str]:
+    """Where it is; and the lines, with the module that they come from."""
+    source = next((words for text, line in reversed(place) if (words := text.margin(line).words)), "")
+    lines = "".join(f"\n    {text.lines[line - 1].partition('  #')[0].strip()}" for text, line in place)
+    return ", ".join(f"{text.name} line {line}" for text, line in place), f"{lines}  # {source}" if source else lines
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\u\{([0-9a-f]+)\}", lambda match: chr(int(match[1], 16)), text)
+
+
+def dotted(node: ast.expr | None) -> str:
+    """`aten.mm.default`, as it is written; nothing for what is no name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def literal(node: ast.expr) -> str:
+    """The head of a constant: 1, 1.0 and True are three, and so are 0.0 and -0.0."""
+    value = ast.literal_eval(node)
+    return f"{type(value).__name__} {value!r}"
+
+
+def packet_of(head: str) -> str:
+    """The name of an operation without its library and overload."""
+    parts = head.split("|")[0].split(".")
+    return parts[2 if parts[0] == "ops" else 1] if len(parts) > 1 else ""
+
+
+def param_of(text: str) -> ParamText:
+    """From a line of the units: `layers.0.weight f32[4, 4] computed in bf16 unused`."""
+    name, _, rest = text.partition(" ")
+    found = dict(re.findall(r"(computed|reduced) in (\w+)", rest))
+    flags = rest.partition("]")[2].split()
+    return ParamText(
+        _unescaped(name), rest.partition("[")[0], found.get("computed", ""), found.get("reduced", ""), flags
+    )
+
+
+def full(param: ParamText, dtype: str) -> str:
+    """The head of a whole parameter in a dtype."""
+    return f"full({param.name})" if dtype == param.dtype else f"full({param.name}, {dtype})"

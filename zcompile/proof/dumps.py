@@ -1,0 +1,153 @@
+"""The manifest of a dump: which of its files a proof reads, and what their lines were when they were written."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from zcompile.errors import ProofError
+from zcompile.proof.checker import CAPTURE, prove
+from zcompile.proof.checker_values import Proof
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TRUSTED = (
+    "Trusted: that operations mean what ATen says, Inductor, the runtime's collectives, and the step as it was traced."
+)
+_AGAIN = "write the dump again, with the zcompile that is installed"
+
+
+@dataclass(frozen=True)
+class ProofVerdict:
+    """What came of one program: its proof, or the error that says why there is none."""
+
+    program: str
+    seconds: float
+    proof: Proof | None = None
+    error: ProofError | None = None
+
+    def __str__(self) -> str:
+        if self.proof is None:
+            return f"{self.program}: not proven"
+        lines, terms, parameters, modulo = self.proof
+        what = f"proven modulo {', '.join(modulo)}" if modulo else "proven"
+        return (
+            f"{self.program}: {what}: {lines:,} lines, {terms:,} terms, {parameters:,} gradients of parameters, "
+            f"{self.seconds:.2f} s of processor time"
+        )
+
+
+def write_manifest(
+    folder: Path,
+    programs: Mapping[str, Sequence[str]],
+    torch: str,
+    rules: Mapping[str, Sequence[Mapping[str, str]]] | None = None,
+) -> None:
+    """Write down the files of each program as they lie there.
+
+    Args:
+        folder: Of the dump.
+        programs: The files of each of its folders, by name.
+        torch: The release of torch that has traced them.
+        rules: By which passes have changed the values of a program: for each a `name`, a `pattern` such as
+            `cast(x, torch.bfloat16)`, in which words in lower case are variables, and its `replacement`.
+    """
+    described = {
+        program: {
+            "files": {file: _sums((folder / program / file).read_text()) for file in files},
+            "rules": [dict(rule) for rule in (rules or {}).get(program, ())],
+        }
+        for program, files in programs.items()
+    }
+    made_by = {"format": FORMAT, "zcompile": metadata.version("zcompile"), "torch": torch}
+    (folder / MANIFEST).write_text(json.dumps({**made_by, "programs": described}))
+
+
+def prove_dump(folder: Path) -> Iterator[ProofVerdict]:
+    """For each program of a dump that it computes the step that was traced, or why that is not proven.
+
+    Raises:
+        ProofError: the folder is no dump, or one of another version.
+    """
+    for program, described in _manifest(folder)["programs"].items():
+        started = time.process_time()
+        try:
+            proof = _proof(folder, program, described)
+            yield ProofVerdict(program, time.process_time() - started, proof)
+        except ProofError as error:
+            named = ProofError(f"{program}/{error.subject}", error.problem, error.fix)
+            yield ProofVerdict(program, time.process_time() - started, error=named)
+
+
+def _manifest(folder: Path) -> Any:
+    subject = str(folder / MANIFEST)
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+        versions = found["format"], found["zcompile"]
+        programs = {name: (dict(one["files"]), list(one["rules"])) for name, one in found["programs"].items()}
+    except FileNotFoundError as error:
+        raise ProofError(subject, "is not there, so this is no dump that can be proven", _AGAIN) from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ProofError(subject, f"cannot be read: {type(error).__name__}: {error}", _AGAIN) from error
+    wanted = FORMAT, metadata.version("zcompile")
+    if versions != wanted:
+        problem = f"is of format {versions[0]!r} and zcompile {versions[1]!r}; this is {wanted[0]} and {wanted[1]!r}"
+        raise ProofError(subject, problem, _AGAIN)
+    if not programs:
+        raise ProofError(subject, "names no program", "run the model before it is dumped")
+    return found
+
+
+def _proof(folder: Path, program: str, described: Mapping[str, Any]) -> Proof:
+    texts = {file: _text(folder / program / file, file) for file in described["files"]}
+    if missing := {CAPTURE, "forward.py"} - set(texts):
+        raise ProofError(min(missing), "does not belong to the dump, by its manifest", _AGAIN)
+    edited = [place for file, sums in described["files"].items() for place in _edited(file, texts[file], sums)]
+    try:
+        proof = prove(texts, described["rules"])
+    except ProofError as error:
+        if not edited:
+            raise
+        problem = f"{error.problem}\n  Changed since the dump was written: {_listed(edited)}"
+        raise ProofError(error.subject, problem, error.fix) from error
+    if edited:
+        problem = (
+            f"was changed since the dump was written ({_listed(edited)}); it computes what was traced all the same"
+        )
+        raise ProofError(edited[0], problem, _AGAIN)
+    return proof
+
+
+def _text(path: Path, file: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ProofError(file, f"is missing or cannot be read: {error}", _AGAIN) from error
+
+
+def _sums(text: str) -> list[int]:
+    """A checksum of each line."""
+    return [zlib.crc32(line.encode()) for line in text.split("\n")]
+
+
+def _edited(file: str, text: str, sums: Sequence[int]) -> Iterator[str]:
+    """The lines that are not as they were; one line stands for all behind it where lines have come or gone."""
+    now = _sums(text)
+    if len(now) != len(sums):
+        first = next(i for i, (one, other) in enumerate(zip_longest(now, sums)) if one != other)
+        yield f"{file} line {first + 1}: it has {len(now)} lines, and had {len(sums)}"
+        return
+    for number, (one, other) in enumerate(zip(now, sums, strict=True), 1):
+        if one != other:
+            yield f"{file} line {number}"
+
+
+def _listed(places: Sequence[str]) -> str:
+    return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
