@@ -5,6 +5,8 @@ stages.md is written as a whole. Elsewhere a comment says what the block below i
     <!-- printed: layers=2 stage=3 phase=forward -->             a function, as it is printed
     <!-- printed: layers=4 stage=3 phase=backward body -->       without the unboxing of its arguments
     <!-- printed: layers=4 stage=3 phase=backward last=6 own --> its last lines, with the pass of examples/own_pass.py
+    <!-- proven: layers=4 stage=3 -->                            what `zcompile prove` says of its dump
+    <!-- proven: layers=4 stage=3 file=backward.py old=a new=b --> and of one in which `a` is `b`, once, in a file
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,18 +23,22 @@ from pathlib import Path
 import torch
 
 from examples.own_pass import WAIT_AT_END, Net
+from zcompile.cost.hardware import load_profile
 from zcompile.ir.axis import axes_of
 from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import Phase
 from zcompile.ir.printer import lines_with_nodes
 from zcompile.ir.program import Program
 from zcompile.model.units import make_layout
+from zcompile.proof.dumps import prove_dump
+from zcompile.report.dumps import write_dump
 from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import Journal
 from zcompile.tools.tracing import trace
 
 ROOT = Path(__file__).parent.parent
 STAGES_PAGE = ROOT / "docs" / "stages.md"
-WITH_BLOCKS = [ROOT / "README.md", ROOT / "docs" / "programs.md", ROOT / "docs" / "passes.md"]
+WITH_BLOCKS = [ROOT / "README.md", *(ROOT / "docs" / page for page in ("programs.md", "passes.md", "proof.md"))]
 WORLD, PREFETCH = 4, 1
 COLUMNS = {"stage 0": 0, "stages 1 and 2": 2, "stage 3": 3}
 _BYTES = re.compile(r"[+-][\d.]+ [KMG]?i?B")
@@ -48,13 +55,19 @@ holds full gradients back. [How ZeRO looks as a program](programs.md) explains t
 
 
 @cache
-def program_of(layers: int, stage: int, *, own: bool = False) -> Program:
-    """The finished program of the example's model, as torch.compile's own compiler gets it."""
+def journal_of(layers: int, stage: int, *, own: bool = False) -> Journal:
+    """What the passes make of the example's model, as torch.compile's own compiler gets it."""
     with torch.device("meta"):
         model, x = Net(layers), torch.empty(8, 64)
-    traced = trace(model, (x,))
+    traced, journal = trace(model, (x,)), Journal()
     options = Options(stage=stage, prefetch=PREFETCH, passes={"sink_waits": WAIT_AT_END} if own else None)
-    return options.pipeline().run(replace(traced, layout=make_layout(model, STAGES[stage], axes_of(WORLD))))
+    options.pipeline().run(replace(traced, layout=make_layout(model, STAGES[stage], axes_of(WORLD))), journal)
+    return journal
+
+
+def program_of(layers: int, stage: int, *, own: bool = False) -> Program:
+    """The finished program."""
+    return journal_of(layers, stage, own=own).entries[-1].after
 
 
 def with_blocks(text: str) -> str:
@@ -63,12 +76,12 @@ def with_blocks(text: str) -> str:
     Raises:
         ValueError: a comment does not stand right above a block.
     """
-    if len(_BLOCK.findall(text)) != text.count("<!-- printed: "):
-        raise ValueError("a comment of what is printed is not right above a block of Python")
-    return _BLOCK.sub(lambda found: f"{found[1]}```python\n{_block(found[2].split())}\n```\n", text)
+    if len(_BLOCK.findall(text)) != text.count("<!-- printed: ") + text.count("<!-- proven: "):
+        raise ValueError("a comment of what is printed is not right above a block")
+    return _BLOCK.sub(lambda found: f"{found[1]}{found[4]}\n{_MADE[found[2]](found[3].split())}\n```\n", text)
 
 
-_BLOCK = re.compile(r"(<!-- printed: (.*?) -->\n)```python\n.*?\n```\n", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (printed|proven): (.*?) -->\n)(```\w+)\n.*?\n```\n", re.DOTALL)
 
 
 def _block(words: Sequence[str]) -> str:
@@ -78,6 +91,21 @@ def _block(words: Sequence[str]) -> str:
     if "body" in words:
         lines = [lines[0], "    ...", *lines[lines.index("    ) = unbox(box)") + 1 :]]
     return "\n".join(lines[-int(given["last"]) :] if "last" in given else lines)
+
+
+def _proof(words: Sequence[str]) -> str:
+    given = dict(word.split("=") for word in words)
+    journal = journal_of(int(given["layers"]), int(given["stage"]))
+    with tempfile.TemporaryDirectory() as folder:
+        write_dump(Path(folder), [journal], "", load_profile("h100"))
+        if "file" in given:
+            path = Path(folder) / "program_0" / given["file"]
+            path.write_text(path.read_text().replace(given["old"], given["new"], 1))
+        (verdict,) = prove_dump(Path(folder))
+    return str(verdict.error or replace(verdict, seconds=0.01))
+
+
+_MADE = {"printed": _block, "proven": _proof}
 
 
 # -- the stages side by side ------------------------------------------------------------------------------------------
