@@ -436,8 +436,8 @@ class Evaluation:
     def _copy(self, value: Any, strided: str = "") -> TermValue:
         return self._moved(value)
 
-    def _store(self, value: Any, stack: Lease) -> TermValue:
-        return self._moved(value)
+    def _store(self, value: Any, stack: Any) -> TermValue:
+        return self._moved(value) if stack.kind == "stack" else self.refuse("stores on what is no stack")
 
     def _offload(self, value: Any, to: Any) -> Moved:
         if to.kind.startswith("group") and self._term(value) not in self.same:
