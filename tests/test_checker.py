@@ -132,7 +132,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@quickly("choice", list(CHOICES), list(CHOICES))
+@quickly("choice", list(CHOICES), list(CHOICES)[::2])
 @pytest.mark.parametrize("kind", ["gpt"])
 def test_a_program_is_proven(kind: str, choice: str) -> None:
     proof = prove(rewritten(kind, **CHOICES[choice]))
@@ -408,11 +408,17 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
 }
 
 
+@functools.cache
+def right(options: str) -> Texts:
+    """The program that mutants with these options begin with."""
+    chosen = next(mutant[0] for mutant in MUTANTS.values() if repr(mutant[0]) == options)
+    return rewritten("gpt", **{"stage": 3, "prefetch": 1, **chosen})
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_what_computes_something_else_is_refused_with_its_line(name: str) -> None:
     options, file, pattern, new, words = MUTANTS[name]
-    texts = rewritten("gpt", **{"stage": 3, "prefetch": 1, **options})
-    said = refused(texts, file, pattern, new)
+    said = refused(right(repr(options)), file, pattern, new)
     assert re.search(words, said, re.DOTALL), said
     assert "cannot be followed" not in said or words == "", said
 
