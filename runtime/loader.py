@@ -21,17 +21,17 @@ def load(
     filename: str,
     track: Track | None = None,
     *,
-    operations: Mapping[str, Callable[..., Any]] = OPERATIONS,
+    operations: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[list[Any]], Any]:
     """The function `name` of a printed program, with `regions` to call; its lines leave on `track` when they ran.
 
-    `operations`: what else it calls.
+    `operations`: what else it calls, by default the functions of the runtime.
 
     Regions take their arguments in a list and empty it: what dies behind a call is freed within it, after its last use.
 
     The text is known to `linecache` under `filename`, so that a traceback shows the program's own lines.
     """
-    functions = {**operations, **regions}
+    functions = {**(OPERATIONS if operations is None else operations), **regions}
     if track is not None:
         functions = {called: track.timed(function) for called, function in functions.items()}
     namespace: dict[str, Any] = {"torch": torch, **functions}
