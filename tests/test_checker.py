@@ -39,7 +39,8 @@ from zcompile.passes.offload_activations import offload_activations
 from zcompile.passes.partition_activations import partition_activations
 from zcompile.proof.checker import BACKWARD, CAPTURE, FORWARD, prove
 from zcompile.proof.checker_terms import RANDOM, VIEWS
-from zcompile.proof.dumps import MANIFEST, prove_dump, write_manifest
+from zcompile.proof.dumps import MANIFEST, prove_dump, rank_folders, write_manifest
+from zcompile.proof.ranks import check_folders
 from zcompile.proof.rules import Rule
 from zcompile.report.dumps import write_dump
 from zcompile.schedule.options import Options
@@ -542,13 +543,15 @@ def dumped_by_ranks(rank: int, folder: str) -> None:
     passes = {"partition_activations": shards}
     compiled = build(data, model, "mlps", passes=passes, partition_activations=True)
     compiled(*tokens(0, 0)).backward()
-    compiled.dump(folder)
+    compiled.dump(folder, all_ranks=True)
 
 
 def test_what_is_kept_in_shards_is_the_same_on_all_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, dumped_by_ranks, str(tmp_path))
-    assert errors(tmp_path) == []
-    home = tmp_path / "program_0"
+    dumps = rank_folders(tmp_path)
+    assert [errors(dump) for dump in dumps.values()] == [[], []]
+    check_folders(dumps)
+    home = dumps[0] / "program_0"
     texts = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*.py") if not path.name[1].isdigit()}
     texts[CAPTURE] = (home / CAPTURE).read_text()
     moved = re.findall(r"offload\((\w+), tp\)", texts[FORWARD])

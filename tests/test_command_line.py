@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -268,6 +269,26 @@ def test_prove_says_what_is_proven_and_at_which_line_it_is_not(run: Run, tmp_pat
     code, out, err = run("prove", "absent")
     assert (code, out) == (1, "")
     assert "is not there" in err
+
+
+def test_prove_holds_the_dumps_of_all_ranks_against_each_other(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        assert run("inspect", "fac.py:make", "-w", "2", "-o", f"dump/rank_{rank}")[0] == 0
+    code, out, err = run("prove", "dump")
+    assert (code, err) == (0, "")
+    assert [line.partition(":")[0] for line in out.splitlines()][:2] == ["rank_0/program_0", "rank_1/program_0"]
+    assert "2 ranks: their communications fit together" in out
+    path = tmp_path / "dump" / "rank_1" / "program_0" / "forward.py"
+    lines = path.read_text().splitlines(keepends=True)
+    gather = next(number for number, line in enumerate(lines) if "all_gather(" in line)
+    path.write_text("".join([*lines[:gather], lines[gather], *lines[gather:]]))
+    code, out, err = run("prove", "dump")
+    assert code == 1
+    assert re.search(r"error: rank_1/program_0/forward.py line \d+", err)
+    assert re.search(r"error: program 0: the ranks' communications: message 2 .*rank 0: .*rank 1: ", err, re.DOTALL)
+    shutil.rmtree(path.parent.parent)
+    code, out, err = run("prove", "dump")
+    assert (code, "rank 1" in err) == (1, True), err
 
 
 def test_a_plan_fits_a_narrow_terminal() -> None:

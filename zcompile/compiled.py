@@ -537,6 +537,7 @@ class CompiledModule(nn.Module):
         *,
         hardware: str | Hardware | None = None,
         code: bool = False,
+        all_ranks: bool = False,
     ) -> Path:
         """Write every program under `folder`, on the mesh's first rank only. What lies there: `zcompile.report.dumps`.
 
@@ -544,8 +545,9 @@ class CompiledModule(nn.Module):
             folder: It is made if it is not there; files in it of the same names are written over.
             hardware: What predicted times are for: a profile, its name or its path; by default a guess for the device.
             code: Also write what Inductor makes of each region, which compiles them again.
+            all_ranks: Every rank writes its own, under `folder/rank_0` and so on: `zcompile prove` compares them.
 
         Raises:
             OptionError: the folder cannot be written.
         """
-        return self._engine.reports.dump(folder, hardware, code=code)
+        return self._engine.reports.dump(folder, hardware, code=code, all_ranks=all_ranks)

@@ -17,6 +17,7 @@ from zcompile.engine.region_cache import generated_code
 from zcompile.errors import OptionError, TimelineError
 from zcompile.ir.operation import Phase
 from zcompile.ir.program import Program
+from zcompile.recording.recording import rank_folder
 from zcompile.report.dumps import check_dump, write_dump, writing
 from zcompile.report.explain import explain
 from zcompile.report.program_page import write_page
@@ -41,8 +42,13 @@ class Reports:
         """The steps within the last `profile()`."""
         self.folder = Path(runtime.options.dump) if runtime.options.dump else None
         # Every rank asks, for the folder may be known to the first alone, from its environment.
-        first = runtime.communicator.rank == 0
+        first = self._rank == 0
         runtime.agreement.attempt("the folder of the dump", lambda: check_dump(self.folder) if first else None)
+
+    @property
+    def _rank(self) -> int:
+        """Among all that have a part of the model."""
+        return self.runtime.everyone.communicator.rank
 
     @property
     def programs(self) -> list[Program]:
@@ -92,11 +98,17 @@ class Reports:
         return explain(self.runtime.layout, programs, regions, self.runtime.breaks)
 
     def dump(
-        self, folder: str | os.PathLike[str], hardware: str | Hardware | None = None, *, code: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        hardware: str | Hardware | None = None,
+        *,
+        code: bool = False,
+        all_ranks: bool = False,
     ) -> Path:
         """See `CompiledModule.dump`."""
-        if self.runtime.communicator.rank == 0:
-            chosen, home = self._profile_of(hardware), Path(folder)
+        if all_ranks or self._rank == 0:
+            chosen = self._profile_of(hardware)
+            home = rank_folder(Path(folder), self._rank) if all_ranks else Path(folder)
             written = generated_code if code else None
             with writing("dump", folder):
                 write_dump(home, self.compiler.journals, self.explain(), chosen, measured=self.profiled, code=written)
@@ -105,7 +117,7 @@ class Reports:
 
     def report(self, path: str | os.PathLike[str], hardware: str | Hardware | None = None) -> Path:
         """See `CompiledModule.report`."""
-        if self.runtime.communicator.rank == 0:
+        if self._rank == 0:
             chosen = self._profile_of(hardware)
             with writing("report", path):
                 write_page(Path(path), self.title, self.compiler.journals, chosen, self.profiled)

@@ -58,7 +58,10 @@ def _marked(program: Program, node: fx.Node | None) -> str:
     """The printed lines around `node`, its own with an arrow; nothing for no node."""
     if node is None:
         return ""
-    lines = lines_with_nodes(program)
+    try:
+        lines = lines_with_nodes(program)
+    except Exception as error:  # what is wrong may be what keeps it from being printed
+        return f"    (it cannot be printed: {type(error).__name__}: {error})"
     at = [index for index, (_, name) in enumerate(lines) if name == node.name]
     if not at:  # one of several results, on the line of its call; an argument; or what only a result names
         named = re.compile(rf"\b{re.escape(node.name)}\b")

@@ -534,7 +534,7 @@ def _keyword(key: str, value: Any) -> str:
     if key != "at":
         return python_text(value)
     arena, start, stop = value
-    return f"{arena.name}[{start}:{stop}]"
+    return f"{arena}[{start}:{stop}]"  # None, if a pass has forgotten it
 
 
 def function_text(target: Any) -> str:

@@ -249,7 +249,7 @@ class Evaluation:
         """A value as it is read now."""
         if type(value) is list:
             return [self._alive(one) for one in value]
-        if isinstance(value, (TermValue, WholeUnit)) and value.memory.gone:
+        if isinstance(value, (TermValue, WholeUnit, Moved)) and value.memory.gone:
             self.refuse(f"reads the memory of {value.memory.owner or 'a value'}, which {value.memory.gone}")
         if isinstance(value, TermValue) and value.seen != value.memory.written:
             return self._made(self.terms.make("after", value.term, value.memory.written), value.memory)
@@ -442,11 +442,12 @@ class Evaluation:
     def _offload(self, value: Any, to: Any) -> Moved:
         if to.kind.startswith("group") and self._term(value) not in self.same:
             self.doubts.append(self.terms.here)  # where it is not traced at all, that is said instead
-        return Moved(self._moved(value), to)
+        return Moved(self._moved(value), to, Storage("an activation"))
 
     def _fetch(self, away: Any, to: Any) -> Begun:
         if not isinstance(away, Moved) or away.to != to:
             self.refuse("fetches what was not moved there")
+        away.memory.gone = f"was fetched at {self._line()}"
         return Begun([self._moved(away.value)])
 
 

@@ -76,6 +76,7 @@ class Moved(NamedTuple):
 
     value: TermValue
     to: Lease
+    memory: Storage
 
 
 class Lease(NamedTuple):

@@ -70,6 +70,12 @@ def write_manifest(
     (folder / MANIFEST).write_text(json.dumps({**made_by, "programs": described}))
 
 
+def rank_folders(folder: Path) -> dict[int, Path]:
+    """The dumps of several ranks that lie in a folder, in the order of ranks; none in a dump itself."""
+    found = [path for path in folder.glob("rank_*") if path.name.removeprefix("rank_").isdigit() and path.is_dir()]
+    return dict(sorted((int(path.name.removeprefix("rank_")), path) for path in found))
+
+
 def prove_dump(folder: Path) -> Iterator[ProofVerdict]:
     """For each program of a dump that it computes the step that was traced, or why that is not proven.
 

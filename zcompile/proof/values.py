@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -118,8 +119,9 @@ class TracedValues:
         if program.unused != unused:
             name = min(program.unused ^ unused)
             yield Violation(None, f"{name} is said to be {'unused' if name in program.unused else 'used'}; it is not")
-        if (layout.stage, layout.axes, layout.away) != (self.layout.stage, self.layout.axes, self.layout.away):
-            yield Violation(None, "the stage, or the axes of the layout, are not those of the traced step")
+        for what in ("stage", "axes", "away"):
+            if (found := getattr(layout, what)) != (wanted := getattr(self.layout, what)):
+                yield Violation(None, f"the {what} of the layout: {_said(found)}; the traced step has {_said(wanted)}")
         for unit, wanted in zip(layout.units, self.layout.units, strict=False):
             if (unit.name, unit.params) != (wanted.name, wanted.params):
                 yield Violation(None, f"the parameters of {unit.name} are not those that {wanted.name} was traced with")
@@ -229,6 +231,13 @@ class TracedValues:
 def computes(traced: Program) -> Fact:
     """The fact that a program computes what `traced` does, a step as it was traced; for `zcompile.verify`."""
     return TracedValues.of(traced).fact
+
+
+def _said(value: Any) -> str:
+    """What a layout says of its stage or its axes."""
+    if isinstance(value, tuple):
+        return ", ".join(f"{axis.name}: {axis}" for axis in value)
+    return str(getattr(value, "number", value))
 
 
 def _inputs(program: Program) -> list[Input]:

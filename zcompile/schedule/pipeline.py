@@ -18,7 +18,20 @@ from rich.console import Console
 from rich.table import Table
 
 from zcompile.errors import PipelineError, ZcompileError, nearest
-from zcompile.facts import OWNED, PLACES_DISJOINT, VOLUME_RIGHT, WELL_FORMED, Fact, verify
+from zcompile.facts import (
+    GATHERED_BEFORE_USE,
+    MESSAGES_PACKED,
+    OWNED,
+    PHASES_SPLIT,
+    PLACES_DISJOINT,
+    REGIONS_OUTLINED,
+    RELEASED_ONCE,
+    UNITS_ASSIGNED,
+    VOLUME_RIGHT,
+    WELL_FORMED,
+    Fact,
+    verify,
+)
 from zcompile.ir.layout import Layout, Stage
 from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
@@ -27,6 +40,9 @@ from zcompile.proof.values import TracedValues
 
 ALWAYS = (WELL_FORMED, OWNED, PLACES_DISJOINT)
 """Facts that hold of every program, checked after every pass; and its values are those that were traced."""
+
+_OF_PARAMETERS = (PHASES_SPLIT, UNITS_ASSIGNED, REGIONS_OUTLINED, MESSAGES_PACKED, GATHERED_BEFORE_USE, RELEASED_ONCE)
+"""Facts that are nothing to what becomes of gradients."""
 
 
 class Trait(Flag):
@@ -125,7 +141,8 @@ class Verified:
 
     def holding_back(self) -> Verified:
         """The same where gradients are to be held back, with none of the facts of reductions."""
-        return replace(self, values=replace(self.values, holds_back=True), facts=ALWAYS)
+        kept = tuple(fact for fact in self.facts if fact in (*ALWAYS, *_OF_PARAMETERS))
+        return replace(self, values=replace(self.values, holds_back=True), facts=kept)
 
     def after(self, passes: Iterable[Pass], journal: Journal | None = None) -> Verified:
         """What `passes` make of the program, its values and every fact checked after each of them.

@@ -21,8 +21,9 @@ from rich.table import Table
 
 from zcompile.cost.forecast import Checkpoint, Plan
 from zcompile.cost.hardware import DTYPES, load_profile, profile_text, profiles
-from zcompile.errors import OptionError, ZcompileError, nearest
-from zcompile.proof.dumps import TRUSTED, prove_dump
+from zcompile.errors import OptionError, ProofError, ZcompileError, nearest
+from zcompile.proof.dumps import MANIFEST, TRUSTED, prove_dump, rank_folders
+from zcompile.proof.ranks import check_folders
 from zcompile.recording.archive import Archive
 from zcompile.report.plan_page import write_plan_page
 from zcompile.schedule.option_checks import bytes_of
@@ -206,14 +207,29 @@ def prove_command(
 ) -> None:
     """Prove from the texts of a dump alone that each of its programs computes the step that was traced.
 
+    Of a folder with the dumps of all ranks (rank_0, rank_1, ...) also that their communications fit together.
+
     Exits with 1 where that is not proven, and says at which line.
     """
-    verdicts = list(prove_dump(folder))
-    for verdict in verdicts:
-        print(verdict)
-    if any(verdict.proof for verdict in verdicts):
+    ranks = {} if (folder / MANIFEST).exists() else rank_folders(folder)
+    homes = [(f"{home.name}/", home) for home in ranks.values()] or [("", folder)]
+    proven, failed = False, list[ProofError]()
+    for prefix, home in homes:
+        for verdict in prove_dump(home):
+            print(f"{prefix}{verdict}")
+            proven = proven or verdict.proof is not None
+            if verdict.error is not None:
+                subject = f"{prefix}{verdict.error.subject}"
+                failed.append(ProofError(subject, verdict.error.problem, verdict.error.fix))
+    if ranks:
+        try:
+            check_folders(ranks)
+            print(f"{len(ranks)} ranks: their communications fit together")
+        except ProofError as conflict:
+            failed.append(conflict)
+    if proven:
         print(TRUSTED)
-    if failed := [verdict.error for verdict in verdicts if verdict.error is not None]:
+    if failed:
         for error in failed[:-1]:
             _print_error(error)
         raise failed[-1]

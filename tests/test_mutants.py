@@ -1,0 +1,126 @@
+"""Programs with a mistake in them are refused, or give the same numbers: by an oracle that runs them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from benchmarks import mutants
+from benchmarks.mutant_oracle import STEPS, outcome
+from benchmarks.mutant_programs import MODELS, PROGRAMS, original
+from benchmarks.mutants import MUTATIONS, Verdict, campaign, judged, run
+from zcompile import ProgramError
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Accumulate, Input, Kind
+
+QUICK = ("odd, 3 ranks", "drawn", "gpt, train_step, arenas", "tensor parallel, activation shards", "gpt, offload")
+"""Programs that have something for every mutation."""
+
+
+def plain(name: str) -> dict[str, torch.Tensor]:
+    """Parameters after the steps of an oracle's run, of plain PyTorch on what the ranks of that were given."""
+    given, model = original(name), MODELS[PROGRAMS[name][0]][0]()
+    found, world = outcome(given.program).given, given.program.layout.world
+    params = {name: lanes[0].clone().requires_grad_() for name, lanes in found.items() if name[0] not in "01"}
+    inputs = sorted(given.program.nodes(Input), key=lambda node: op_of(node, Input).index)
+    for step in range(STEPS):
+        for rank in range(world):
+            args, tangents = (
+                [found[f"{step} {node.name}"][rank] for node in inputs if chosen(op_of(node, Input))]
+                for chosen in (
+                    lambda one: one.kind is Kind.DATA and not one.held,
+                    lambda one: one.kind is Kind.TANGENT,
+                )
+            )
+            buffers = {op_of(node, Input).held: found[f"{step} {node.name}"][rank].clone() for node in inputs}
+            results = functional_call(model, {**params, **{k: v for k, v in buffers.items() if k}}, tuple(args))
+            results = results if isinstance(results, tuple) else (results,)
+            torch.autograd.backward(results, tangents)
+        with torch.no_grad():
+            for param in params.values():
+                param.sub_(param.grad / world, alpha=0.1)
+                param.grad = None
+    return {name: param.detach() for name, param in params.items()}
+
+
+@pytest.mark.parametrize("name", ["odd, 3 ranks", "conv", "gpt, train_step, arenas"])
+def test_the_oracle_computes_what_plain_pytorch_does(name: str) -> None:
+    found = outcome(original(name).program).tensors
+    for param, wanted in plain(name).items():
+        for rank in found[f"parameter {param}"]:
+            torch.testing.assert_close(rank, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_every_mutation_makes_mutants_and_none_is_a_hole() -> None:
+    found = list(campaign(0, range(len(MUTATIONS)), list(MUTATIONS), QUICK))
+    assert [one.mutation for one in found] == list(MUTATIONS)
+    assert [str(one) for one in found if one.is_hole] == []
+    assert {Verdict.STRUCTURE, Verdict.VALUES, Verdict.RANKS, Verdict.EQUAL} <= {one.compiler for one in found}
+
+
+@pytest.mark.slow
+def test_no_mutant_of_any_program_is_a_hole() -> None:
+    found = list(campaign(1, range(12 * len(MUTATIONS)), list(MUTATIONS), list(PROGRAMS)))
+    assert [str(one) for one in found if one.is_hole] == []
+    assert len(found) > 600
+    assert {one.program for one in found} == set(PROGRAMS)
+
+
+@pytest.mark.parametrize(
+    "mutation", ["exchange saved", "swap results", "reduce twice", "region: exchange draw", "region: change constant"]
+)
+def test_what_computes_something_else_would_be_seen_if_it_were_accepted(mutation: str) -> None:
+    seen = 0
+    for number in range(4):
+        given, _, mutant = mutants.mutant(0, number, [mutation], QUICK)
+        seen += run(given, mutant)[0] in (Verdict.HOLE, Verdict.FAILS)
+    assert seen >= 2
+
+
+# -- what users of other systems have trained with, unseen ------------------------------------------------------------
+
+
+def told(name: str, mutation: str) -> str:
+    """What is said of such a mutant of a program; the line has an arrow."""
+    program = MUTATIONS[mutation](Random(0), original(name).program.copy())
+    assert program is not None, f"{name} has nothing for {mutation!r}"
+    with pytest.raises(ProgramError) as error:
+        original(name).verify(program)
+    return str(error.value)
+
+
+def test_a_micro_batch_that_is_missing_from_a_sum_is_refused_with_its_line() -> None:
+    given = original("gpt, no_sync")
+    program = given.program.copy()
+    held = program.nodes(Accumulate)[1]
+    shards, gradients = held.args
+    held.args = (shards, [None, *gradients[1:]])
+    with pytest.raises(ProgramError, match=r"the gradient of blocks.2.norm_1.weight is missing; want") as error:
+        given.verify(program)
+    assert "--> " in str(error.value)
+
+
+def test_a_copy_that_nobody_refreshes_is_refused_with_its_line() -> None:
+    text = told("gpt, train_step, arenas", "gather ahead early")
+    (line,) = (line for line in text.splitlines() if line.startswith("-->"))
+    assert "gather_ahead(" in line
+    assert "before its update" in text
+
+
+@pytest.mark.parametrize("name", ["gpt, train_step, arenas", "odd, 3 ranks"])
+def test_a_gradient_that_is_averaged_twice_is_refused_with_its_line(name: str) -> None:
+    line, *_ = (line for line in told(name, "reduce twice").splitlines() if line.startswith("-->"))
+    assert "_reduce_again = reduce_scatter(" in line
+
+
+def test_another_divisor_is_refused_with_what_it_should_be() -> None:
+    assert "the axes of the layout: dp: shard 2; the traced step has dp: shard 3" in told("odd, 3 ranks", "turn axes")
+
+
+def test_ranks_that_average_over_different_groups_are_refused() -> None:
+    found = judged(0, 0, ["one rank: turn axes"], ["tensor parallel, activation shards"])
+    assert found.compiler is Verdict.RANKS
+    assert "over different groups: rank 0, 2, 3: dp: shard 2, stride 2" in found.about
