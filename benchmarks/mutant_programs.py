@@ -209,6 +209,11 @@ class Original:
     def program(self) -> Program:
         return self.verified.program
 
+    @property
+    def ranks(self) -> int:
+        """Data-parallel times tensor-parallel ones."""
+        return self.program.layout.world * self.parts
+
     def verify(self, mutant: Program) -> None:
         """Hold a mutant to all that the pipeline holds its last program to.
 

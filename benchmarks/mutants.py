@@ -111,6 +111,8 @@ def mutant(seed: int, number: int, mutations: Sequence[str], programs: Sequence[
     mutation = mutations[number % len(mutations)]
     for name in _ROUNDS * random.sample(programs, len(programs)):
         given = original(name)
+        if mutation in RANKS and given.ranks == 1:
+            continue
         found = MUTATIONS[mutation](random, given.program.copy())
         if found is not None and _spelled(found) != _spelled(given.program):
             return given, mutation, found
@@ -148,7 +150,7 @@ def judged(seed: int, number: int, mutations: Sequence[str], programs: Sequence[
 
 def _one_rank(given: Original, program: Program) -> tuple[Verdict, None, str]:
     """What is said of ranks of which the second has a mutant: they fit together if all send what the original sends."""
-    texts = dict.fromkeys(range(given.program.layout.world * given.parts), given.program.text(regions=True))
+    texts = dict.fromkeys(range(given.ranks), given.program.text(regions=True))
     try:
         check_texts({**texts, 1: program.text(regions=True)})
     except ProofError as error:
