@@ -130,7 +130,7 @@ def test_two_forwards_before_their_backwards_in_any_order() -> None:
     assert_same_gradients(compiled, reference)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@quickly("backend", ["eager", "inductor"], ["eager"])
 def test_a_graph_may_be_retained(backend: str) -> None:
     compiled, reference = pair("mlp", backend=backend)
     for model in (compiled, reference):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zcompile
+from tests.cases import quickly
 from tests.index_layouts import (
     CPU,
     Case,
@@ -111,7 +112,7 @@ def run(case: Case) -> list[str]:
 
 
 @given(cases())
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_every_element_arrives_where_it_belongs(case: Case) -> None:
     assert run(case) == []
 
@@ -186,7 +187,7 @@ def over_gloo(rank: int, world: int, some: list[Case]) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@quickly("world", [2, 3, 4], [3])
 def test_every_element_arrives_over_gloo_where_it_belongs(ranks: Ranks, world: int) -> None:
     drawn: list[Case] = []
 
@@ -288,12 +289,12 @@ def test_rows_of_a_tensor_parallel_part_are_divided_again(data: int, tensor: int
 STRIDED = [(7, 3), (8, 4), (1, 5), (3,), (13, 2, 2), (2, 9)]
 
 
-def strided(rank: int, data: int, tensor: int) -> list[str]:
+def strided(rank: int, data: int, tensor: int, shapes: list[tuple[int, ...]]) -> list[str]:
     """What is wrong with tensor-parallel parameters that torch has divided, once they are sharded and made whole."""
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
     communicator, found = Communicator(mesh["dp"], CPU), list[str]()
     parallel = ModelParallel(mesh["tp"], mesh, mesh["tp"], frozenset())
-    for shape in STRIDED:
+    for shape in shapes:
         full = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
         for placement in (Shard(0), Shard(len(shape) - 1), Replicate()):
             source = nn.Parameter(distribute_tensor(full, mesh["tp"], [placement]))
@@ -309,8 +310,9 @@ def strided(rank: int, data: int, tensor: int) -> list[str]:
     return found
 
 
-def test_torch_makes_strided_shards_whole_again(ranks: Ranks) -> None:
-    assert ranks.run(4, strided, 2, 2) == [[]] * 4
+@quickly("shapes", [STRIDED, STRIDED[:2]], [STRIDED[:2]])
+def test_torch_makes_strided_shards_whole_again(ranks: Ranks, shapes: list[tuple[int, ...]]) -> None:
+    assert ranks.run(4, strided, 2, 2, shapes) == [[]] * 4
 
 
 # -- activations ------------------------------------------------------------------------------------------------------

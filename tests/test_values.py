@@ -175,19 +175,21 @@ KINDS = [*OWN, "llama", "t5", "vit", "bert"]
 
 
 @quickly(
-    "kind, dtype",
-    [(kind, dtype) for kind in KINDS for dtype in (None, torch.bfloat16)],
-    [("torch_checkpoint", None), ("shared", None), ("conv", torch.bfloat16)],
+    "kind, dtype, stages",
+    [(kind, dtype, stages) for kind in KINDS for dtype in (None, torch.bfloat16) for stages in ((0, 3), (1, 2))],
+    [("torch_checkpoint", None, (0, 3)), ("shared", None, (1, 2)), ("conv", torch.bfloat16, (0, 3))],
 )
-def test_real_programs_compute_what_was_traced_after_every_pass(kind: str, dtype: torch.dtype | None) -> None:
+def test_real_programs_compute_what_was_traced_after_every_pass(
+    kind: str, dtype: torch.dtype | None, stages: tuple[int, ...]
+) -> None:
     proven = 0
-    for stage in range(4):
+    for stage in stages:
         for setting in SETTINGS:
             try:
                 proven += len(after_all(kind, stage, setting, 2 + stage % 2, dtype).program.regions) > 0
             except OptionError:
                 continue  # a budget that cannot be met, or a checkpoint without effect
-    assert proven > 20
+    assert proven > 10
 
 
 def test_choices_within_choices_are_told_apart() -> None:
