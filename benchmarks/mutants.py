@@ -214,7 +214,7 @@ def table(found: Iterable[Judged]) -> Table:
     """A row for each mutation, and one for all."""
     every = list(found)
     result = Table(show_footer=True)
-    result.add_column("mutation", "all")
+    result.add_column("mutation", "all", no_wrap=True)
     columns = {
         "mutants": lambda rows: len(rows),
         "structure": lambda rows: _count(rows, Verdict.STRUCTURE),
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.append(one)
         if one.is_hole or options.only:
             print(one, flush=True)
-    Console(width=120).print(table(found))
+    Console().print(table(found))
     programs: Mapping[str, int] = Counter(one.program for one in found)
     seconds = time.perf_counter() - started
     print(f"{len(found)} mutants of {len(programs)} programs in {seconds:.0f} s, seed {options.seed}")

@@ -445,7 +445,8 @@ def another_bucket(random: Random, program: Program) -> Program | None:
 def another_place(random: Random, program: Program) -> Program | None:
     """A line has the place of another, or one beside its own; or one where there is no arena."""
     if not program.nodes(ops.Arena):
-        return _other(random, program, (ops.AllGather, ops.Reduce), "at", [(0, 256)])
+        rarely = random.random() < 0.03  # of most programs, and there is nothing else to try
+        return _other(random, program, (ops.AllGather, ops.Reduce), "at", [(0, 256)]) if rarely else None
     lines = [node for node in program.nodes(ops.AllGather, ops.Reduce) if data(node).op.at]  # type: ignore[attr-defined]
     node, other = pick(random, lines), pick(random, lines)
     if node is None or other is None:

@@ -130,7 +130,6 @@ class Options:
 
         Without `keeps`, no unit stays full from the forward to the backward. `free` bytes are what checkpoint="auto"
         may use; without them it is left out. `updates`: for programs of a train step.
-        model-parallel mesh.
         """
         if isinstance(self.passes, Pipeline):
             self._check_alone(self.passes)
