@@ -47,8 +47,8 @@ class Text:
         try:
             self.body = ast.parse(text).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            line = getattr(error, "lineno", None) or len(self.lines)
-            raise ProofError(f"{name} line {line}", f"is no Python: {error}", FIX) from error
+            line, why = getattr(error, "lineno", None) or len(self.lines), getattr(error, "msg", error)
+            raise ProofError(f"{name} line {line}", f"is no Python: {why}", FIX) from error
         for one in self.body:
             if not isinstance(one, ast.FunctionDef) and not (isinstance(one, ast.Assign) and _names(one) <= HEADS):
                 raise ProofError(f"{name} line {one.lineno}", "is no part of a program", FIX)

@@ -228,8 +228,8 @@ class _Reader:
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError) as error:
-            line = getattr(error, "lineno", None) or 1
-            raise ProofError(f"{file} line {line}".strip(), f"is no Python: {error}", _FIX) from error
+            line, why = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
+            raise ProofError(f"{file} line {line}".strip(), f"is no Python: {why}", _FIX) from error
         lines = text.split("\n")
         for statement in tree.body:
             match statement:

@@ -194,7 +194,9 @@ def _peer(rank: int, event: RankEvent, group: list[int]) -> int:
 def _present(ranks: Ranks, rank: int, group: list[int], event: RankEvent) -> None:
     if lacking := [member for member in group if member not in ranks]:
         problem = f"{event.act} {event.what!r} with {_named(lacking)}, of which there is no text"
-        raise ProofError(f"rank {rank}, {event.where}", problem, "give the texts of all ranks")
+        raise ProofError(
+            f"rank {rank}, {event.where}", problem, "give the texts of all ranks: compiled.dump(folder, all_ranks=True)"
+        )
 
 
 def _meshes(ranks: Ranks) -> str:
