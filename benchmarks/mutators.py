@@ -13,7 +13,7 @@ from torch import fx
 from zcompile import Program
 from zcompile.ir import ops
 from zcompile.ir.layout import Param
-from zcompile.ir.operation import Data, Operation, data, set_data
+from zcompile.ir.operation import Data, Operation, Phase, data, set_data
 from zcompile.ir.program_graph import after_items
 
 Mutation = Callable[[Random, Program], Program | None]
@@ -160,8 +160,8 @@ def swap_arguments(random: Random, program: Program) -> Program | None:
 
 def exchange_saved(random: Random, program: Program) -> Program | None:
     """The backward reads another of the values that the forward saves, or might have saved."""
-    backward = [call for call in program.nodes(ops.Call) if data(call).phase == "backward"]
-    forward = [node for node in tensors(program) if data(node).phase == "forward"]
+    backward = [call for call in program.nodes(ops.Call) if data(call).phase is Phase.BACKWARD]
+    forward = [node for node in tensors(program) if data(node).phase is Phase.FORWARD]
     pairs = [(call, node) for call in backward for node in call.all_input_nodes if node in forward]
     call, argument = pick(random, pairs) or (None, None)
     other = pick(random, twins(program, argument, forward)) if argument else None
@@ -557,7 +557,7 @@ def claim_replicated(random: Random, program: Program) -> Program | None:
     if group is None or node is None:
         return None
     set_data(node, replace(data(node), replicated="0" * 16))
-    users = [user for user in node.users if data(user).phase == "backward"]
+    users = [user for user in node.users if data(user).phase is Phase.BACKWARD]
     token = data(next(iter(program.nodes(ops.Offload)))).type
     with program.graph.inserting_after(
         after_items(node.all_input_nodes[0] if isinstance(data(node).op, ops.Item) else node)
@@ -570,6 +570,16 @@ def claim_replicated(random: Random, program: Program) -> Program | None:
         there = program.add((back,), replace(meta, op=ops.WaitFetch()), f"{node.name}_back")
     for user in users:
         user.replace_input_with(node, there)
+    return program
+
+
+def exchange_phase(random: Random, program: Program) -> Program | None:
+    """A line, or what a program is given, is said to belong to the other phase."""
+    node = pick(random, [node for node in program.graph.nodes if not isinstance(data(node).op, ops.Results)])
+    if node is None:
+        return None
+    other = Phase.FORWARD if data(node).phase is Phase.BACKWARD else Phase.BACKWARD
+    set_data(node, replace(data(node), phase=other))
     return program
 
 
@@ -601,7 +611,7 @@ def _every() -> Iterator[Mutation]:
         another_place,
     )
     yield from (drop_wait, drop_copy, gather_ahead_early, update_early, exchange_offloaded)
-    yield from (claim, claim_replicated, turn_axes)
+    yield from (claim, claim_replicated, exchange_phase, turn_axes)
 
 
 LINES: Mapping[str, Mutation] = {mutation.__name__.replace("_", " "): mutation for mutation in _every()}

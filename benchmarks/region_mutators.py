@@ -13,7 +13,8 @@ from torch import fx
 from benchmarks.mutators import Mutation, pick
 from zcompile import Program
 from zcompile.ir import ops
-from zcompile.ir.operation import data, has_data
+from zcompile.ir.operation import data, has_data, set_data
+from zcompile.ir.program_graph import after_items
 from zcompile.ir.region import Region
 
 _aten = torch.ops.aten
@@ -256,6 +257,28 @@ def draw_again(random: Random, region: Region, graph: fx.Graph) -> bool:
     return True
 
 
+def write_in_place(random: Random, region: Region, graph: fx.Graph) -> bool:
+    """An operation writes to what the region is given, or to a view of it."""
+    floats = [place for place in graph.find_nodes(op="placeholder") if _is_floating(place)]
+    place = pick(random, floats)
+    if place is None:
+        return False
+    behind = random.choice([*graph.find_nodes(op="placeholder")[-1:], *_operations(graph)])
+    with graph.inserting_after(after_items(behind)):
+        shown = graph.call_function(_aten.detach.default, (place,)) if random.random() < 0.5 else place
+    with graph.inserting_after(shown if shown is not place else after_items(behind)):
+        written = graph.call_function(_aten.add_.Tensor, (shown, 1.0))
+    for node in {shown, written} - {place}:
+        node.meta["val"] = place.meta.get("val")
+        set_data(node, replace(data(place), op=ops.Compute(), view=True))
+    return True
+
+
+def _is_floating(node: fx.Node) -> bool:
+    kind = data(node).type
+    return kind is not None and kind.dtype.is_floating_point
+
+
 def exchange_takes(random: Random, program: Program) -> Program | None:
     """A region's table takes one parameter, or one argument, for another."""
     found = []
@@ -285,6 +308,7 @@ _EDITS: tuple[Edit, ...] = (
     exchange_output,
     exchange_draw,
     draw_again,
+    write_in_place,
 )
 REGIONS: Mapping[str, Mutation] = {
     **{f"region: {edit.__name__.replace('_', ' ')}": _edited(edit) for edit in _EDITS},

@@ -309,6 +309,16 @@ def exchange_operands(graph: fx.Graph, region: Region) -> bool | None:
     return None
 
 
+def write_to_view_of_parameter(graph: fx.Graph, region: Region) -> bool:
+    """In place, and when all has been computed: later readings of the parameter, in the next step too, see it."""
+    place = graph.find_nodes(op="placeholder")[0]
+    with graph.inserting_before(graph.output_node()):
+        view = graph.call_function(torch.ops.aten.detach.default, (place,))
+        for node in (view, graph.call_function(torch.ops.aten.mul_.Tensor, (view, 2.0))):
+            set_data(node, replace(data(place), op=Compute(), view=True))
+    return True
+
+
 def change_constant(graph: fx.Graph, region: Region) -> bool | None:
     for node in graph.nodes:
         for index, value in enumerate(node.args if node.op == "call_function" else ()):
@@ -362,6 +372,7 @@ MISTAKES: dict[str, tuple[Callable[[Program], Any], str]] = {
     "dropped": (drop_gradient, r"is said to be unused; it is not"),
     "operands": (edit_region(exchange_operands), r"computes gelu_backward\("),
     "constant": (edit_region(change_constant), r"is not what was traced"),
+    "written": (edit_region(write_to_view_of_parameter), r"what is written in place is after\(mul_\(.*; want none"),
     "results": (edit_region(return_another), r"is not what was traced"),
     "parameters": (edit_region(take_another_parameter), r"with \S+ in place of \S+ \(traced in"),
     "frozen": (claim_frozen, r"the parameters of .* are not those that"),

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+
+import pytest
 
 from tests.passes.programs import check, parsed
 from zcompile.facts import PHASES_SPLIT
+from zcompile.ir.operation import Phase, data, set_data
 from zcompile.passes.split_phases import split_phases
 
 HEAD = """
@@ -182,6 +186,15 @@ def test_what_is_saved_from_activations_stays_saved() -> None:
 def test_the_fact_refuses_a_saved_view_of_a_parameter() -> None:
     (violation,) = PHASES_SPLIT.violations(parsed(HEAD, JOINT))
     assert violation.message == "t is derived from a parameter, yet saved for t_1"
+
+
+@pytest.mark.parametrize("name", ["x", "dy", "t_1"])
+def test_the_fact_refuses_what_is_said_to_be_of_the_other_phase(name: str) -> None:
+    program = parsed(HEAD, SPLIT)
+    node = program.node(name)
+    other = Phase.FORWARD if data(node).phase is Phase.BACKWARD else Phase.BACKWARD
+    set_data(node, replace(data(node), phase=other))
+    assert any(name in violation.message for violation in PHASES_SPLIT.violations(program))
 
 
 def test_min_cut_saves_no_more_than_default_and_reads_parameters_again_too() -> None:

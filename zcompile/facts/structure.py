@@ -16,19 +16,24 @@ from zcompile.ir.ops import (
     Arena,
     Call,
     Compute,
+    Input,
     Item,
+    Kind,
     Parameter,
     Placeholder,
     Reduce,
     Results,
     Shards,
     Update,
+    WaitFetch,
     WaitGather,
     WaitReduce,
 )
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import TensorType
+
+WAITS = (WaitGather, WaitReduce, WaitFetch)
 
 
 def _well_formed(program: Program) -> Iterator[Violation]:
@@ -135,7 +140,13 @@ def _phases_split(program: Program) -> Iterator[Violation]:
     for node in program.graph.nodes:
         meta = data(node)
         if isinstance(meta.op, Placeholder):
+            is_tangent = isinstance(meta.op, Input) and meta.op.kind is Kind.TANGENT
+            if (meta.phase is Phase.BACKWARD) != is_tangent:
+                yield Violation(node, f"{node.name} is said to be given to the {meta.phase}")
             continue
+        if isinstance(meta.op, (Item, *WAITS)) and meta.phase is not data(node.all_input_nodes[0]).phase:
+            source = node.all_input_nodes[0]
+            yield Violation(node, f"{node.name} belongs to the {meta.phase}, {label(source)} to the other phase")
         seen_backward |= meta.phase is Phase.BACKWARD
         if seen_backward and meta.phase is Phase.FORWARD:
             yield Violation(node, f"{node.name} belongs to the forward but stands in the backward")

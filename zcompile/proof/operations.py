@@ -18,6 +18,7 @@ from torch import fx
 
 from zcompile._torch import OpOverload, replayed_random, saved_random, writes_arguments, written_arguments
 from zcompile.ir.region import graph_text
+from zcompile.ir.shared_memory import root_of
 from zcompile.ir.side_effects import draws, is_random
 from zcompile.proof.rules import LIST
 from zcompile.proof.terms import DRAWN_UNDER, ITEM, PAIR, STATE, Terms
@@ -40,7 +41,7 @@ class OperationTerms:
         draw: Gives the next random draw.
         modules: Graphs that higher-order operations call, by attribute name.
         values: The term of each value; those of placeholders are put in by who evaluates.
-        writes: What was written to, and its term from then on, in order.
+        writes: Whose memory was written to, through whatever view, and its term from then on, in order.
     """
 
     terms: Terms
@@ -48,11 +49,14 @@ class OperationTerms:
     modules: Mapping[str, fx.GraphModule]
     values: dict[fx.Node, int] = field(default_factory=dict)
     writes: list[tuple[fx.Node, int]] = field(default_factory=list)
+    _views: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     def evaluate(self, nodes: Iterable[fx.Node]) -> None:
         """Put the terms of `nodes` into `values`, which has those before them."""
         for node in nodes:
             self.values[node] = self._value(node)
+            if (root := root_of(node)) is not node:
+                self._views.setdefault(root, []).append(node)
 
     def argument(self, given: Any) -> int:
         """The term of an argument."""
@@ -110,14 +114,16 @@ class OperationTerms:
         return self.terms.make((PAIR, state, result))
 
     def _write(self, node: fx.Node, result: int) -> None:
-        """Note what `node` writes to; from here on it reads otherwise."""
+        """Note whose memory `node` writes to; from here on all that show it read otherwise."""
         assert isinstance(node.target, OpOverload), "operations of torch say what they write to"
         for place, name in written_arguments(node.target):
             given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
             for written in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(written, fx.Node):
-                    self.values[written] = self.terms.make((AFTER, result, self.values[written]))
-                    self.writes.append((written, self.values[written]))
+                    root = root_of(written)
+                    for shown in (root, *self._views.get(root, ())):
+                        self.values[shown] = self.terms.make((AFTER, result, self.values[shown]))
+                    self.writes.append((root, self.values[root]))
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from zcompile.ir import ops
 from zcompile.ir.layout import Unit
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.program import Program
-from zcompile.ir.shared_memory import root_of
-from zcompile.proof.operations import OperationTerms
+from zcompile.ir.shared_memory import memory_of_values, root_of
+from zcompile.proof.operations import AFTER, OperationTerms
 from zcompile.proof.regions import Regions, draw
 
 PARAMETER, UPDATED, INPUT, CONSTANT_TENSOR = "parameter", "updated parameter", "input", "tensor"
@@ -65,7 +65,7 @@ class StepTerms:
         values: What each line gives.
         gradients: By parameter the terms that are returned, or used for an update, as its averaged gradient, each with
             the line that has reduced it, or held it back.
-        writes: What inputs hold once they are written to, in the order of the writes.
+        writes: What inputs, parameters and arguments of regions hold once they are written to, in order.
         replicated: Values of which each rank of an axis keeps a shard, by line.
         draws: How many random draws there are.
         calls: The draws before each call of a region.
@@ -86,8 +86,7 @@ class StepTerms:
         self.flat = OperationTerms(self.terms, self._draw, self.program.modules, self.values)  # type: ignore[arg-type]
         for node in self.program.graph.nodes:
             self.values[node] = _EVALUATORS[type(data(node).op)](self, node)
-        # What is written to a region's own values ends with it.
-        self.writes = [term for node, term in self.flat.writes if isinstance(data(root_of(node)).op, ops.Input)]
+        self.writes = [term for node, term in self.flat.writes if not _is_own(root_of(node))]
         for node in self.program.results.reduced:
             self.deliver(node)
 
@@ -112,6 +111,15 @@ class StepTerms:
                     return node
         return None
 
+    def write(self, argument: fx.Node, term: int) -> None:
+        """Note that a region has written to an argument; from here on all that show its memory read otherwise."""
+        memory = memory_of_values(self.program)
+        result = self.terms.keys[term][1]
+        for node, shown in self.values.items():
+            if isinstance(shown, int) and memory[node] == memory[argument]:
+                self.values[node] = term if node is argument else self.terms.make((AFTER, result, shown))
+        self.flat.writes.append((argument, term))
+
     def deliver(self, gradients: fx.Node) -> None:
         """Note averaged gradients that are returned, or used for an update."""
         found = self.values[gradients]
@@ -133,6 +141,12 @@ class StepTerms:
     def _draw(self) -> int:
         self.draws += 1
         return draw(self.terms, self.draws - 1)
+
+
+def _is_own(value: fx.Node) -> bool:
+    """True for what a traced operation gives: what is written to it ends with the step."""
+    made = value.all_input_nodes[0] if isinstance(data(value).op, ops.Item) else value
+    return isinstance(data(made).op, ops.Compute)
 
 
 def _input(step: StepTerms, node: fx.Node) -> Value:
@@ -179,9 +193,8 @@ def _call(step: StepTerms, node: fx.Node) -> Value:
     step.draws += len(found.draws)
     for (number, _), term in zip(found.writes, written, strict=True):
         argument = node.args[1 + step.program.regions[op_of(node, ops.Call).region].takes[number][0]]
-        assert isinstance(argument, fx.Node), "regions write to inputs"
-        step.values[argument] = term
-        step.flat.writes.append((argument, term))
+        assert isinstance(argument, fx.Node), "regions write to values"
+        step.write(argument, term)
     return results[0] if len(results) == 1 else results
 
 

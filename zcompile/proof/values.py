@@ -194,7 +194,7 @@ class TracedValues:
         now, before, none = step.writes, self.terms.step.writes, step.term(None)
         for index in range(max(len(now), len(before))):
             found, wanted = (writes[index] if index < len(writes) else none for writes in (now, before))
-            yield "what an input is overwritten with", None, found, wanted
+            yield "what is written in place", None, found, wanted
 
     def _difference(self, step: StepTerms, what: str, line: fx.Node | None, found: int, wanted: int) -> Violation:
         """The line that computes what differs first, and what was traced there."""
@@ -203,7 +203,7 @@ class TracedValues:
             line = line or step.line_of(wanted)
             return Violation(line, f"{what} is missing; want {self._text(wanted)}{self._source(wanted)}")
         if wanted == none:
-            return Violation(line, f"{what} is {self._text(found)}; want none")
+            return Violation(line or step.line_of(found), f"{what} is {self._text(found)}; want none")
         place = parted(found, wanted, terms, self.terms.count)
         inner, outer = place.around or (place.found, place.wanted)
         line = step.line_of(inner) or line
