@@ -9,7 +9,7 @@ were stepped under a gather arrive as NaN. So a program that reads too late, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,8 +121,9 @@ class _Machine:
     def __init__(self, program: Program, parts: int, divided: Collection[str], seed: int) -> None:
         self.program, self.parts, self.seed = program, parts, seed
         self.layout = program.layout
-        self.world = self.layout.world
+        self.world, self.shards = self.layout.world, self.layout.sharded.size
         self.lanes = self.world * parts
+        """Those of one replica follow each other, and those of one data-parallel rank."""
         self.generator = torch.Generator().manual_seed(seed)
         self.masters = {param.name: self._master(param, param.name in divided) for param in self.layout.params}
         self.versions = dict.fromkeys(self.masters, 0)
@@ -205,7 +206,9 @@ class _Machine:
             else:
                 self._stepped(averages)
         for name, node in self.program.results.gradients.items():
-            mean = self._mean(self.layout.param(name), self.values[node], self.layout.param(name).reduction_dtype)
+            param = self.layout.param(name)
+            mean = self._mean(param, self.values[node], param.reduction_dtype, self._inside())
+            mean = self._mean(param, mean, param.reduction_dtype, self._across()) if self.world > self.shards else mean
             found[f"gradient of {name} in step {step}"] = [mean]
             self._stepped(Averages({name: mean}, scattered=False))
         return found
@@ -224,7 +227,7 @@ class _Machine:
 
     def _rows(self, param: Param, lane: int, averages: Averages) -> tuple[int, int]:
         if averages.scattered and param.shards:
-            return param.shard_rows(lane // self.parts)
+            return param.shard_rows(lane // self.parts % self.shards)
         return 0, param.shape[0] if param.shape else 1
 
     def _owned(self, name: str, averages: Averages, lanes: Lanes) -> Lanes:
@@ -241,12 +244,23 @@ class _Machine:
             return self.masters[name]
         if not param.shape:
             return [self.masters[name][lane % self.parts] for lane in range(self.lanes)]
-        found = []
-        for lane in range(self.lanes):
-            ranks = range(lane % self.parts, self.lanes, self.parts)
-            rows = [self.masters[name][rank][slice(*param.shard_rows(rank // self.parts))] for rank in ranks]
-            found.append(torch.cat(rows))
+        found: Lanes = [None] * self.lanes
+        for lanes in self._inside():
+            rows = [self.masters[name][lane][slice(*param.shard_rows(index))] for index, lane in enumerate(lanes)]
+            for lane in lanes:
+                found[lane] = torch.cat(rows)
         return found
+
+    def _inside(self) -> list[range]:
+        """The lanes that have the shards of one copy of a part of the model, in their order."""
+        width = self.shards * self.parts
+        firsts = (first + part for first in range(0, self.lanes, width) for part in range(self.parts))
+        return [range(first, first - first % self.parts + width, self.parts) for first in firsts]
+
+    def _across(self) -> list[range]:
+        """The lanes that have the same shard of the same part."""
+        width = self.shards * self.parts
+        return [range(first, self.lanes, width) for first in range(width)]
 
     # -- communication ----------------------------------------------------------------------------------------------
 
@@ -257,13 +271,13 @@ class _Machine:
         for param in unit.params:
             kind = param.full_dtype if not param.shards or param.compute_dtype is dtype else param.dtype
             whole = self._whole(param.name)
-            if self.world > 1 and param.shards:
+            if self.shards > 1 and param.shards:
                 sent = [tensor.to(kind) for tensor in whole]
                 lanes = [_placed(sent[lane], place[lane](param) if place else None) for lane in range(self.lanes)]
             else:
                 lanes = [tensor.to(kind) for tensor in self.masters[param.name]]
             tensors.append(lanes)
-        full = Full(unit, tensors, keep, aliases=self.world == 1)
+        full = Full(unit, tensors, keep, aliases=self.shards == 1)
         return Gathering(full, [self.versions[param.name] for param in unit.params])
 
     def _all_gather(self, node: fx.Node) -> Gathering:
@@ -322,8 +336,8 @@ class _Machine:
         tensors = {}
         for param, lanes in self._gradients(node):
             cast = op.dtype if param.reduction_dtype is op.dtype else None
-            tensors[param.name] = self._mean(param, lanes, cast)
-            if self.world > 1:
+            tensors[param.name] = self._mean(param, lanes, cast, self._inside())
+            if self.shards > 1:
                 _fill(lanes)
         place = None
         if op.at is not None:
@@ -332,17 +346,30 @@ class _Machine:
                 spot.fill_(_MARK)
         return Reducing(Averages(tensors, op.scatter), place)
 
-    def _mean(self, param: Param, lanes: Lanes, dtype: torch.dtype | None) -> Lanes:
-        """The average over the data ranks, in the order of ranks; of each part of the model its own."""
+    def _mean(self, param: Param, lanes: Lanes, dtype: torch.dtype | None, groups: Sequence[range]) -> Lanes:
+        """The average over the lanes of each group, in their order."""
         sent = [lane.to(dtype or param.full_dtype) for lane in lanes]
         result: Lanes = [None] * self.lanes
-        for part in range(self.parts):
-            total = sent[part].clone()
-            for lane in range(part + self.parts, self.lanes, self.parts):
+        for group in groups:
+            total = sent[group[0]].clone()
+            for lane in group[1:]:
                 total += sent[lane]
-            for lane in range(part, self.lanes, self.parts):
-                result[lane] = (total / self.world).to(param.dtype)
+            for lane in group:
+                result[lane] = (total / len(group)).to(param.dtype)
         return result
+
+    def _reduce_replicas(self, node: fx.Node) -> Reducing:
+        op, (_, source, group) = op_of(node, ops.ReduceReplicas), node.all_input_nodes
+        averages, axis = self.values[source], self.layout.replicated
+        if axis is None or op_of(group, ops.Group).axis != axis.name or not isinstance(averages, Averages):
+            raise TypeError(f"{node} is not given averages and the group of their replicas")
+        tensors = {}
+        for name, lanes in averages.tensors.items():
+            param = self.layout.param(name)
+            cast = op.dtype if param.reduction_dtype is op.dtype else None
+            tensors[name] = self._mean(param, lanes, cast, self._across())
+            _fill(lanes)
+        return Reducing(replace(averages, tensors=tensors), None)
 
     def _accumulate(self, node: fx.Node) -> Averages:
         given = {param.name: [lane.to(param.dtype) for lane in lanes] for param, lanes in self._gradients(node)}
@@ -485,6 +512,7 @@ _RUN: Mapping[type, Callable[[_Machine, fx.Node], Any]] = {
     ops.WaitFetch: _Machine._wait,
     ops.Release: _Machine._release,
     ops.Reduce: _Machine._reduce,
+    ops.ReduceReplicas: _Machine._reduce_replicas,
     ops.Accumulate: _Machine._accumulate,
     ops.Update: _Machine._update,
     ops.Copy: lambda machine, node: [value.clone() for value in machine._tensors(node.args[0])],

@@ -178,6 +178,11 @@ PROGRAMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dropout, checkpoint": ("dropout", {"checkpoint": "unit"}),
     "dropout, eager": ("dropout", {"backend": "eager"}),
     "drawn": ("drawn", {}),
+    "hybrid": ("gpt", {"replicas": 2}),
+    "hybrid, stage 2, mixed": ("gpt", {"replicas": 2, "stage": 2, **_MIXED}),
+    "hybrid, train_step": ("gpt", {"replicas": 2, "updates": True}),
+    "hybrid, odd, 3 shards": ("odd", {"replicas": 2, "world": 6}),
+    "hybrid, no_sync": ("gpt", {"replicas": 2, "stage": 1, "holds_back": True}),
     "tensor parallel": ("feed", {}),
     "tensor parallel, stage 2": ("feed", {"stage": 2}),
     "tensor parallel, activation shards": ("feed", _PARTITION),
@@ -228,14 +233,15 @@ def original(name: str) -> Original:
     """The program of PROGRAMS that is called so."""
     kind, asked = PROGRAMS[name]
     asked = dict(asked)
-    world, units = asked.pop("world", 2), asked.pop("units", None)
+    replicas, units = asked.pop("replicas", 1), asked.pop("units", None)
+    world = asked.pop("world", 2 * replicas)
     updates, held = asked.pop("updates", False), asked.pop("holds_back", False)
     options = Options(**asked)
     with _mesh(kind) as divided:
         model = divided(MODELS[kind][0]())
         args = MODELS[kind][1]
         program = trace(model, args, dtype=options.dtype, reduce_dtype=options.reduce_dtype, units=units)
-        layout = make_layout(model, STAGES[options.stage], axes_over(model, world), units, options.precision)
+        layout = make_layout(model, STAGES[options.stage], axes_over(model, world, replicas), units, options.precision)
         parts = _divided(model)
         if layout.tensor is not None:
             group = next(p for p in model.parameters() if isinstance(p, DTensor)).device_mesh.get_group().group_name

@@ -19,7 +19,7 @@ from zcompile.ir.program_graph import after_items
 Mutation = Callable[[Random, Program], Program | None]
 """Gives a mutant of a program, whose graph it may change; None where there is nothing of the kind to change."""
 T = TypeVar("T")
-_STARTS = (ops.AllGather, ops.Reduce, ops.Fetch)
+_STARTS = (ops.AllGather, ops.Averaging, ops.Fetch)
 _WAITS = (ops.WaitGather, ops.WaitReduce, ops.WaitFetch)
 _DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 
@@ -118,7 +118,8 @@ def move_line(random: Random, program: Program) -> Program | None:
 
 def exchange_lines(random: Random, program: Program) -> Program | None:
     """Two lines of a kind stand where the other one stood."""
-    kind = pick(random, (ops.AllGather, ops.Reduce, ops.Release, ops.Update, ops.GatherAhead, *_WAITS))
+    kinds = (ops.AllGather, ops.Reduce, ops.ReduceReplicas, ops.Release, ops.Update, ops.GatherAhead, *_WAITS)
+    kind = pick(random, [kind for kind in kinds if kind is not ops.ReduceReplicas or program.nodes(kind)])
     assert kind is not None, "there are kinds"
     lines = program.nodes(kind)
     if len(lines) < 2:
@@ -205,7 +206,7 @@ def _alike(program: Program, full: fx.Node) -> list[fx.Node]:
 
 def exchange_unit(random: Random, program: Program) -> Program | None:
     """A line is of another unit, of the same shapes."""
-    lines = program.nodes(ops.AllGather, ops.GatherAhead, ops.Reduce, ops.Update)
+    lines = program.nodes(ops.AllGather, ops.GatherAhead, ops.Averaging, ops.Update)
     node = pick(random, lines)
     shards = node.args[0] if node else None
     if node is None or not isinstance(shards, fx.Node):
@@ -220,7 +221,7 @@ def exchange_unit(random: Random, program: Program) -> Program | None:
             zip(program.layout.unit(_unit(shards)).names, program.layout.unit(_unit(other)).names, strict=True)
         )
         changes: dict[str, Any] = {"unit": _unit(other)}
-        if isinstance(op, (ops.Reduce, ops.Update)):
+        if isinstance(op, (ops.Averaging, ops.Update)):
             changes["params"] = tuple(names[name] for name in op.params)
         set_data(node, replace(data(node), op=replace(op, **changes)))  # type: ignore[type-var]
     return program
@@ -315,12 +316,46 @@ def drop_gradient(random: Random, program: Program) -> Program | None:
         return None
     param = program.layout.unit(_unit(node.args[0])).params[given.index(gradient)]  # type: ignore[arg-type]
     node.args = (node.args[0], [None if value is gradient else value for value in given])
-    for line in (node, *node.users, *(user for wait in node.users for user in wait.users)):
+    for line in _behind(node):
         op = data(line).op
-        if isinstance(op, (ops.Reduce, ops.WaitReduce, ops.Update, ops.Accumulate)):
+        if isinstance(op, (ops.Averaging, ops.WaitReduce, ops.Update, ops.Accumulate)):
             left = tuple(name for name in op.params if name != param.name)
             set_data(line, replace(data(line), op=replace(op, params=left)))
     return replace(program, unused=program.unused | {param.name}) if random.random() < 0.8 else program
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    """A reduction, and all lines through which its averages go."""
+    lines = [node]
+    for line in lines:
+        lines += [user for user in line.users if not isinstance(data(user).op, ops.Results) and user not in lines]
+    return lines
+
+
+def skip_replicas(random: Random, program: Program) -> Program | None:
+    """Averages over the ranks that shard are used as they are: replicas train apart."""
+    node = pick(random, program.nodes(ops.ReduceReplicas))
+    wait = next(iter(node.users), None) if node else None
+    if node is None or wait is None:
+        return None
+    wait.replace_all_uses_with(node.all_input_nodes[1])
+    for line in (wait, node) if random.random() < 0.7 else ():
+        program.graph.erase_node(line)
+    return program
+
+
+def average_over_another_axis(random: Random, program: Program) -> Program | None:
+    """What is to be averaged over replicas is averaged over the ranks that shard once more."""
+    node = pick(random, program.nodes(ops.ReduceReplicas))
+    if node is None:
+        return None
+    op, axis = data(node).op, program.layout.sharded.name
+    assert isinstance(op, ops.ReduceReplicas), "it is one"
+    if random.random() < 0.5:
+        group = program.add_placeholder(axis, Data(ops.Group(axis)))
+        node.replace_input_with(node.all_input_nodes[2], group)
+    respell(program, node, replace(op, axis=axis))
+    return program
 
 
 def drop_reduction(random: Random, program: Program) -> Program | None:
@@ -424,7 +459,7 @@ def gather_in_another_dtype(random: Random, program: Program) -> Program | None:
 
 def reduce_in_another_dtype(random: Random, program: Program) -> Program | None:
     """Gradients are averaged in another dtype."""
-    return _other(random, program, (ops.Reduce,), "dtype", _DTYPES)
+    return _other(random, program, (ops.Averaging,), "dtype", _DTYPES)
 
 
 def flip_keep(random: Random, program: Program) -> Program | None:
@@ -530,7 +565,7 @@ def claim(random: Random, program: Program) -> Program | None:
         return replace(program, unused=program.unused ^ {param.name})
     changes: Mapping[str, dict[str, Any]] = {
         "frozen": {"trainable": not param.trainable},
-        "whole": {"shards": 0 if param.shards else program.layout.world},
+        "whole": {"shards": 0 if param.shards else program.layout.sharded.size},
         "computed": {"compute_dtype": torch.float64},
         "reduced": {"reduction_dtype": torch.bfloat16 if param.reduction_dtype is None else None},
         "renamed": {"name": random.choice([one.name for one in unit.params])},
@@ -551,7 +586,7 @@ def _with_param(program: Program, name: str, param: Param, other: Param) -> Prog
 
 def claim_replicated(random: Random, program: Program) -> Program | None:
     """A value is said to be the same on all tensor-parallel ranks, and each keeps a shard of it."""
-    group = next(iter(program.nodes(ops.Group)), None)
+    group = next(iter(program.nodes(ops.Group)), None) if program.layout.tensor else None
     saved = [node for node in program.saved() if not isinstance(data(node).op, (ops.Offload, ops.Input))]
     node = pick(random, saved) if group else None
     if group is None or node is None:
@@ -589,8 +624,8 @@ def turn_axes(random: Random, program: Program) -> Program | None:
     axis = layout.sharded
     sizes = [size for size in (1, 2, 3, 4) if size != axis.size]
     turned = [replace(axis, size=random.choice(sizes))]
-    if layout.tensor is not None:
-        turned.append(replace(axis, stride=layout.tensor.stride, size=layout.tensor.size))
+    if (other := layout.tensor or layout.replicated) is not None:
+        turned.append(replace(axis, stride=other.stride, size=other.size))
     choice = random.choice(turned)
     if choice == axis:
         choice = turned[0]
@@ -602,6 +637,7 @@ def _every() -> Iterator[Mutation]:
     yield from (exchange_argument, swap_arguments, exchange_saved, exchange_full, read_stale_copy, exchange_unit)
     yield from (exchange_region, exchange_result, swap_results)
     yield from (exchange_gradient, swap_gradients, drop_gradient, drop_reduction, reduce_twice, hold_back, exchange_end)
+    yield from (skip_replicas, average_over_another_axis)
     yield from (
         gather_in_another_dtype,
         reduce_in_another_dtype,

@@ -10,8 +10,10 @@ reductions add what was held back.
 
 from __future__ import annotations
 
+from torch import fx
+
 from zcompile.ir.operation import Data, Phase, data, op_of
-from zcompile.ir.ops import Accumulate, Reduce, WaitReduce
+from zcompile.ir.ops import Accumulate, Reduce, ReduceReplicas, WaitReduce
 from zcompile.ir.program import Program
 from zcompile.passes.capture_graphs import copy_out
 
@@ -21,12 +23,19 @@ def accumulate_gradients(program: Program) -> Program:
     program = program.copy()
     for reduction in program.nodes(Reduce):
         op = op_of(reduction, Reduce)
-        (wait,) = [user for user in reduction.users if isinstance(data(user).op, WaitReduce)]
+        chain = _chain(reduction)
+        last = chain[-1]
         meta = Data(Accumulate(op.unit, op.params), Phase.BACKWARD, source=op.unit)
         with program.graph.inserting_before(reduction):
-            name = wait.name
-            sums = program.add(reduction.args, meta, f"{name}_held")
-        wait.replace_all_uses_with(sums)
-        program.graph.erase_node(wait)
-        program.graph.erase_node(reduction)
+            sums = program.add(reduction.args, meta, f"{last.name}_held")
+        last.replace_all_uses_with(sums)
+        for node in reversed(chain):
+            program.graph.erase_node(node)
     return copy_out(program)
+
+
+def _chain(reduction: fx.Node) -> list[fx.Node]:
+    """A reduction, its wait, and those behind it over other axes."""
+    (wait,) = [user for user in reduction.users if isinstance(data(user).op, WaitReduce)]
+    following = [user for user in wait.users if isinstance(data(user).op, ReduceReplicas)]
+    return [reduction, wait, *(node for one in following for node in _chain(one))]

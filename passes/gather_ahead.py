@@ -24,7 +24,7 @@ from zcompile.ir.program import Program
 
 def gather_ahead(program: Program) -> Program:
     """A program at whose end the gathers are on their way that its forward begins with."""
-    if program.layout.world == 1 or not program.layout.stage.optimizer_sharded or not program.nodes(Update):
+    if program.layout.sharded.size == 1 or not program.layout.stage.optimizer_sharded or not program.nodes(Update):
         return program
     peak = parameter_peak(program)
     updated = {op_of(node, Update).unit for node in program.nodes(Update)}
@@ -45,7 +45,7 @@ def parameter_peak(program: Program) -> int:
             live += program.memory(node)
         elif isinstance(op, Reduce):
             live += program.memory(node) + _full_bytes(program, op.params)
-        elif isinstance(op, WaitReduce):
+        elif isinstance(op, WaitReduce) and isinstance(data(node.all_input_nodes[0]).op, Reduce):
             live -= _full_bytes(program, op.params)
         most = max(most, live)
     return most

@@ -5,7 +5,13 @@
                                                 u0_grads = wait(u0_reduce)
                                                 return [], [u0_grads]
 
-Stages 1 to 3 scatter: each rank gets the gradient of its shard. Stage 0 reduces to all.
+Stages 1 to 3 scatter: each rank gets the gradient of its shard. Stage 0 reduces to all. Where ranks of another axis
+have the same shards (HSDP; MiCS, Zhang et al. 2022), these are averaged over that axis, too:
+
+    u0_reduce = reduce_scatter(u0, [g])
+    u0_shard_grads = wait(u0_reduce)
+    u0_average = all_reduce(u0, u0_shard_grads, replicate)
+    u0_grads = wait(u0_average)
 """
 
 from __future__ import annotations
@@ -16,9 +22,12 @@ from zcompile.ir.layout import Unit
 from zcompile.ir.liveness import may_show
 from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.ops import (
+    Averaging,
     Copy,
+    Group,
     Item,
     Reduce,
+    ReduceReplicas,
     Release,
     Results,
     Shards,
@@ -27,6 +36,7 @@ from zcompile.ir.ops import (
 )
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items, set_results
+from zcompile.ir.spelling import identifier
 
 
 def insert_reductions(program: Program) -> Program:
@@ -41,13 +51,17 @@ def insert_reductions(program: Program) -> Program:
     }
     nodes = list(program.graph.nodes)
     units = sorted((u for u in program.layout.units if ready[u.name] >= 0), key=lambda unit: ready[unit.name])
-    reduced = [_reduce(program, unit, gradients, nodes[ready[unit.name]]) for unit in units]
+    axis = program.layout.replicated
+    group = program.add_placeholder(identifier(axis.name), Data(Group(axis.name))) if axis and units else None
+    reduced = [_reduce(program, unit, gradients, nodes[ready[unit.name]], group) for unit in units]
     set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients, reduced=reduced)
     return program
 
 
-def _reduce(program: Program, unit: Unit, gradients: dict[str, fx.Node], last: fx.Node) -> fx.Node:
-    """Reduce the gradients of `unit` once `last` of them is there; returns the wait."""
+def _reduce(
+    program: Program, unit: Unit, gradients: dict[str, fx.Node], last: fx.Node, group: fx.Node | None
+) -> fx.Node:
+    """Reduce the gradients of `unit` once `last` of them is there, also over the ranks of `group`; returns the wait."""
     params = tuple(param.name for param in unit.params if param.name in gradients)
     scatter = program.layout.stage.optimizer_sharded
     (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == unit.name]
@@ -56,8 +70,15 @@ def _reduce(program: Program, unit: Unit, gradients: dict[str, fx.Node], last: f
         dtype = unit.reduction_dtype
         meta = Data(Reduce(unit.name, params, scatter, dtype), Phase.BACKWARD, source=unit.name)
         started = program.add((shards, grads), meta, f"{shards.name}_reduce")
-        meta = Data(WaitReduce(unit.name, params), Phase.BACKWARD, source=unit.name)
-        return program.add((started,), meta, f"{shards.name}_grads")
+        waits = Data(WaitReduce(unit.name, params), Phase.BACKWARD, source=unit.name)
+        if group is None:
+            return program.add((started,), waits, f"{shards.name}_grads")
+        waited = program.add((started,), waits, f"{shards.name}_shard_grads")
+        meta = Data(
+            ReduceReplicas(unit.name, params, op_of(group, Group).axis, dtype), Phase.BACKWARD, source=unit.name
+        )
+        averaged = program.add((shards, waited, group), meta, f"{shards.name}_average")
+        return program.add((averaged,), waits, f"{shards.name}_grads")
 
 
 def _owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None:
@@ -89,6 +110,6 @@ def _next_line(program: Program, last: fx.Node) -> fx.Node:
     if data(last).phase is Phase.FORWARD or last.op == "placeholder":
         return next(n for n in program.nodes(phase=Phase.BACKWARD) if n.op != "placeholder")
     following = after_items(last).next
-    while isinstance(data(following).op, (Copy, Reduce, Release, WaitReduce)):
+    while isinstance(data(following).op, (Copy, Averaging, Release, WaitReduce)):
         following = following.next
     return following

@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.operation import Data, Phase, data, op_of
-from zcompile.ir.ops import Copy, Reduce, Shards, Update, WaitReduce
+from zcompile.ir.ops import Averaging, Copy, Shards, Update, WaitReduce
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items, reads_of, set_results
 
@@ -43,4 +43,4 @@ def _last(program: Program, lines: list[fx.Node]) -> fx.Node:
     behind = last.next
     while isinstance(data(behind).op, (Copy, WaitReduce)):
         behind = behind.next
-    return behind if isinstance(data(behind).op, Reduce) else last
+    return behind if isinstance(data(behind).op, Averaging) else last

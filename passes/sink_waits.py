@@ -8,12 +8,19 @@
 At most `depth` reductions are in flight: the full gradients that they read stay alive until the wait, and waiting for
 all of them at the end would hold every full gradient. Stage 0 keeps full gradients anyway and waits at the end, unless
 they are used up (`consumed`) as they arrive.
+
+What is averaged over replicas, too, starts on its way there as soon as it has been waited for. No more than shards is
+held meanwhile, so that is waited for at the end, or where it is consumed, `depth` such messages later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import fx
+
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Reduce, Results, WaitReduce
+from zcompile.ir.ops import Reduce, ReduceReplicas, Results, WaitReduce
 from zcompile.ir.program import Program
 
 
@@ -23,9 +30,23 @@ def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> P
     reductions = program.nodes(Reduce)
     (end,) = program.nodes(Results)
     for index, reduction in enumerate(reductions):
-        later = index + depth
-        bounded = later < len(reductions) and (consumed or op_of(reduction, Reduce).scatter)
-        anchor = reductions[later] if bounded else end
-        (wait,) = [user for user in reduction.users if isinstance(data(user).op, WaitReduce)]
-        anchor.prepend(wait)
+        bounded = consumed or op_of(reduction, Reduce).scatter
+        anchor = _later(reductions, index + depth, end) if bounded else end
+        wait = _wait_of(reduction)
+        following = [user for user in wait.users if isinstance(data(user).op, ReduceReplicas)]
+        for node in (wait, *following):
+            anchor.prepend(node)
+    replicas = program.nodes(ReduceReplicas)
+    for index, reduction in enumerate(replicas):
+        anchor = _later(replicas, index + depth, end) if consumed else end
+        anchor.prepend(_wait_of(reduction))
     return program
+
+
+def _later(reductions: Sequence[fx.Node], index: int, end: fx.Node) -> fx.Node:
+    return reductions[index] if index < len(reductions) else end
+
+
+def _wait_of(reduction: fx.Node) -> fx.Node:
+    (wait,) = [user for user in reduction.users if isinstance(data(user).op, WaitReduce)]
+    return wait

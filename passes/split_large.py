@@ -22,7 +22,7 @@ from zcompile.ir.program import Program
 def split_large(program: Program, *, bucket: int) -> Program:
     """A program whose scattered reductions that have a message of more than `bucket` bytes know it."""
     program = program.copy()
-    for node in program.nodes(Reduce) if program.layout.world > 1 else ():
+    for node in program.nodes(Reduce) if program.layout.sharded.size > 1 else ():
         op = op_of(node, Reduce)
         if op.scatter and max(op.message_bytes(program.layout)) > bucket:
             program.respell(node, replace(op, bucket=bucket))

@@ -10,11 +10,26 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from zcompile.runtime.waits import Waits
+
+
+@dataclass
+class AxisTraffic:
+    """What went over one axis, of so many ranks."""
+
+    size: int
+    payload: int = 0
+    """Bytes of the tensors moved; those of an all_reduce count twice."""
+    messages: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return self.payload * (self.size - 1) // self.size
 
 
 @dataclass
@@ -26,10 +41,8 @@ class TrafficMeter:
     program waited, measured on the host for groups whose wait blocks it, as gloo's does.
     """
 
-    world: int = 1
-    payload: int = 0
-    """Bytes of the tensors moved; those of an all_reduce count twice."""
-    messages: int = 0
+    axes: dict[str, AxisTraffic] = field(default_factory=dict)
+    """By the axis that it went over."""
     seconds: float = 0.0
     exposed: float = 0.0
     counted_until: float = 0.0
@@ -41,9 +54,23 @@ class TrafficMeter:
         self.counted_until = max(self.counted_until, ended)
 
     @property
+    def payload(self) -> int:
+        """Bytes of the tensors moved; those of an all_reduce count twice."""
+        return sum(axis.payload for axis in self.axes.values())
+
+    @property
+    def messages(self) -> int:
+        """How many collectives that was."""
+        return sum(axis.messages for axis in self.axes.values())
+
+    @property
     def bytes(self) -> int:
         """Bytes that this rank sent."""
-        return self.payload * (self.world - 1) // self.world
+        return sum(axis.bytes for axis in self.axes.values())
+
+    def along(self, axis: str, size: int) -> AxisTraffic:
+        """What goes over one axis, to be counted."""
+        return self.axes.setdefault(axis, AxisTraffic(size))
 
     @property
     def hidden(self) -> float | None:

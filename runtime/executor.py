@@ -16,11 +16,14 @@ from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.device import current_stream, stream_number
-from zcompile.runtime.groups import Communicator
+from zcompile.runtime.groups import AxisCommunicator
 from zcompile.runtime.messages import flattened, pack, part_of, piece_of, sent_in_place, unpack
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.shards import Full, UnitShards
+
+Arrivals = list[tuple[list[int], torch.Tensor, AsyncWork | None]]
+"""Per message the parameters that it is of, where it arrives, and what brings it, if it has to come."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Gather:
     """A gather in flight: per message what arrives and which parameters it brings."""
 
     bound: BoundUnit
-    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]]
+    arrivals: Arrivals
     keep: bool
     places: Places | None = None
     done: Full | None = None
@@ -71,7 +74,8 @@ class Gather:
         if self.done is not None:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
-        if stream_number(shards.communicator.device) != self.stream:  # a step's on its stream, for the next on another
+        ranks = shards.communicator.sharded
+        if stream_number(ranks.device) != self.stream:  # a step's on its stream, for the next on another
             for _, arrived, _ in self.arrivals:
                 arrived.record_stream(current_stream(arrived.device))
         tensors: list[torch.Tensor | None] = [
@@ -79,8 +83,8 @@ class Gather:
             for param in unit.params
         ]
         for message, arrived, work in self.arrivals:
-            if work is not None and unit.params[message[0]].shards and shards.communicator.size > 1:
-                _land(work, "all_gather", unit.name, shards.communicator, arrived.nbytes)
+            if work is not None and unit.params[message[0]].shards and ranks.size > 1:
+                _land(work, "all_gather", unit.name, ranks, arrived.nbytes)
             elif work is not None:  # it was only copied
                 work.wait()
             full = unpack(arrived, [unit.params[i] for i in message], self.places)
@@ -100,27 +104,50 @@ class Reduction:
     """A reduction in flight: per message what arrives and which gradients it brings."""
 
     bound: BoundUnit
-    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]]
+    arrivals: Arrivals
+    scattered: bool
+    ranks: AxisCommunicator
+    """Those over which it averages."""
+
+    def wait(self) -> Gradients | ShardAverages:
+        """The averaged gradients; where ranks of another axis have the same shards, those of this axis alone."""
+        unit, of_shards = self.bound.unit, self.ranks is self.bound.shards.communicator.sharded
+        for message, arrived, work in self.arrivals:
+            if work is not None and self.scattered and of_shards and unit.params[message[0]].shards:
+                _land(work, "reduce_scatter", unit.name, self.ranks, arrived.nbytes * self.ranks.size)
+            elif work is not None:
+                _land(
+                    work, "all_reduce", unit.name, self.ranks, 2 * arrived.nbytes, "" if of_shards else self.ranks.axis
+                )
+        averages = ShardAverages(self.bound, [(one, arrived) for one, arrived, _ in self.arrivals], self.scattered)
+        self.arrivals = []
+        replicas = self.bound.shards.communicator.replicas
+        return averages.gradients() if replicas is None or self.ranks is replicas else averages
+
+
+@dataclass
+class ShardAverages:
+    """Averaged gradients of a unit, per message as they were sent; they may be those over one of two axes."""
+
+    bound: BoundUnit
+    arrivals: Sequence[tuple[list[int], torch.Tensor]]
     scattered: bool
 
-    def wait(self) -> Gradients:
-        """The averaged gradients, each shaped like this rank's part of its parameter."""
-        unit, communicator = self.bound.unit, self.bound.shards.communicator
-        result: dict[str, torch.Tensor] = {}
-        for message, arrived, work in self.arrivals:
-            if work is not None:
-                if self.scattered and unit.params[message[0]].shards:
-                    _land(work, "reduce_scatter", unit.name, communicator, arrived.nbytes * communicator.size)
-                else:
-                    _land(work, "all_reduce", unit.name, communicator, 2 * arrived.nbytes)
-            offset, arrived = 0, arrived.to(unit.params[message[0]].dtype)
-            for param in (unit.params[index] for index in message):
+    def parts(self) -> Iterator[tuple[Param, torch.Tensor]]:
+        """Each parameter, and the average shaped like this rank's part of it, a view of what has arrived."""
+        params, rank = self.bound.unit.params, self.bound.shards.communicator.sharded.rank
+        for message, arrived in self.arrivals:
+            offset = 0
+            for param in (params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
-                part = part_of(arrived, offset, param, communicator.rank if scattered else None)
-                result[param.name] = self.bound.shards.memory.home(part)
+                yield param, part_of(arrived, offset, param, rank if scattered else None)
                 offset += param.shard_numel if scattered else param.numel
-        self.arrivals = []
-        return Gradients(self.bound.shards, result)
+
+    def gradients(self) -> Gradients:
+        """The averages over all ranks, in the dtypes of their parameters, where these are."""
+        params, home = self.bound.unit.params, self.bound.shards.memory.home
+        self.arrivals = [(message, arrived.to(params[message[0]].dtype)) for message, arrived in self.arrivals]
+        return Gradients(self.bound.shards, {param.name: home(part) for param, part in self.parts()})
 
 
 @dataclass(frozen=True)
@@ -175,14 +202,14 @@ def _start(
 ) -> Gather:
     """Start gathering, into the memory of `kept` where there is one. `copies`: what is sent may be written to."""
     shards, unit = bound.shards, bound.unit
-    communicator, memory = shards.communicator, shards.memory
+    communicator, memory = shards.communicator.sharded, shards.memory
     memory.before(unit.name)
     places = Places(at, communicator.device)
     messages = bound.messages(lambda index: bool(unit.params[index].shards))
     params = [[unit.params[index] for index in message] for message in messages]
     sent = [shards.wire(some) for some in params]
     kinds = [dtype if dtype is not None and some[0].compute_dtype is dtype else some[0].dtype for some in params]
-    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]]
+    arrivals: Arrivals
     if communicator.size == 1 and not memory.is_away:
         arrivals = [(message, shard.to(kind), None) for message, shard, kind in zip(messages, sent, kinds, strict=True)]
     else:
@@ -237,9 +264,37 @@ def reduce_scatter(
     return _reduce(bound, unbox(grads), dtype, scattered=True, bucket=bucket, at=at)
 
 
-def all_reduce(bound: BoundUnit, grads: list[torch.Tensor | None], *, dtype: torch.dtype | None = None) -> Reduction:
-    """Start averaging gradients; each rank gets all. Works in place where it can: gradients are the program's own."""
-    return _reduce(bound, unbox(grads), dtype, scattered=False)
+def all_reduce(
+    bound: BoundUnit,
+    grads: list[torch.Tensor | None] | ShardAverages,
+    replicas: AxisCommunicator | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Reduction:
+    """Start averaging gradients; each rank gets all. Works in place where it can: gradients are the program's own.
+
+    With `replicas`, ranks that have the same shards, over these: what has been averaged over those that shard. It is
+    averaged in the dtype in which that was, `dtype` where one is named.
+    """
+    if not isinstance(grads, ShardAverages):
+        return _reduce(bound, unbox(grads), dtype, scattered=False)
+    assert replicas is not None, "a program says over which ranks"
+    arrivals: Arrivals = [
+        (message, tensor, replicas.all_reduce(tensor) if replicas.size > 1 else None)
+        for message, tensor in grads.arrivals
+    ]
+    return Reduction(bound, arrivals, grads.scattered, replicas)
+
+
+def average(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bool) -> Gradients:
+    """The averages of gradients over all ranks, now: for those that are reduced outside of a program."""
+    reduce = reduce_scatter if scattered else all_reduce
+    dtype = bound.unit.reduction_dtype
+    averages = reduce(bound, grads, dtype=dtype).wait()
+    if isinstance(averages, ShardAverages):
+        averages = all_reduce(bound, averages, bound.shards.communicator.replicas, dtype=dtype).wait()
+    assert isinstance(averages, Gradients), "there are two axes at most"
+    return averages
 
 
 def accumulate(bound: BoundUnit, grads: list[torch.Tensor | None]) -> Gradients:
@@ -257,7 +312,7 @@ def update(bound: BoundUnit, grads: Gradients) -> None:
     grads.tensors.clear()
 
 
-def wait(started: Gather | Reduction | Arrival) -> Full | Gradients | torch.Tensor:
+def wait(started: Gather | Reduction | Arrival) -> Full | Gradients | ShardAverages | torch.Tensor:
     """The full parameters of a gather, averaged gradients in the dtype of their shards, or an activation."""
     return started.wait()
 
@@ -305,9 +360,9 @@ def _reduce(
     at: torch.Tensor | None = None,
 ) -> Reduction:
     places = Places(at, bound.shards.communicator.device)
-    communicator, params = bound.shards.communicator, bound.unit.params
+    communicator, params = bound.shards.communicator.sharded, bound.unit.params
     grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
-    arrivals: list[tuple[list[int], torch.Tensor, AsyncWork | None]] = []
+    arrivals: Arrivals = []
     messages = bound.messages(lambda index: grads[index] is not None)
     if communicator.size == 1:  # nothing is sent, so nothing is packed
         messages = [[index] for message in messages for index in message]
@@ -333,11 +388,11 @@ def _reduce(
     mine = [torch.empty(s.numel() // communicator.size, dtype=s.dtype, device=s.device) for _, s in together]
     works = communicator.reduce_scatter_many(mine, [sent for _, sent in together])
     arrivals += [(message, shard, work) for (message, _), shard, work in zip(together, mine, works, strict=True)]
-    return Reduction(bound, arrivals, scattered)
+    return Reduction(bound, arrivals, scattered, communicator)
 
 
 def _by_pieces(
-    communicator: Communicator,
+    communicator: AxisCommunicator,
     parts: list[tuple[Param, torch.Tensor | None]],
     dtype: torch.dtype | None,
     bucket: int | None,
@@ -358,13 +413,13 @@ def _by_pieces(
     return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)
 
 
-def _land(work: AsyncWork, operation: str, unit: str, communicator: Communicator, payload: int) -> None:
-    """Wait for a collective, and note when it flew."""
-    recorder, size = communicator.recorder, communicator.size
-    start = recorder.now()
+def _land(work: AsyncWork, operation: str, unit: str, ranks: AxisCommunicator, payload: int, group: str = "") -> None:
+    """Wait for a collective, and note when it flew; `group`: its axis, if that is not the one that shards."""
+    recorder, start = ranks.recorder, ranks.recorder.now()
     work.wait()
     waited = Span("wait", start, recorder.now())
-    recorder.add_message(Message(operation, unit, payload * (size - 1) // size, work.started, work.ended, waited))
+    sent = payload * (ranks.size - 1) // ranks.size
+    recorder.add_message(Message(operation, unit, sent, work.started, work.ended, waited, group))
 
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {

@@ -11,37 +11,49 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcompile._torch import backend_name, connect_hosts, gloo_of, group_timeout, is_fake, root_mesh
+from zcompile._torch import backend_name, connect_hosts, flattened, gloo_of, group_timeout, is_fake, root_mesh
 from zcompile.errors import GroupError
+from zcompile.ir.axis import DATA, Axis, AxisKind
+from zcompile.ir.layout import Stage
 from zcompile.runtime.async_work import AsyncWork, TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import HOST, NCCL, backend_of, gpu_count, gpu_kind, is_host, own_device
 from zcompile.runtime.gloo_collectives import GlooCollectives
+from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.waits import Waits
 
 
-class Communicator:
-    """Collectives over one mesh, asynchronous, averaged where they reduce, metered."""
+class AxisCommunicator:
+    """Collectives over one dimension of a mesh, asynchronous, averaged where they reduce, metered.
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self.device, self.group = mesh, device, mesh.get_group()
+    Args:
+        mesh: Of one dimension.
+        device: Where the tensors are.
+        whole: The communicator of all ranks that train the same model, of which these are some.
+    """
+
+    collectives: Collectives
+    """What is not metered here."""
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device, whole: Communicator | None = None) -> None:
+        self.device, self.group = device, mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.traffic, self.waits = TrafficMeter(self.size), Waits(self.group)
-        member = Member(self.group, device, self.rank, self.size, self.traffic, self.waits)
-        self.recorder = member.recorder
-        backend = _backend(self.group, device)
+        (self.axis,) = mesh.mesh_dim_names or (DATA,)
         self.is_fake = is_fake(self.group)
-        self.collectives: Collectives
-        """What is not metered here."""
-        self.control: GlooCollectives | None = None
-        """What the hosts tell each other, past the streams of any GPU; None where there are no others."""
-        if backend == backend_of(HOST) and is_host(device):
-            self.collectives = self.control = GlooCollectives(member, gloo_of(self.group))
+        self.waits: Waits = Waits(self.group, None if whole is None else whole.waits)
+        self.traffic: TrafficMeter = TrafficMeter() if whole is None else whole.traffic
+        self.recorder: Recorder = Recorder() if whole is None else whole.recorder
+        self._backend = _backend(self.group, device)
+        self._member = Member(self.group, device, self.rank, self.size, self.traffic, self.waits, self.recorder)
+        if self._is_of_hosts:
+            self.collectives = GlooCollectives(self._member, gloo_of(self.group))
         else:
-            self.collectives = BackendCollectives(member, averages=backend == NCCL)
-            if self.size > 1 and not self.is_fake:
-                self.control = GlooCollectives(replace(member, traffic=TrafficMeter()), _hosts(member))
+            self.collectives = BackendCollectives(self._member, averages=self._backend == NCCL)
+
+    @property
+    def _is_of_hosts(self) -> bool:
+        return self._backend == backend_of(HOST) and is_host(self.device)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
         """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
@@ -75,6 +87,50 @@ class Communicator:
         self._count(2 * tensor.nbytes)
         return self.collectives.all_reduce(tensor)
 
+    def stamp(self, run: int) -> None:
+        """What is sent from now on belongs to the run with this number, where messages can tell."""
+        self.collectives.stamp(run)
+
+    def order_all(self) -> None:
+        """Whatever was begun and not waited for ends before what the current stream does from here on."""
+        self.collectives.order_all()
+
+    def _count(self, payload: int) -> None:
+        axis = self.traffic.along(self.axis, self.size)
+        axis.payload += payload
+        axis.messages += 1
+
+
+class Communicator(AxisCommunicator):
+    """All ranks that train the same model on other data, and of these the groups along each axis.
+
+    Args:
+        mesh: Of one dimension, or of two, whose names say along which shards repeat: see `data_axes`.
+        device: Where the tensors are.
+    """
+
+    replicas: AxisCommunicator | None = None
+    """The ranks that have the same shards, if they are others than this one alone."""
+    _sharded: AxisCommunicator | None = None
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__(mesh if mesh.ndim == 1 else flattened(mesh), device)
+        self.mesh = mesh
+        self.control: GlooCollectives | None = None
+        """What the hosts tell each other, past the streams of any GPU; None where there are no others."""
+        if isinstance(self.collectives, GlooCollectives):
+            self.control = self.collectives
+        elif self.size > 1 and not self.is_fake:
+            self.control = GlooCollectives(replace(self._member, traffic=TrafficMeter()), _hosts(self._member))
+        if mesh.ndim > 1:
+            axes = {kind: AxisCommunicator(mesh[name], device, self) for kind, name in data_axes(mesh).items()}
+            self._sharded, self.replicas = axes[AxisKind.SHARD], axes[AxisKind.REPLICATE]
+
+    @property
+    def sharded(self) -> AxisCommunicator:
+        """The ranks among which parameters are sharded."""
+        return self if self._sharded is None else self._sharded
+
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank the values of the mesh's first rank, in place; any device, strides and dtype."""
@@ -98,13 +154,21 @@ class Communicator:
 
     def stamp(self, run: int) -> None:
         """What is sent from now on belongs to the run with this number, where messages can tell."""
-        self.collectives.stamp(run)
+        super().stamp(run)
+        for part in self._axes:
+            part.stamp(run)
         if self.control is not None:
             self.control.stamp(run)
 
-    def _count(self, payload: int) -> None:
-        self.traffic.payload += payload
-        self.traffic.messages += 1
+    def order_all(self) -> None:
+        """Whatever was begun and not waited for ends before what the current stream does from here on."""
+        super().order_all()
+        for part in self._axes:
+            part.order_all()
+
+    @property
+    def _axes(self) -> list[AxisCommunicator]:
+        return [part for part in (self._sharded, self.replicas) if part is not None]
 
 
 def _hosts(member: Member) -> Any:
@@ -147,8 +211,8 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, tensor: DeviceMe
     `tensor`: the mesh over which tensor parallelism divides the model.
 
     Raises:
-        GroupError: several ranks without a process group; a mesh of several dimensions, of another device, or one
-            along which ranks would train apart.
+        GroupError: several ranks without a process group; a mesh of several dimensions that do not say what they are
+            for, of another device, or one along which ranks would train apart.
     """
     if mesh is not None:
         check_mesh(mesh, tensor)
@@ -162,23 +226,65 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, tensor: DeviceMe
             fix = "call torch.distributed.init_process_group() before zcompile.compile"
             raise GroupError("process group", f"not initialised, though WORLD_SIZE is {ranks}", fix)
         dist.init_process_group(backend_of(device.type), store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA,))
+
+
+def data_axes(mesh: DeviceMesh) -> dict[AxisKind, str]:
+    """The names of a mesh's dimensions by what they are for, in their order.
+
+    Raises:
+        GroupError: of several dimensions, none or more than one shards, or repeats shards, by its name.
+    """
+    names = mesh.mesh_dim_names or (DATA,)
+    if mesh.ndim == 1:
+        return {AxisKind.SHARD: names[0]}
+    kinds = [next((kind for kind in _DATA_KINDS if name.rpartition("_")[2] == kind), None) for name in names]
+    if sorted(kinds, key=str) != sorted(_DATA_KINDS) or len(names) != mesh.ndim:
+        problem = (
+            f"is {mesh}, and its dimensions do not say which of them repeats the shards that the other one divides"
+        )
+        example = f"init_device_mesh({mesh.device_type!r}, (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
+        fix = f"call them so, as in {example}, or name_replicate and name_shard; or give a mesh of one dimension"
+        raise GroupError("mesh", problem, fix)
+    return {AxisKind(kind): name for kind, name in zip(kinds, names, strict=True) if kind is not None}
+
+
+_DATA_KINDS = (AxisKind.REPLICATE, AxisKind.SHARD)
+
+
+def mesh_of_stage(mesh: DeviceMesh, stage: Stage) -> DeviceMesh:
+    """The data-parallel mesh as a stage takes it: where nothing is sharded, all ranks as one dimension. Collective."""
+    return mesh if stage.optimizer_sharded or mesh.ndim == 1 else flattened(mesh)
+
+
+def axes_of_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> tuple[Axis, ...]:
+    """The axes of the data-parallel mesh, and of the one over which tensor parallelism divides the model behind it."""
+    parts = 1 if tensor is None else tensor.size()
+    found, stride = list[Axis](), parts
+    for kind, name in reversed(data_axes(mesh).items()):
+        size = mesh.size() if mesh.ndim == 1 else mesh[name].size()
+        found.insert(0, Axis(name, kind, size, stride))
+        stride *= size
+    if tensor is not None and parts > 1:
+        (name,) = tensor.mesh_dim_names or ("tp",)
+        found.append(Axis(name, AxisKind.TENSOR, parts))
+    return tuple(found)
 
 
 def check_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
     """Refuse a mesh whose ranks would not be all that train the same model; `tensor` as for `resolve_mesh`.
 
     Raises:
-        GroupError: it has several dimensions, or is one of a mesh whose others are neither of size 1 nor `tensor`.
+        GroupError: its dimensions do not say what they are for, or it is one of a mesh whose others are neither of size
+            1 nor `tensor`.
     """
+    data_axes(mesh)
     ranks = f"a mesh of one dimension over all data-parallel ranks, init_device_mesh({mesh.device_type!r}, (world,))"
-    if mesh.ndim != 1:
-        raise GroupError("mesh", f"is {mesh}, and data parallelism wants one dimension", f"give {ranks}, or none")
     root, covered = root_mesh(mesh), mesh.size() * (tensor.size() if tensor is not None else 1)
     if root.size() <= covered:
         return
-    name = (mesh.mesh_dim_names or ("dp",))[0]
-    group, own = f"mesh[{name!r}].get_group()", f"{mesh.device_type!r}"
+    names = mesh.mesh_dim_names or (DATA,)
+    group, own = f"mesh[{names[0]!r}].get_group()", f"{mesh.device_type!r}"
     alone = f"DeviceMesh.from_group({group}, {own})"
     if tensor is not None:
         groups = f"[{group}, mesh[{(tensor.mesh_dim_names or ('tp',))[0]!r}].get_group()]"

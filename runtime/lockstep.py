@@ -127,7 +127,7 @@ class Lockstep:
 
     def __post_init__(self) -> None:
         self.alone = self.communicator.size == 1 or self.communicator.is_fake
-        self.communicator.waits.check = self._look
+        self.communicator.waits.reporting.check = self._look
 
     def enter(
         self,

@@ -14,11 +14,11 @@ from zcompile._torch import chunk_cat, copy_all
 from zcompile.ir.layout import Param
 from zcompile.runtime.arena import Places
 from zcompile.runtime.device import is_gpu
-from zcompile.runtime.groups import Communicator
+from zcompile.runtime.groups import AxisCommunicator
 
 
 def sent_in_place(
-    sent: list[torch.Tensor], arrived: list[torch.Tensor], communicator: Communicator, *, always: bool
+    sent: list[torch.Tensor], arrived: list[torch.Tensor], communicator: AxisCommunicator, *, always: bool
 ) -> list[torch.Tensor]:
     """What is sent, from its place among what arrives where it is cast first, or `always`."""
     own = [full.view(communicator.size, -1)[communicator.rank] for full in arrived]

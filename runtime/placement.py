@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from zcompile._torch import StridedShard, local_tensor, with_local
+from zcompile.ir.axis import AxisKind
 from zcompile.ir.layout import Param
+from zcompile.runtime.groups import data_axes
 
 Placement = Any
 """A `Shard`, `Replicate` or `Partial` of torch.distributed.tensor, or a `StridedShard`; their base class is private."""
@@ -33,8 +35,8 @@ class Placing:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
-    averages: bool = True
-    """True if gradients are averaged over the first dimension of the mesh."""
+    averaged: int = 1
+    """The dimensions of the mesh over which gradients are averaged: the first so many."""
 
     def place(self, local: torch.Tensor) -> DTensor:
         """`local`, this rank's part, as a DTensor over the same memory, be it on the device of the mesh or not."""
@@ -46,12 +48,15 @@ class Placing:
 
     def unreduced(self) -> Placing:
         """That of a gradient before its average, where each rank has all of it."""
-        return replace(self, placements=(Partial("avg"), *self.placements[1:])) if self.averages else self
+        partial = (Partial("avg"),) * self.averaged
+        return replace(self, placements=(*partial, *self.placements[self.averaged :]))
 
 
 def along(param: Param, mesh: DeviceMesh) -> Placing:
     """The placing of shards over the data-parallel mesh alone."""
-    return Placing(mesh, (Shard(0) if param.shards else Replicate(),), torch.Size(param.shape))
+    shards = {AxisKind.SHARD: Shard(0)} if param.shards else {}
+    placements = tuple(shards.get(kind, Replicate()) for kind in data_axes(mesh))
+    return Placing(mesh, placements, torch.Size(param.shape), averaged=mesh.ndim)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class ModelParallel:
 
     Args:
         mesh: Of one dimension.
-        joint: The data-parallel dimension, then that of `mesh`.
+        joint: The data-parallel dimensions, then that of `mesh`.
         ranks: All ranks of `joint` as one dimension.
         divided: Parameters, and buffers, of which the ranks of `mesh` have different parts or values.
     """
@@ -69,10 +74,12 @@ class ModelParallel:
     joint: DeviceMesh
     ranks: DeviceMesh
     divided: frozenset[str]
+    data: tuple[AxisKind, ...] = (AxisKind.SHARD,)
+    """What the data-parallel dimensions are for."""
 
     def whole(self, parameter: torch.Tensor) -> Placing:
         """The placing of a parameter that data parallelism does not divide."""
-        return Placing(self.mesh, self._placements(parameter), parameter.shape, averages=False)
+        return Placing(self.mesh, self._placements(parameter), parameter.shape, averaged=0)
 
     def sharded(self, param: Param, parameter: torch.Tensor) -> Placing:
         """The placing of shards of the local part of `parameter`.
@@ -80,10 +87,12 @@ class ModelParallel:
         Where both meshes divide dim 0, the data-parallel one divides what the other has given: its rows are strided.
         """
         (outer,) = self._placements(parameter)
-        first: Placement = Replicate()
+        shards: dict[AxisKind, Placement] = {}
         if param.shards:
-            first = StridedShard(0, split_factor=self.mesh.size()) if outer == Shard(0) else Shard(0)
-        return Placing(self.joint, (first, outer), parameter.shape)
+            strided = outer == Shard(0)
+            shards[AxisKind.SHARD] = StridedShard(0, split_factor=self.mesh.size()) if strided else Shard(0)
+        data = tuple(shards.get(kind, Replicate()) for kind in self.data)
+        return Placing(self.joint, (*data, outer), parameter.shape, averaged=len(data))
 
     def _placements(self, parameter: torch.Tensor) -> tuple[Placement, ...]:
         """Plain parameters of a tensor-parallel model are on every rank of its mesh."""

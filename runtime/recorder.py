@@ -82,6 +82,8 @@ class Message:
     ended: float | None
     """None where the host cannot tell, as on CUDA."""
     waited: Span
+    group: str = ""
+    """The axis that it went over, if that is not the one that shards."""
 
 
 @dataclass

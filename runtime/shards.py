@@ -112,7 +112,7 @@ class UnitShards:
         return parameter
 
     def _distributed(self, param: Param, value: torch.Tensor) -> nn.Parameter:
-        start, stop = param.shard_rows(self.communicator.rank)
+        start, stop = param.shard_rows(self.communicator.sharded.rank)
         if param.shards:
             flat = self.padded_shard(param)[: (stop - start) * math.prod(param.shape[1:])]
             local = flat.view(stop - start, *param.shape[1:])
@@ -131,7 +131,7 @@ class UnitShards:
     def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
         """This rank's part of `full`, which is shaped like the full parameter `name`, in memory of its own."""
         param = self.unit.params[self.unit.index(name)]
-        start, stop = param.shard_rows(self.communicator.rank)
+        start, stop = param.shard_rows(self.communicator.sharded.rank)
         mine = full[start:stop] if param.shards else full
         return self._placings[name].place(self.memory.own(mine))
 
@@ -178,7 +178,7 @@ class UnitShards:
         """Add an averaged gradient to this rank's own, so that the average of the sum holds it once."""
         param = self.unit.params[self.unit.index(name)]
         if param.shards:
-            start, stop = param.shard_rows(self.communicator.rank)
+            start, stop = param.shard_rows(self.communicator.sharded.rank)
             gradient[start:stop].add_(local_tensor(averaged), alpha=self.communicator.size)
         else:
             gradient.add_(local_tensor(averaged))
@@ -261,7 +261,7 @@ class UnitShards:
         An int32 [] on the device. The host does not wait for it: on CUDA all units are compared before the first
         answer is read.
         """
-        rank = self.communicator.rank
+        rank = self.communicator.sharded.rank
         result = [torch.zeros((), dtype=torch.bool, device=self.communicator.device)]
         for full in (full for full in self.kept.values() if not full.is_stale):
             for index, param in enumerate(full.unit.params):

@@ -66,28 +66,56 @@ class Report:
     """The AgreementError that it has raised: subject, found, fix."""
 
 
-class Waits:
-    """The waits of one rank for the others of a group, and what these have reported of theirs."""
+@dataclass
+class Reporting:
+    """What a rank has in common in all groups that it waits in for one model."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    ranks: Sequence[int]
+    """Whose reports are read: all of the model's, by the numbers that they have in the whole world."""
+    prefix: str
+    """What names of reports in the store begin with."""
+    run: str = ""
+    """What this rank runs, by number and kind."""
+    check: Callable[[], None] = lambda: None
+    """Raises what is known by now to be wrong; called while this rank waits."""
+    told: bool = False
+    """True while a report of this rank is in the store."""
+
+
+class Waits:
+    """The waits of one rank for the others of a group, and what these have reported of theirs.
+
+    `whole`: the waits for all ranks, of which the group has some. Who waits in one group may do so for a rank that
+    waits in another one, so reports are read across groups.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, whole: Waits | None = None) -> None:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         """The group's ranks, by the numbers that they have in the whole world: errors name these."""
         self.rank = dist.get_rank()
         self.awaited: int | None = None
         """Whose message is waited for on the progress thread, by its number in the group."""
-        self.run = ""
-        """What this rank runs, by number and kind."""
-        self.check: Callable[[], None] = lambda: None
-        """Raises what is known by now to be wrong; called while this rank waits."""
-        self._prefix = f"zcompile/{group.group_name}/waits"
+        self.reporting: Reporting = self._reporting(group) if whole is None else whole.reporting
+
+    def _reporting(self, group: dist.ProcessGroup) -> Reporting:
+        prefix = f"zcompile/{group.group_name}/waits"
         if len(self.ranks) > 1 and not is_fake(group):
             # Reports of an earlier model on the group say nothing of this one's ranks.
-            self._prefix += f" {default_store().add(f'{self._prefix} of {self.rank}', 1)}"
-        self._told = False
+            prefix += f" {default_store().add(f'{prefix} of {self.rank}', 1)}"
+        return Reporting(self.ranks, prefix)
+
+    @property
+    def run(self) -> str:
+        """What this rank runs, by number and kind."""
+        return self.reporting.run
+
+    @run.setter
+    def run(self, run: str) -> None:
+        self.reporting.run = run
 
     def name(self, what: str) -> str:
         """A name in the store for something that the ranks of this model's group have together."""
-        return f"{self._prefix}/{what}"
+        return f"{self.reporting.prefix}/{what}"
 
     def until(
         self, done: Callable[[float], bool], what: str, awaited: Callable[[], Sequence[int]] | None = None
@@ -104,9 +132,9 @@ class Waits:
             return
         started, warned, asked = time.perf_counter() - POLL, False, 0.0
         while not done(POLL):
-            self.check()
+            self.reporting.check()
             waited = time.perf_counter() - started
-            if waited > TOLD and not self._told:
+            if waited > TOLD and not self.reporting.told:
                 self._tell(Report(self._missing(awaited), where_of(what), self.run))
             if waited > max(TOLD, asked + ASKED):
                 self._raise_refusal(self._reports(()))
@@ -117,7 +145,7 @@ class Waits:
 
     def over(self) -> None:
         """What was waited for has come: take the report back, if there was one."""
-        if self._told:
+        if self.reporting.told:
             self._tell(None)
 
     @contextlib.contextmanager
@@ -182,7 +210,7 @@ class Waits:
         Raises:
             AgreementError: another rank has found the ranks out of step.
         """
-        self.check()  # a rank that is out of step says more than a broken connection
+        self.reporting.check()  # a rank that is out of step says more than a broken connection
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         awaited = [self.ranks[error.rank]] if isinstance(error, RankLost) else others or self._missing(None)
         self._tell(Report(awaited, where_of(what), self.run))
@@ -243,15 +271,15 @@ class Waits:
 
     def _tell(self, report: Report | None) -> None:
         text = json.dumps(asdict(report)) if report is not None else ""
-        _within(ANSWERED, lambda: default_store().set(f"{self._prefix}/{self.rank}", text))
-        self._told = report is not None
+        _within(ANSWERED, lambda: default_store().set(f"{self.reporting.prefix}/{self.rank}", text))
+        self.reporting.told = report is not None
 
     def _reports(self, expected: Sequence[int]) -> dict[int, Report]:
         """What the others have reported, by rank; those `expected` have a moment to do so."""
         deadline, result = time.perf_counter() + GRACE, dict[int, Report]()
         while True:
-            for rank in (rank for rank in self.ranks if rank not in result and rank != self.rank):
-                text = _within(ANSWERED, functools.partial(_read, f"{self._prefix}/{rank}"))
+            for rank in (rank for rank in self.reporting.ranks if rank not in result and rank != self.rank):
+                text = _within(ANSWERED, functools.partial(_read, f"{self.reporting.prefix}/{rank}"))
                 if text is None:
                     return result
                 if text:

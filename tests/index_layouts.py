@@ -173,7 +173,8 @@ class LocalCommunicator(Communicator):
         self.switch, self.size, self.rank, self.device = switch, switch.size, rank, CPU
         self.mesh = DeviceMesh("cpu", torch.arange(switch.size), _init_backend=False, _rank=rank)
         self.collectives = LocalCollectives(switch, rank)
-        self.traffic, self.recorder, self.is_fake, self.control = TrafficMeter(self.size), Recorder(), False, None
+        self.traffic, self.recorder, self.is_fake, self.control = TrafficMeter(), Recorder(), False, None
+        self.axis = "dp"
         self.waits = LocalWaits()  # type: ignore[assignment]
 
     def broadcast(self, tensor: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ def both(name: str) -> tuple[GlooCollectives, Collectives, Member]:
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
     group = mesh.get_group()
-    member = Member(group, HOST, mesh.get_local_rank(), world, TrafficMeter(world), Waits(group))
+    member = Member(group, HOST, mesh.get_local_rank(), world, TrafficMeter(), Waits(group))
     return GlooCollectives(member, gloo_of(group)), BackendCollectives(member, averages=False), member
 
 

@@ -156,6 +156,7 @@ def test_no_folder_is_full_and_every_one_is_installed() -> None:
 def test_runtime_knows_no_programs() -> None:
     known = {other for one, other in import_graph().edges if one.startswith("zcompile.runtime.")}
     assert {name for name in known if room_of(name) == "ir"} == {
+        "zcompile.ir.axis",
         "zcompile.ir.layout",
         "zcompile.ir.packing",
         "zcompile.ir.tensor_type",

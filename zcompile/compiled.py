@@ -25,7 +25,6 @@ from zcompile.engine.fragments import Tree
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
-from zcompile.ir.axis import Axis, axes_of
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.model.materialise import check_weights
@@ -37,7 +36,7 @@ from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.gradients.outside import Outside
-from zcompile.runtime.groups import Communicator, default_device, resolve_mesh
+from zcompile.runtime.groups import Communicator, axes_of_mesh, default_device, mesh_of_stage, resolve_mesh
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.offload.shard_file import ShardFile
 from zcompile.runtime.placement import ModelParallel
@@ -121,8 +120,14 @@ def _compiled(
 ) -> CompiledModule:
     check_kinds(model)
     parallel = model_parallel(model, mesh)
-    communicator = _communicator(model, mesh, parallel)
-    layout = make_layout(model, STAGES[asked.stage], _axes(communicator, parallel), units, asked.precision)
+    communicator = _communicator(model, asked.stage, mesh, parallel)
+    layout = make_layout(
+        model,
+        STAGES[asked.stage],
+        axes_of_mesh(communicator.mesh, parallel.mesh if parallel is not None else None),
+        units,
+        asked.precision,
+    )
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
     everyone = agreement
@@ -156,18 +161,12 @@ def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> 
         warnings.warn(f"zcompile: weights {rounded}", stacklevel=4)
 
 
-def _communicator(model: nn.Module, mesh: DeviceMesh | None, parallel: ModelParallel | None) -> Communicator:
+def _communicator(
+    model: nn.Module, stage: int, mesh: DeviceMesh | None, parallel: ModelParallel | None
+) -> Communicator:
     device = _device(model, mesh)
-    return Communicator(resolve_mesh(mesh, device, None if parallel is None else parallel.mesh), device)
-
-
-def _axes(communicator: Communicator, parallel: ModelParallel | None) -> tuple[Axis, ...]:
-    """The axes of the mesh, as it names them."""
-    (data,) = communicator.mesh.mesh_dim_names or ("dp",)
-    if parallel is None:
-        return axes_of(communicator.size, names=(data, ""))
-    (tensor,) = parallel.mesh.mesh_dim_names or ("tp",)
-    return axes_of(communicator.size, parallel.mesh.size(), (data, tensor))
+    mesh = resolve_mesh(mesh, device, None if parallel is None else parallel.mesh)
+    return Communicator(mesh_of_stage(mesh, STAGES[stage]), device)
 
 
 def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> ShardMemory:
@@ -238,7 +237,8 @@ def _refuse_shared_storage(model: nn.Module) -> None:
 
 
 def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
-    lines = [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in layout.params]
+    lines = [f"axis {axis.name}: {axis}" for axis in layout.axes]
+    lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in layout.params]
     return [*lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 

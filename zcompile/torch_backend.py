@@ -43,7 +43,6 @@ from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
-from zcompile.ir.axis import axes_of
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.ir.spelling import identifier
@@ -52,7 +51,7 @@ from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients.delivery import Refusal
-from zcompile.runtime.groups import Communicator, check_mesh, resolve_mesh
+from zcompile.runtime.groups import Communicator, axes_of_mesh, check_mesh, mesh_of_stage, resolve_mesh
 from zcompile.runtime.shards import UnitShards
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
@@ -176,8 +175,9 @@ class Backend:
 
     def _make_engine(self, device: torch.device) -> Engine:
         options = self.options
-        communicator = Communicator(resolve_mesh(self.mesh, device), device)
-        layout = Layout((), STAGES[options.stage], axes_of(communicator.size))
+        stage = STAGES[options.stage]
+        communicator = Communicator(mesh_of_stage(resolve_mesh(self.mesh, device), stage), device)
+        layout = Layout((), stage, axes_of_mesh(communicator.mesh))
         engine = Engine(ModelRuntime(layout, communicator, Agreement(communicator), options))
         watch_optimizers(self, engine.runtime, {})
         return engine
@@ -213,7 +213,7 @@ class Backend:
         layout, communicator = engine.runtime.layout, engine.runtime.communicator
         blocks, precision = blocks_of_names(fresh), self.options.precision
         taken = {identifier(unit.name) for unit in layout.units}
-        units = list(make_units(fresh, blocks, layout.stage, layout.world, precision, kept=kept, taken=taken))
+        units = list(make_units(fresh, blocks, layout.stage, layout.sharded.size, precision, kept=kept, taken=taken))
         plain = not layout.stage.optimizer_sharded
         shards: dict[str, UnitShards] = {}
         made: dict[int, _Known] = {}

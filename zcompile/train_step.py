@@ -117,13 +117,11 @@ def _check_place(place: Path | Literal["cpu"], model: nn.Module, *, on_host: boo
 
 def _check_reaches_host(mesh: DeviceMesh | None) -> None:
     """Raise GroupError if the norm of gradients in the memory of the host is to be taken over ranks that cannot."""
-    if mesh is not None and mesh.ndim > 1:
-        return  # which `compile` refuses
-    group = dist.GroupMember.WORLD if mesh is None else mesh.get_group()
-    if group is None or group.size() == 1:
-        return
+    groups = [dist.GroupMember.WORLD] if mesh is None else mesh.get_all_groups()
     try:
-        backend_name(group, torch.device("cpu"))
+        for group in groups:
+            if group is not None and group.size() > 1:
+                backend_name(group, torch.device("cpu"))
     except RuntimeError as error:
         problem = "has no backend for gradients in the memory of the host, whose norm clip_grad_norm takes"
         both = ",".join(f"{kind}:{backend_of(kind)}" for kind in (HOST, gpu_kind()))

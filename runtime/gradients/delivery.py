@@ -21,7 +21,7 @@ from zcompile._torch import (
 from zcompile.errors import ParameterError
 from zcompile.ir.layout import Unit
 from zcompile.runtime.device import current_stream, is_gpu
-from zcompile.runtime.executor import BoundUnit, Gradients, all_reduce, reduce_scatter
+from zcompile.runtime.executor import BoundUnit, Gradients, average
 from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
@@ -115,8 +115,7 @@ class Delivery:
 
     def reduce(self, bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
         """Average gradients of a unit over the ranks, now."""
-        reduce = reduce_scatter if self.scatter else all_reduce
-        return reduce(bound, list(grads), dtype=bound.unit.reduction_dtype).wait()
+        return average(bound, list(grads), scattered=self.scatter)
 
     def _current(self) -> _Backward:
         number = backward_number()

@@ -55,8 +55,8 @@ MUTATIONS = (
     # gathers and reductions
     Mutation(EXECUTOR, "arrived.record_stream(current_stream(arrived.device))", "pass",
              ("train step, stage 3, alternating", "train step, stage 1, alternating")),
-    Mutation(EXECUTOR, "if stream_number(shards.communicator.device) != self.stream:",
-             "if stream_number(shards.communicator.device) == self.stream:", ("train step, stage 3, alternating",)),
+    Mutation(EXECUTOR, "if stream_number(ranks.device) != self.stream:",
+             "if stream_number(ranks.device) == self.stream:", ("train step, stage 3, alternating",)),
     Mutation(EXECUTOR, "                work.wait()\n            full =", "                pass\n            full =",
              ("stage 3, parameters", "one rank, parameters")),
     Mutation(EXECUTOR, "work.wait()\n    waited", "pass\n    waited", ("stage 3",)),
@@ -103,7 +103,7 @@ MUTATIONS = (
              ("stage 3, parameters, evaluating",)),
     Mutation("zcompile/engine/lowering.py", "memory.settle()", "pass",
              ("stage 3, parameters, backward fails", "stage 3, parameters, reduction fails")),
-    Mutation("zcompile/engine/lowering.py", "self.session.lockstep.communicator.collectives.order_all()", "pass",
+    Mutation("zcompile/engine/lowering.py", "self.session.lockstep.communicator.order_all()", "pass",
              ("stage 3, arenas, backward fails", "train step, stage 3, graphs, update fails")),
     Mutation(AWAY, "finally:  # what was", f"{UNLESS_IT_FAILS}  # what was", ("stage 3, parameters, gather fails",)),
     # activations

@@ -28,6 +28,7 @@ from zcompile.ir.ops import (
     Results,
     Store,
     items_of,
+    reductions_of,
     values_of,
 )
 from zcompile.ir.program import Program
@@ -95,7 +96,8 @@ def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, MemoryKind,
             case Role.FREE:
                 result.pop(node.all_input_nodes[0].all_input_nodes[0], None)
             case Role.UPDATE:
-                result.pop(node.all_input_nodes[1].all_input_nodes[0], None)
+                for reduction in reductions_of(node.all_input_nodes[1]):
+                    result.pop(reduction, None)
         if node in ends and not items_of(node) and position[ends[node]] >= position[line]:
             result[node] = data(node).nbytes
     alive = [(node, _kind_of(node), nbytes) for node, nbytes in result.items() if nbytes > 0]

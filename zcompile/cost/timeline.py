@@ -81,7 +81,7 @@ class Sent:
     node: str = ""
     """The node of the program that launches it, where that is known."""
     group: str = ""
-    """The group that it is among; empty for the data-parallel one."""
+    """The axis that it goes over; empty for the one that shards."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Timeline:
         clock = _Clock(step)
         measured = [(m, m.ended) for m in step.messages]
         messages = [
-            Sent(m.operation, m.unit, m.nbytes, m.launched - step.start.host, ended - step.start.host)
+            Sent(m.operation, m.unit, m.nbytes, m.launched - step.start.host, ended - step.start.host, group=m.group)
             for m, ended in measured
             if ended is not None
         ]

@@ -152,13 +152,15 @@ class CompiledStep:
                     started = run if recording is None else recording.loaded(recorded)
                     return started([*bound, *given, *_drained(values)])
                 except BaseException:
-                    self.session.lockstep.communicator.collectives.order_all()
+                    self.session.lockstep.communicator.order_all()
                     raise
 
         return call
 
     def _loan(self, op: Lent, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
+        if isinstance(op, Group) and op.axis == getattr(self.program.layout.replicated, "name", None):
+            return self.session.lockstep.communicator.replicas
         if isinstance(op, (Away, Group)):
             return self.session.offloads[op]
         if isinstance(op, Stack):

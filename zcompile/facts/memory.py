@@ -80,7 +80,7 @@ def buffers_bounded(bucket: int) -> Fact:
 
 def _buffers_bounded(bucket: int) -> Callable[[Program], Iterator[Violation]]:
     def violations(program: Program) -> Iterator[Violation]:
-        for node in program.nodes(Reduce) if program.layout.world > 1 else ():
+        for node in program.nodes(Reduce) if program.layout.sharded.size > 1 else ():
             op, sizes = op_of(node, Reduce), op_of(node, Reduce).message_bytes(program.layout)
             if op.scatter and max(sizes) > bucket and (op.bucket is None or op.bucket > bucket):
                 problem = f"{node.name} may copy {human_bytes(max(sizes))} to send it"

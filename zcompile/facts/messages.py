@@ -10,9 +10,11 @@ from zcompile.ir.layout import Unit
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import (
     AllGather,
+    Averaging,
     Call,
     GatherAhead,
     Reduce,
+    ReduceReplicas,
     Release,
     Shards,
     Update,
@@ -61,13 +63,13 @@ def _released_once(program: Program) -> Iterator[Violation]:
 def _reduced_once(program: Program) -> Iterator[Violation]:
     for name in program.results.gradients:
         yield Violation(None, f"the gradient of {name} is returned unreduced")
-    used = [node.all_input_nodes[1] for node in program.nodes(Update)]
+    used = [node.all_input_nodes[1] for node in program.nodes(Update, ReduceReplicas)]
     delivered = Counter([*program.results.reduced, *used])
-    for node in program.nodes(Reduce):
-        op = op_of(node, Reduce)
+    for node in program.nodes(Averaging):
+        op = op_of(node, Averaging)
         if op.dtype != (casts := program.layout.unit(op.unit).reduction_dtype):
             yield Violation(node, f"{node.name} says that it casts gradients of {op.unit} to {op.dtype}; want {casts}")
-        if not op.scatter and (op.bucket is not None or op.at is not None):
+        if isinstance(op, Reduce) and not op.scatter and (op.bucket is not None or op.at is not None):
             yield Violation(node, f"{node.name} sends to all as a whole; it takes no bucket and no place")
         waits = [user for user in node.users if isinstance(data(user).op, WaitReduce)]
         if len(waits) != 1:

@@ -16,12 +16,14 @@ from zcompile.ir.ops import (
     Arena,
     Call,
     Compute,
+    Group,
     Input,
     Item,
     Kind,
     Parameter,
     Placeholder,
     Reduce,
+    ReduceReplicas,
     Results,
     Shards,
     Update,
@@ -61,12 +63,23 @@ def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:
     unit = getattr(op, "unit", None)
     if unit is not None and unit not in {known.name for known in program.layout.units}:
         yield Violation(node, f"{node.name} names the unit {unit!r}, which is not there")
-    elif isinstance(op, (Reduce, Accumulate, WaitReduce, Update)):
+    elif isinstance(op, (Reduce, Accumulate, WaitReduce, ReduceReplicas, Update)):
         yield from _mistaken_gradients(program, node, op)
+        if isinstance(op, ReduceReplicas):
+            yield from _mistaken_replicas(program, node, op)
     elif isinstance(op, Call):
         yield from _mistaken_call(program, node, op)
     elif isinstance(op, Item) and program.regions:
         yield from _mistaken_item(program, node, op)
+
+
+def _mistaken_replicas(program: Program, node: fx.Node, op: ReduceReplicas) -> Iterator[Violation]:
+    """What is averaged over replicas has been over shards, of the same parameters; the axis is one of theirs."""
+    _, averages, group = given_to(node)
+    if averages != WaitReduce(op.unit, op.params) or group != Group(op.axis):
+        yield Violation(node, f"{node.name} averages {op.params} over {op.axis}, and is given {averages} over {group}")
+    if program.layout.replicated is None or program.layout.replicated.name != op.axis:
+        yield Violation(node, f"{node.name} averages over {op.axis}, along which ranks have no equal shards")
 
 
 def _lists_gradients(given: Any) -> bool:
@@ -75,7 +88,7 @@ def _lists_gradients(given: Any) -> bool:
 
 
 def _mistaken_gradients(
-    program: Program, node: fx.Node, op: Reduce | Accumulate | WaitReduce | Update
+    program: Program, node: fx.Node, op: Reduce | Accumulate | WaitReduce | ReduceReplicas | Update
 ) -> Iterator[Violation]:
     params = [param.name for param in program.layout.unit(op.unit).params]
     if unknown := set(op.params).difference(params):

@@ -19,7 +19,7 @@ def placeable(program: Program) -> dict[fx.Node, Interval]:
 
     Left out is what outlives the step: copies that are kept, and units that the step before has gathered.
     """
-    if program.layout.world == 1:
+    if program.layout.sharded.size == 1:
         return {}
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     ahead = {op_of(node, GatherAhead).unit for node in program.nodes(GatherAhead)}

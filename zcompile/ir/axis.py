@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -20,6 +20,8 @@ class AxisKind(StrEnum):
     """The same data, and other layers."""
 
 
+DATA = "dp"
+"""What the axis of data parallelism is called where its mesh has no names."""
 _TEXT = re.compile(rf"({'|'.join(AxisKind)}) ([1-9]\d*)(?:, stride ([1-9]\d*))?")
 
 
@@ -62,7 +64,17 @@ class Axis:
         return range(first, first + self.size * self.stride, self.stride)
 
 
-def axes_of(world: int, tensor_parallel: int = 1, names: tuple[str, str] = ("dp", "tp")) -> tuple[Axis, ...]:
-    """Data parallelism over `world` ranks, each of them `tensor_parallel` neighbours that have parts of the model."""
-    data = Axis(names[0], AxisKind.SHARD, world, tensor_parallel)
-    return (data, Axis(names[1], AxisKind.TENSOR, tensor_parallel)) if tensor_parallel > 1 else (data,)
+def axes_of(
+    world: int, tensor_parallel: int = 1, names: tuple[str, str] = (DATA, "tp"), replicas: int = 1
+) -> tuple[Axis, ...]:
+    """Data parallelism over `world` ranks, each of them `tensor_parallel` neighbours that have parts of the model.
+
+    `replicas`: how often the shards repeat, neighbours having different ones; it divides the world.
+    """
+    assert world % replicas == 0, "replicas have as many ranks each"
+    shards = world // replicas
+    data = [Axis(names[0], AxisKind.SHARD, shards, tensor_parallel)]
+    if replicas > 1:
+        outer = Axis(str(AxisKind.REPLICATE), AxisKind.REPLICATE, replicas, shards * tensor_parallel)
+        data = [outer, replace(data[0], name=str(AxisKind.SHARD))]
+    return (*data, Axis(names[1], AxisKind.TENSOR, tensor_parallel)) if tensor_parallel > 1 else tuple(data)

@@ -81,5 +81,5 @@ def outlives(program: Program, user: fx.Node) -> list[fx.Node]:
     assert isinstance(op, (Reduce, Accumulate)), f"{user.name} holds nothing"
     _, *gradients = user.all_input_nodes
     params = {param.name: param for param in program.layout.unit(op.unit).params}
-    sharded = program.layout.world > 1 and all(params[name].shards for name in op.params)
+    sharded = program.layout.sharded.size > 1 and all(params[name].shards for name in op.params)
     return [] if isinstance(op, Reduce) and op.scatter and sharded else gradients

@@ -149,7 +149,8 @@ class Unit:
 class Layout:
     """All units of a model in the order of its modules, and the stage and axes they are laid out for.
 
-    One axis shards. With one of tensor parallelism, this is the layout of one part of the model.
+    One axis shards, and one may repeat the shards. With one of tensor parallelism, this is the layout of one part of
+    the model.
     """
 
     units: tuple[Unit, ...]
@@ -172,6 +173,16 @@ class Layout:
         return next(axis for axis in self.axes if axis.kind is AxisKind.SHARD)
 
     @cached_property
+    def replicated(self) -> Axis | None:
+        """The axis whose ranks have the same shards and other data, if there is one."""
+        return next((axis for axis in self.axes if axis.kind is AxisKind.REPLICATE), None)
+
+    @property
+    def averaged(self) -> tuple[Axis, ...]:
+        """The axes over which gradients are averaged, in this order."""
+        return (self.sharded,) if self.replicated is None else (self.sharded, self.replicated)
+
+    @cached_property
     def tensor(self) -> Axis | None:
         """The axis of tensor parallelism, if there is one."""
         return next((axis for axis in self.axes if axis.kind is AxisKind.TENSOR), None)
@@ -183,7 +194,7 @@ class Layout:
     @property
     def world(self) -> int:
         """Ranks that train on other data: N."""
-        return self.sharded.size
+        return math.prod(axis.size for axis in self.averaged)
 
     def unit(self, name: str) -> Unit:
         return self._by_name[name]
@@ -224,12 +235,13 @@ class Layout:
         return self.with_units(tuple(Unit(unit.name, params, unit.modules) for unit, params in kept if params))
 
     def over(self, world: int) -> Layout:
-        """This layout with what is sharded in as many shards as `world`."""
+        """This layout with what is sharded in as many shards as `world`, on as many ranks."""
         units = tuple(
             replace(unit, params=tuple(replace(p, shards=world) if p.shards else p for p in unit.params))
             for unit in self.units
         )
-        axes = tuple(replace(axis, size=world) if axis is self.sharded else axis for axis in self.axes)
+        kept = (axis for axis in self.axes if axis is not self.replicated)
+        axes = tuple(replace(axis, size=world) if axis is self.sharded else axis for axis in kept)
         return replace(self, units=units, axes=axes)
 
     def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Call, Input, Item, Reduce, Store, WaitReduce
+from zcompile.ir.ops import Averaging, Call, Input, Item, Reduce, Store, WaitReduce
 from zcompile.ir.program_graph import ProgramGraph
 from zcompile.ir.region import Region
 
@@ -13,7 +13,7 @@ from zcompile.ir.region import Region
 def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
     """The last line that needs the memory of each value that a line makes, views of it and messages included."""
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    alone = program.layout.world == 1
+    alone = program.layout.sharded.size == 1
     last: dict[fx.Node, fx.Node] = {}
     for node in reversed(program.graph.nodes):
         needs = [node, *(last[user] if _carries(node, user, alone) else user for user in node.users)]
@@ -32,10 +32,11 @@ def _comes_and_goes(node: fx.Node) -> bool:
 def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
     """True if `user` gives on the memory of `node`, or may: which argument a region's view shows is not known."""
     match data(user).op:
-        case Reduce():
+        case Averaging():
             return True  # its result arrives when it has been waited for
         case WaitReduce():
-            return alone or not op_of(node, Reduce).scatter  # an all_reduce averages in place
+            reduction = data(node).op
+            return alone or not (isinstance(reduction, Reduce) and reduction.scatter)  # an all_reduce averages in place
         case Call():
             return data(user).view or any(data(item).view for item in user.users)
         case _:

@@ -114,7 +114,7 @@ class Away(Lent):
 
 @dataclass(frozen=True, slots=True)
 class Group(Lent):
-    """The ranks of an axis, which have the same activations, and of which each keeps a shard."""
+    """The ranks of an axis: of tensor parallelism, which keep shards of activations, or those with the same shards."""
 
     label = "group"
 
@@ -202,7 +202,7 @@ class Communication(Operation):
 
     def copied(self, layout: Layout) -> int:
         """Bytes of shards that are copied from the host first."""
-        return self.payload(layout) // layout.world if layout.away else 0
+        return self.payload(layout) // layout.sharded.size if layout.away else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +259,31 @@ class GatherAhead(Communication):
         return 0 if self.keep else layout.gathered_bytes(self.unit)
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce(Communication):
-    """Start averaging the gradients of `params` over the ranks; `scatter`: each rank gets its shard, else all."""
+class Averaging(Communication):
+    """Starts averaging gradients of `params`."""
 
+    __slots__ = ()
     role = Role.REDUCE
+    params: tuple[str, ...]
+    dtype: torch.dtype | None
+
+    def sends(self, param: Param) -> bool:
+        """Those with a gradient."""
+        return param.name in self.params
+
+    def sent_dtype(self, param: Param) -> torch.dtype:
+        """That of gradients, unless the line names the one reduced in."""
+        return param.reduce_dtype if self.dtype is param.reduction_dtype else param.full_dtype
+
+    def copied(self, layout: Layout) -> int:
+        """Gradients are on the device."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Averaging):
+    """Over the ranks that shard; `scatter`: each rank gets its shard, else all."""
+
     functions = ("reduce_scatter", "all_reduce")
     takes = ((Shards,), GRADIENTS)
 
@@ -291,30 +311,18 @@ class Reduce(Communication):
         """With the size of pieces."""
         return self.function, f" by {self.bucket}" if self.bucket else ""
 
-    def sends(self, param: Param) -> bool:
-        """Those with a gradient."""
-        return param.name in self.params
-
-    def sent_dtype(self, param: Param) -> torch.dtype:
-        """That of gradients, unless the line names the one reduced in."""
-        return param.reduce_dtype if self.dtype is param.reduction_dtype else param.full_dtype
-
     def payload(self, layout: Layout) -> int:
         """Twice that of what every rank gets whole."""
         params = [layout.param(name) for name in self.params]
         factors = [1 if self.scatter and p.shards else 2 for p in params]
         return sum(p.padded_numel * p.reduce_dtype.itemsize * f for p, f in zip(params, factors, strict=True))
 
-    def copied(self, layout: Layout) -> int:
-        """Gradients are on the device."""
-        return 0
-
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """This rank's shards of the averages; alone, a gradient is its own average."""
-        if not self.scatter or layout.world == 1:
+        if not self.scatter or layout.sharded.size == 1:
             return 0
         params = [layout.param(name) for name in self.params]
-        return sum(param.padded_numel * param.reduce_dtype.itemsize // layout.world for param in params)
+        return sum(param.padded_numel * param.reduce_dtype.itemsize // layout.sharded.size for param in params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,10 +342,46 @@ class WaitReduce(Operation):
 
     role = Role.WAIT
     functions = ("wait",)
-    takes = ((Reduce,),)
+    takes = ((Averaging,),)
 
     unit: str
     params: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceReplicas(Averaging):
+    """Of shards that have been averaged over the ranks that shard, over those of `axis`, which have the same shards."""
+
+    functions = ("all_reduce",)
+    takes = ((Shards,), (WaitReduce,), (Group,))
+
+    unit: str
+    params: tuple[str, ...]
+    axis: str
+    dtype: torch.dtype | None = None
+    """As of the reduction before it."""
+
+    @property
+    def agreed(self) -> tuple[str, str]:
+        """With the axis."""
+        return self.function, f" over {self.axis}"
+
+    def message_bytes(self, layout: Layout) -> list[int]:
+        """Of shards."""
+        messages = self.messages(layout)
+        return [sum(p.shard_numel * self.sent_dtype(p).itemsize for p in params) for params in messages]
+
+    def payload(self, layout: Layout) -> int:
+        """Twice that of the shards."""
+        return 2 * sum(self.message_bytes(layout))
+
+    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
+        """Over its axis."""
+        return Traffic(layout.axis(self.axis), self.payload(layout), len(self.messages(layout)))
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """None: it works in place."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,9 +418,8 @@ class Update(Operation):
     params: tuple[str, ...]
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """What their reduction has taken."""
-        reduction = node.all_input_nodes[1].all_input_nodes[0]
-        return -data(reduction).op.memory(reduction, layout)
+        """What their reductions have taken."""
+        return -sum(data(one).op.memory(one, layout) for one in reductions_of(node.all_input_nodes[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +513,7 @@ _LINES: tuple[type[Operation], ...] = (
     Reduce,
     WaitGather,
     WaitReduce,
+    ReduceReplicas,
     Release,
     Update,
     Accumulate,
@@ -518,13 +562,18 @@ def operation(name: str, given: Sequence[Any], keywords: Mapping[str, Any], layo
     kind = next((kind for kind in kinds if takes(kind, tuple(given))), kinds[0])
     unit: str = getattr(given[0], "unit", "") if given else ""
     values: dict[str, Any] = {"unit": unit, "params": (), **kind.meant_by(name)}
+    values |= {name: getattr(one, name) for one in given for name in ("params", "axis") if hasattr(one, name)}
     if kind in GRADIENT_LISTS:
         named = zip(layout.unit(unit).params, given[-1], strict=True)
         values["params"] = tuple(param.name for param, gradient in named if gradient is not None)
-    else:
-        values["params"] = getattr(given[-1], "params", ()) if given else ()
     values |= {option: value for option, value in keywords.items() if option in options_of(kind)}
     return kind(**{one.name: values[one.name] for one in fields(kind) if one.name in values})  # type: ignore[arg-type]
+
+
+def reductions_of(averages: fx.Node) -> list[fx.Node]:
+    """The reductions behind which a `WaitReduce` stands, the last one first: one for each axis."""
+    (last,) = averages.all_input_nodes
+    return [last, *reductions_of(last.all_input_nodes[1])] if isinstance(data(last).op, ReduceReplicas) else [last]
 
 
 def items_of(node: fx.Node) -> list[fx.Node]:

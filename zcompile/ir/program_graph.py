@@ -148,10 +148,17 @@ class ProgramGraph:
         return data(node).op.traffic(node, self.layout)
 
     def volume(self) -> int:
-        """Bytes that this rank sends to others of its data-parallel group in one run of the program."""
-        world = self.layout.world
-        sent = (n for n in self.nodes(Communication) if data(n).phase in self.phases)
-        return sum(op_of(node, Communication).payload(self.layout) for node in sent) * (world - 1) // world
+        """Bytes that this rank sends to others that train on other data in one run of the program."""
+        return sum(self.volumes().values())
+
+    def volumes(self) -> dict[str, int]:
+        """`volume` by the names of the axes over which gradients are averaged."""
+        payloads = {axis.name: 0 for axis in self.layout.averaged}
+        for node in self.nodes(Communication):
+            if data(node).phase in self.phases and (traffic := self.traffic(node)):
+                payloads[traffic.axis.name] += traffic.payload
+        sizes = {axis.name: axis.size for axis in self.layout.averaged}
+        return {name: payload * (sizes[name] - 1) // sizes[name] for name, payload in payloads.items()}
 
     def memory(self, node: fx.Node) -> int:
         """Bytes gained when `node` runs (negative for a release)."""

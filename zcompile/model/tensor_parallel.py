@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zcompile._torch import flattened, joint_mesh, local_tensor
 from zcompile.errors import GroupError, ModelError
+from zcompile.ir.axis import AxisKind
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.groups import Communicator
+from zcompile.runtime.groups import Communicator, data_axes
 from zcompile.runtime.parameter import ShardedParameter
 from zcompile.runtime.placement import ModelParallel
 
@@ -41,7 +42,8 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel |
         if tensor.is_meta:
             fix = "give the model values before zcompile.compile: model.to_empty(device=...), and its init_weights()"
             raise ModelError(name, "is on the meta device, and the model is tensor-parallel", fix)
-    return ModelParallel(own, *_joint(mesh, own), divided_parameters(model))
+    joint, ranks, data = _joint(mesh, own)
+    return ModelParallel(own, joint, ranks, divided_parameters(model), data)
 
 
 def check_divided(model: nn.Module) -> DeviceMesh | None:
@@ -84,8 +86,8 @@ def _check_placement(name: str, param: DTensor) -> None:
             raise ModelError(name, problem, "replicate it, or use a smaller tensor-parallel mesh")
 
 
-def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """The mesh of both dimensions, and all of its ranks as one. Collective.
+def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh, tuple[AxisKind, ...]]:
+    """The mesh of all dimensions, all of its ranks as one, and what those of `data` are for. Collective.
 
     Raises:
         GroupError: there is none.
@@ -94,14 +96,14 @@ def _joint(data: DeviceMesh | None, model: DeviceMesh) -> tuple[DeviceMesh, Devi
     fix = f"give the other dimension of the mesh that {names[0]!r} is of: mesh=mesh['dp']"
     if data is None:
         raise GroupError("mesh", f"is missing, and parameters are divided over {model}", fix)
-    if data == model or data.ndim != 1:
+    if data == model:
         raise GroupError("mesh", f"is {data}, and parameters are divided over {model}", fix)
     try:
         joint = joint_mesh(data, model)
         ranks = joint.mesh.flatten()
         if not torch.equal(ranks, ranks.sort().values):  # torch does not reduce over dimensions in another order
             raise ValueError("it comes behind it")
-        return joint, flattened(joint)
+        return joint, flattened(joint), tuple(data_axes(data))
     except (RuntimeError, KeyError, ValueError) as error:
         fix = f"{fix}, the data-parallel one before it, as in init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
         raise GroupError("mesh", f"is no dimension beside {model}: {error}", fix) from error

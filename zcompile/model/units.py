@@ -100,9 +100,9 @@ class Precision:
         return wanted if param.is_floating_point() and wanted != full else None
 
 
-def axes_over(model: nn.Module, world: int) -> tuple[Axis, ...]:
-    """The axes of `model`, divided as it is already, over `world` ranks for each of its parts."""
-    return axes_of(world, max(map(mesh_size, model.parameters()), default=1))
+def axes_over(model: nn.Module, world: int, replicas: int = 1) -> tuple[Axis, ...]:
+    """The axes of `model`, divided as it is already, over `world` ranks for each of its parts; see `axes_of`."""
+    return axes_of(world, max(map(mesh_size, model.parameters()), default=1), replicas=replicas)
 
 
 def make_layout(
@@ -122,7 +122,7 @@ def make_layout(
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
     layout = Layout((), stage, axes)
-    return layout.with_units(tuple(make_units(params, blocks, stage, layout.world, precision, kept=kept)))
+    return layout.with_units(tuple(make_units(params, blocks, stage, layout.sharded.size, precision, kept=kept)))
 
 
 def make_units(

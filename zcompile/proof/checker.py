@@ -18,27 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from zcompile.errors import ProofError
-from zcompile.proof.checker_terms import LISTS, LITERAL, RANDOM, VIEWS, TermTable
+from zcompile.proof.checker_terms import BOUND, FUNCTIONS, LISTS, LITERAL, RANDOM, SAME, VIEWS, WHOLE, TermTable
 from zcompile.proof.checker_texts import FIX, Margin, ParamText, Place, Text, dotted, full, literal, packet_of, told
 from zcompile.proof.checker_values import Averages, Begun, Lease, Moved, Proof, Storage, TermValue, UnitPart, WholeUnit
 
 CAPTURE, FORWARD, BACKWARD = "00_capture.py", "forward.py", "backward.py"
-_SAME = ("aten.alias.default", "aten.clone.default", "aten.detach.default")
-_WHOLE = ("all_reduce", "all_gather_into_tensor", "broadcast")
-"""Collectives whose result all ranks of their group have."""
-_RUNTIME: tuple[str, ...] = (
-    "all_gather",
-    "gather_ahead",
-    "reduce_scatter",
-    "all_reduce",
-    "accumulate",
-    "update",
-    "wait",
-)
-_RUNTIME += ("release", "copy", "store", "offload", "fetch")
-_FUNCTIONS = ("aten", "ops", "operator", "math", "torch", "float", "unbox")
-_BOUND = ("unit", "parameter", "constant", "arena", "stack", "away", "group")
-"""What a program is given by name; the rest by its place."""
+_RUNTIME = frozenset({"all_gather", "gather_ahead", "reduce_scatter", "all_reduce", "accumulate", "update", "wait"})
+_RUNTIME |= {"release", "copy", "store", "offload", "fetch"}
 _DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16"}
 
 
@@ -49,11 +35,13 @@ class Evaluation:
         self.terms, self.regions, self.runs = terms, regions or {}, regions is not None
         self.same, self.group = same, -1
         """Terms of what all ranks of the one group of tensor parallelism are known to have."""
-        said = {ast.unparse(one.targets[0]): one.value for one in capture.body if isinstance(one, ast.Assign)}
-        self.units = {unit: UnitPart(unit, lines) for unit, lines in ast.literal_eval(said["units"]).items()}
+        bodies = (one for one in capture.body if isinstance(one, ast.Assign))
+        said = {ast.unparse(one.targets[0]): ast.literal_eval(one.value) for one in bodies}
+        self.units = {unit: UnitPart(unit, lines) for unit, lines in said["units"].items()}
         self.params = {param.name: param for shards in self.units.values() for param in shards.params}
-        axes = " ".join(ast.literal_eval(said["axes"]).values())
+        axes = " ".join(said["axes"].values())
         self.alone, self.marks = bool(re.search(r"shard 1\b", axes)), not self.runs and "tensor" in axes
+        self.replicas = next((name for name, axis in said["axes"].items() if axis.startswith("replicate")), "")
         self.effects: dict[str, list[tuple[int, Place]]] = defaultdict(list)
         self.delivered: dict[str, tuple[int, Place]] = {}
         self.gathers: dict[str, Any] = {}
@@ -99,7 +87,7 @@ class Evaluation:
         """What a phase returns, given what the forward has left for it and what the caller gives."""
         self.phase, arguments, scope = phase, text.arguments(phase), dict[str, Any]()
         self.terms.here = ((text, text.functions[phase].lineno),)
-        bound = ([margin.words.split(" ")[0] in _BOUND for _, margin in arguments] + [False]).index(False)
+        bound = ([margin.words.split(" ")[0] in BOUND for _, margin in arguments] + [False]).index(False)
         kind = "tangent" if phase == "backward" else "input"
         self.taken[kind] = len(arguments) - bound - len(crossing)
         for number, (name, margin) in enumerate(arguments, -bound):
@@ -180,7 +168,7 @@ class Evaluation:
         types: dict[int, Iterator[Any]] = {}
         for node, result in zip(names, results, strict=False):
             name = dotted(node.value if isinstance(node, ast.Starred) else node)
-            if name in ("", "box", *_FUNCTIONS, *_RUNTIME) or name in self.regions:
+            if name in ("", "box", *FUNCTIONS, *_RUNTIME) or name in self.regions:
                 self.refuse(f"gives the name of a function to a value: {name}")
             if name != "_":
                 self.scope[name] = result
@@ -194,7 +182,7 @@ class Evaluation:
         head, args = self.terms.heads[term], self.terms.args[term]
         if head.startswith("item "):
             return self._alike(args[0])
-        if head.startswith("ops._c10d_functional.") and packet_of(head) in _WHOLE:
+        if head.startswith("ops._c10d_functional.") and packet_of(head) in WHOLE:
             self.group = args[-1] if self.group < 0 else self.group
             return self.group == args[-1]
         follows = (head.startswith(("aten.", "ops.prims.")) and "empty" not in head) or packet_of(head) == "wait_tensor"
@@ -249,7 +237,7 @@ class Evaluation:
         """A value as it is read now."""
         if type(value) is list:
             return [self._alive(one) for one in value]
-        if isinstance(value, (TermValue, WholeUnit, Moved)) and value.memory.gone:
+        if isinstance(value, (TermValue, WholeUnit, Moved, Averages)) and value.memory.gone:
             self.refuse(f"reads the memory of {value.memory.owner or 'a value'}, which {value.memory.gone}")
         if isinstance(value, TermValue) and value.seen != value.memory.written:
             return self._made(self.terms.make("after", value.term, value.memory.written), value.memory)
@@ -270,7 +258,7 @@ class Evaluation:
         if len(self.terms.here) == 1 and name in _RUNTIME and self.runs:
             options = {key: one if isinstance(one, range) else self.terms.heads[one.term] for key, one in named.items()}
             return getattr(self, f"_{name}")(*given, **options)
-        if name.split(".")[0] not in _FUNCTIONS or "." not in name or "out" in named:
+        if name.split(".")[0] not in FUNCTIONS or "." not in name or "out" in named:
             self.refuse(f"{ast.unparse(call.func)} is no function that is known here")
         return self._operation(name, given, named)
 
@@ -319,7 +307,7 @@ class Evaluation:
         shares += [heads[one.term] for key, one in named.items() if key == "dropout_p"]
         is_random = replays or packet.removesuffix("_") in RANDOM
         is_random = is_random or ("attention" in packet and shares[:1] not in ([], ["float 0.0"]))
-        plain, known = name in _SAME and len(values) == 1, len(heads)
+        plain, known = name in SAME and len(values) == 1, len(heads)
         term = terms[0] if plain else make("|".join([name, *named]), *([draw] if is_random else []), *terms)
         if term >= known:
             self.terms.routes[term] = {one.term: one.via for one in values if isinstance(one, TermValue) and one.via}
@@ -398,10 +386,18 @@ class Evaluation:
         self.terms.routes[term] = {grad.term: grad.via}
         return term
 
+    def across(self, param: ParamText, mean: int, dtype: str) -> int:
+        """The mean over the ranks that have the same shards of what is one over those that shard."""
+        cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
+        return self.terms.make("mean of replicas", mean, *cast)
+
     def averages(self, how: str) -> dict[str, tuple[int, Place]]:
         """What the optimizer must get, by the gradients that the traced step gives."""
-        pairs = ((self.params[name], grad) for name, grad in self.gradients.items())
-        return {f"the gradient of {one.name}": (self.average(one, grad, how, one.reduced), ()) for one, grad in pairs}
+        pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
+        means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
+        if self.replicas and how == "scatter":
+            means = [self.across(one, mean, one.reduced) for (one, _), mean in zip(pairs, means, strict=True)]
+        return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
 
     def _reduce_scatter(self, shards: Any, grads: Any, dtype: str = "", bucket: str = "", at: Any = None) -> Begun:
         holds = self.alone or any("whole" in param.flags for param in shards.params)
@@ -409,8 +405,15 @@ class Evaluation:
         self._lay(result.memory, at)
         return Begun([result])
 
-    def _all_reduce(self, shards: Any, grads: Any, dtype: str = "") -> Begun:
-        return Begun([self._averaged(shards, grads, "all", _DTYPES.get(dtype, dtype))])
+    def _all_reduce(self, shards: Any, grads: Any, group: Any = None, dtype: str = "") -> Begun:
+        dtype = _DTYPES.get(dtype, dtype)
+        if group is None:
+            return Begun([self._averaged(shards, grads, "all", dtype)])
+        if getattr(grads, "shards", None) is not shards or group.kind != f"group {self.replicas}":
+            self.refuse(f"averages over {group.kind} what are not the averages of {shards.unit} over its shards")
+        means = {name: self.across(self.params[name], one, dtype) for name, one in grads.terms.items()}
+        grads.memory.gone = f"was given away at {self._line()}"
+        return Begun([Averages(shards, means, self.terms.here, Storage(""))])
 
     def _accumulate(self, shards: Any, grads: Any) -> Averages:
         self.how = "held"

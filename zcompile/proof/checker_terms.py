@@ -13,6 +13,12 @@ from zcompile.proof.checker_texts import FIX, Place, dotted, literal, told
 
 LITERAL = re.compile(r"(?:int|float|bool|str|NoneType|complex) ")
 LISTS = ("list", "tuple")
+SAME = ("aten.alias.default", "aten.clone.default", "aten.detach.default")
+WHOLE = ("all_reduce", "all_gather_into_tensor", "broadcast")
+"""Collectives whose result all ranks of their group have."""
+FUNCTIONS = ("aten", "ops", "operator", "math", "torch", "float", "unbox")
+BOUND = ("unit", "parameter", "constant", "arena", "stack", "away", "group")
+"""What a program is given by name; the rest by its place."""
 _VIEWS = (
     "_conj _grad_sum_to_size _indices _neg_view _reshape_alias _unsafe_view _values adjoint alias as_strided"
     " broadcast_to ccol_indices chunk coalesce col_indices conj contiguous crow_indices detach diagonal dsplit expand"

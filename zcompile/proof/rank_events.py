@@ -222,6 +222,10 @@ class _Reader:
         """Units and groups by the names of the values that stand for them."""
         self.counts: dict[str, int] = {}
         """How many values a bundle is."""
+        self.reduced: dict[str, list[bool]] = {}
+        """Of what parameters of its unit a reduction has gradients, by its name."""
+        self.averages: dict[str, list[bool]] = {}
+        """The same of what it gives, once it has been waited for."""
         self.regions: dict[str, _Body] = {}
 
     def _take(self, file: str, text: str) -> None:
@@ -324,6 +328,7 @@ class _Reader:
         name = call.argument(0)
         if name not in body.started:
             raise call.error(f"waits for {name or 'nothing'}, which no line has started")
+        self.averages |= {one: self.reduced[name] for one in call.gives if name in self.reduced}
         if (awaited := body.started[name]) is not None:
             body.events.append(call.event(Act.WAIT, body.events[awaited].axis, awaits=awaited))
 
@@ -333,6 +338,8 @@ class _Reader:
         if not of and call.name == "fetch":
             return None  # from the host or a disk
         if of in self.units and row.of_units:
+            if group := call.argument(2):
+                return call.event(row.act, self._replicas(call, group), self._of_unit(call, of, row))
             return call.event(row.act, self._sharding(call), self._of_unit(call, of, row))
         if of not in self.axes or row.of_units:
             raise call.error(f"{call.argument(row.argument) or 'nothing'} is no unit or group that is known here")
@@ -352,11 +359,18 @@ class _Reader:
             raise call.error(f"gathers or reduces a unit, and {len(found)} axes shard")
         return found[0]
 
+    def _replicas(self, call: _Call, group: str) -> str:
+        """The axis whose ranks average what has been averaged over those that shard."""
+        axis = self.given.get(group, "")
+        if axis not in self.axes or self.axes[axis].kind is not AxisKind.REPLICATE:
+            raise call.error(f"{group} is no group of ranks that have the same shards")
+        return axis
+
     def _of_unit(self, call: _Call, unit: str, row: _Line) -> str:
         """What is sent of a unit, as `Program.communications` says it."""
         params, options = [_Param(text) for text in self.units[unit]], call.options
         if row.reduces:
-            sends = self._has_gradient(call, len(params))
+            sends = self.reduced[call.gives[0]] = self._has_gradient(call, len(params))
             kinds = [param.sent_in(param.reduced, param.full, options.get("dtype")) for param in params]
         else:
             sends = [not param.is_whole for param in params]
@@ -369,10 +383,13 @@ class _Reader:
         texts = ["+".join(f"{params[i].name} {kinds[i]}{params[i].shape}" for i in some) for some in sent if some]
         keep = " keep" if call.name == "all_gather" and options.get("keep") == "True" else ""
         by = f" by {options['bucket']}" if "bucket" in options else ""
+        by += f" over {self._replicas(call, group)}" if (group := call.argument(2)) else ""
         return f"{call.name}{keep} {unit} ({', '.join(texts)}){by}"
 
     def _has_gradient(self, call: _Call, count: int) -> list[bool]:
-        """For each parameter of a unit whether the list that a reduction is given has a gradient of it."""
+        """For each parameter of a unit whether a reduction is given a gradient of it, or an average of one."""
+        if (averages := self.averages.get(call.argument(1))) is not None:
+            return averages
         found: list[bool] = []
         for given in call.tree.args[1:2]:
             for element in given.elts if isinstance(given, ast.List) else [ast.Starred(given)]:

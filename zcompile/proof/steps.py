@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.layout import Unit
+from zcompile.ir.layout import Param, Unit
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import memory_of_values, root_of
@@ -213,10 +213,23 @@ def _reduce(step: StepTerms, node: fx.Node) -> Value:
     op, axis = op_of(node, ops.Reduce), step.program.layout.sharded
     result = {}
     for param, gradient in _given(step, node):
-        sent = op.dtype if param.reduction_dtype is op.dtype else None
         how = "scattered" if op.scatter and param.shards else "whole"
-        result[param.name] = step.terms.make((MEAN, axis.name, how, str(sent or param.full_dtype), gradient))
+        result[param.name] = _mean(step, op, axis.name, param, how, gradient)
     return Started(result)
+
+
+def _reduce_replicas(step: StepTerms, node: fx.Node) -> Value:
+    """The means over another axis of what are means already; of what is none nothing."""
+    op, found = op_of(node, ops.ReduceReplicas), step.values[node.all_input_nodes[1]]
+    if not isinstance(found, Mapping):
+        return None
+    params = {param.name: param for param in step.program.layout.unit(op.unit).params}
+    return Started({name: _mean(step, op, op.axis, params[name], "whole", term) for name, term in found.items()})
+
+
+def _mean(step: StepTerms, op: ops.Averaging, axis: str, param: Param, how: str, gradient: int) -> int:
+    sent = op.dtype if param.reduction_dtype is op.dtype else None
+    return step.terms.make((MEAN, axis, how, str(sent or param.full_dtype), gradient))
 
 
 def _accumulate(step: StepTerms, node: fx.Node) -> Value:
@@ -282,6 +295,7 @@ _EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
     ops.WaitReduce: _wait,
     ops.WaitFetch: _wait,
     ops.Reduce: _reduce,
+    ops.ReduceReplicas: _reduce_replicas,
     ops.Release: _lent,
     ops.Update: _update,
     ops.Accumulate: _accumulate,

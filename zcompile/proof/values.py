@@ -188,7 +188,10 @@ class TracedValues:
         if self.holds_back:
             return step.terms.make((HELD_BACK, str(param.dtype), gradient))
         how = "scattered" if stage.optimizer_sharded and param.shards else "whole"
-        return step.terms.make((MEAN, self.layout.sharded.name, how, str(param.reduce_dtype), gradient))
+        for axis in self.layout.averaged:
+            gradient = step.terms.make((MEAN, axis.name, how, str(param.reduce_dtype), gradient))
+            how = "whole"
+        return gradient
 
     def _writes(self, step: StepTerms) -> Iterator[Compared]:
         now, before, none = step.writes, self.terms.step.writes, step.term(None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zcompile._torch import is_symbolic
-from zcompile.runtime.executor import BoundUnit, Gradients
+from zcompile.runtime.executor import BoundUnit, Gradients, ShardAverages
 from zcompile.runtime.shards import Full
 
 Described = dict[str, Any]
@@ -153,6 +153,9 @@ def described(value: Any, note: Callable[[torch.Tensor], Tensor]) -> Described:
         case Gradients():
             own = list(value.tensors.values())
             return {"kind": "gradients", "names": list(value.tensors), "held": value.held, "items": listed(own)}
+        case ShardAverages():
+            parts = {param.name: part for param, part in value.parts()}
+            return {"kind": "gradients", "names": list(parts), "held": False, "items": listed(list(parts.values()))}
         case BoundUnit():
             own = [value.shards.local(param) for param in value.unit.params]
             names = list(value.unit.names)

@@ -56,7 +56,7 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     console = Console(file=out, width=110)
     psi = sum(param.nbytes for param in layout.params)
     count = sum(param.numel for param in layout.params)
-    console.print(f"stage {layout.stage.number}, world {layout.world}: {count:,} parameters, {human_bytes(psi)}")
+    console.print(f"{layout_line(layout)}: {count:,} parameters, {human_bytes(psi)}")
     console.print(state_line(layout), soft_wrap=True)
     console.print(_unit_table(programs[0].layout if programs and not breaks else layout))
     if breaks:
@@ -77,6 +77,14 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     if programs:
         console.print(f"\n{regions} distinct regions compiled for {sum(len(p.nodes(Call)) for p in programs)} calls")
     return out.getvalue()
+
+
+def layout_line(layout: Layout) -> str:
+    """The stage and the ranks."""
+    stage = f"stage {layout.stage.number}, world {layout.world}"
+    if layout.replicated is None:
+        return stage
+    return f"{stage} ({layout.replicated.size} times {layout.sharded.size} shards)"
 
 
 def state_line(layout: Layout) -> str:
@@ -113,8 +121,13 @@ def volume_line(program: Program) -> str:
         return "volume: a world of one sends nothing"
     if not psi:
         return f"volume: each rank sends {human_bytes(sent)}; this program has no parameters"
-    share = sent / (psi * (world - 1) / world)
     bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
+    if (replicated := program.layout.replicated) is not None:
+        by_axis = " and ".join(f"{human_bytes(nbytes)} over {axis}" for axis, nbytes in program.volumes().items())
+        inside, across = program.layout.sharded, 2 if program.has_backward else 0
+        bounds = f"{bound}Ψ(S-1)/S over {inside.name} and {across}Ψ/S(R-1)/R over {replicated.name}"
+        return f"volume: each rank sends {by_axis}; the stage's bounds are {bounds}"
+    share = sent / (psi * (world - 1) / world)
     return f"volume: each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
 
 

@@ -23,7 +23,7 @@ from zcompile.ir.printer import function_text, lines_with_nodes
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.dumps import difference
-from zcompile.report.explain import model_line, state_line, volume_line
+from zcompile.report.explain import layout_line, model_line, state_line, volume_line
 from zcompile.report.pages import rendered, write
 from zcompile.schedule.pipeline import Journal, JournalEntry
 
@@ -137,7 +137,7 @@ class _Section:
 def _overview(program: Program, told: Timeline) -> Iterator[tuple[str, str]]:
     layout = program.layout
     count = sum(param.numel for param in layout.params)
-    yield "stage", f"{layout.stage.number}, world {layout.world}"
+    yield "stage", layout_line(layout).removeprefix("stage ")
     yield "parameters", f"Ψ = {count:,} in {len(layout.units)} units"
     for line in (state_line(layout), volume_line(program), model_line(program), *program.notes):
         head, _, rest = line.partition(": ")

@@ -385,7 +385,7 @@ class RunReplay:
                 return copy(*args, **self._keywords(call))
             case "store":
                 return store(*args)
-            case "reduce_scatter" | "all_reduce":
+            case "reduce_scatter" | "all_reduce" if isinstance(args[1], list):
                 args[1].clear()
         return None
 

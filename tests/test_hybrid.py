@@ -1,0 +1,403 @@
+"""Hybrid sharding: shards repeat along one dimension of the mesh, and gradients are averaged over both, in order."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import zcompile
+from tests.cases import quickly
+from tests.models import GPT, batch, make
+from tests.ranks import Ranks
+from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.ops import ReduceReplicas
+from zcompile.proof.dumps import prove_dump, rank_folders
+from zcompile.proof.ranks import check_folders
+from zcompile.recording.archive import Archive
+from zcompile.tools.replay import Replay, Verdict
+
+STEPS = 3
+Values = dict[str, torch.Tensor]
+Shape = tuple[int, int]
+
+
+class Tied(GPT):
+    """The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.head.weight = self.tokens.weight
+
+
+def built(kind: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Tied() if kind == "tied" else make(kind, seed)
+
+
+def given(kind: str, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch("gpt" if kind == "tied" else kind, rank, step)
+
+
+def mesh_of(shape: Shape) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Summed in their order, then divided."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total / len(tensors)
+
+
+def reference(kind: str, shape: Shape, batches: int = 1, *, flat: bool = False) -> Values:
+    """One process: gradients of all ranks, averaged over those that shard in their order, then over the replicas.
+
+    `batches`: of how many micro-batches a step is, whose gradients are added on each rank. `flat`: averaged at once.
+    """
+    model = built(kind)
+    optimizer = adamw(model)
+    params = dict(model.named_parameters())
+    ranks = [(outer, inner) for outer in range(shape[0]) for inner in range(shape[1])]
+    buffers = {rank: {name: b.clone() for name, b in model.named_buffers()} for rank in ranks}
+    for step in range(STEPS):
+        grads: dict[Shape, Values] = {}
+        for rank in ranks:
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[rank][name])
+            for micro in range(batches):
+                model(*given(kind, rank[0] * shape[1] + rank[1], batches * step + micro)).backward()
+            grads[rank] = {name: param.grad for name, param in params.items() if param.grad is not None}
+            buffers[rank] = {name: b.clone() for name, b in model.named_buffers()}
+            model.zero_grad()
+        for name, param in params.items():
+            mine = [[grads[outer, inner][name] for inner in range(shape[1])] for outer in range(shape[0])]
+            param.grad = mean([*itertools.chain.from_iterable(mine)]) if flat else mean([mean(row) for row in mine])
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in params.items()}
+
+
+def full_values(model: nn.Module) -> Values:
+    pairs = ((n, p.full_tensor() if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
+    return {name: value.detach().clone() for name, value in pairs}
+
+
+def train(rank: int, kind: str, shape: Shape, **options: object) -> Values:
+    """Other values on other ranks: rank 0's must win."""
+    compiled = zcompile.compile(built(kind, seed=rank), mesh=mesh_of(shape), backend="eager", **options)  # type: ignore[arg-type]
+    optimizer = adamw(compiled)
+    for step in range(STEPS):
+        compiled(*given(kind, rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_values(compiled)
+
+
+def differing(got: Values, want: Values) -> list[str]:
+    assert list(got) == list(want)
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[int, int]]) -> list[str]:
+    want, flat = reference(kind, shape), reference(kind, shape, flat=True)
+    found = []
+    for stage, prefetch in choices:
+        got = train(rank, kind, shape, stage=stage, prefetch=prefetch)
+        found += [f"stage {stage} prefetch {prefetch}: {n}" for n in differing(got, want if stage else flat)]
+    return found
+
+
+ALL = [(stage, prefetch) for stage in range(4) for prefetch in range(3)]
+KINDS = ("gpt", "mlp", "conv", "tied")
+
+
+@pytest.mark.parametrize(("kind", "choices"), [("mlp", [(1, 1), (3, 2)]), ("tied", [(2, 0), (3, 1)])])
+def test_two_by_two_equals_the_sum_in_order_bit_for_bit(
+    ranks: Ranks, kind: str, choices: list[tuple[int, int]]
+) -> None:
+    assert ranks.run(4, sweep, kind, (2, 2), choices) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_by_two_equals_the_sum_in_order_in_every_stage(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(4, sweep, kind, (2, 2), ALL) == [[]] * 4
+
+
+@quickly("shape, kind", [((3, 1), "mlp"), ((1, 3), "mlp"), ((4, 1), "conv"), ((1, 4), "conv")], [((3, 1), "mlp")])
+def test_dimensions_of_one_and_worlds_of_three(ranks: Ranks, shape: Shape, kind: str) -> None:
+    found = ranks.run(shape[0] * shape[1], sweep, kind, shape, [(1, 1), (3, 1)])
+    assert found == [[]] * len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
+def test_six_ranks(shape: Shape) -> None:
+    pool = Ranks(6)
+    try:
+        assert pool.run(6, sweep, "mlp", shape, ALL) == [[]] * 6
+    finally:
+        pool.close()
+
+
+# -- what it is made of -----------------------------------------------------------------------------------------------
+
+
+def looked_at(rank: int) -> dict[str, object]:
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager")
+    before = {name: axis.bytes for name, axis in compiled.traffic.axes.items()}
+    compiled(*batch("mlp", rank, 0)).backward()
+    parameter = dict(compiled.named_parameters())["layers.0.weight"]
+    assert isinstance(parameter, DTensor)
+    assert isinstance(parameter.grad, DTensor)
+    backward = compiled.programs[1]
+    norm = torch.nn.utils.clip_grad_norm_(compiled.parameters(), 1e9)
+    return {
+        "placements": parameter.placements,
+        "grad": parameter.grad.placements,
+        "local": parameter.to_local().detach().clone(),
+        "volumes": compiled.programs[0].volumes(),
+        "step": compiled._engine.runtime.steps[0].program.volumes(),
+        "sent": {name: axis.bytes - before.get(name, 0) for name, axis in compiled.traffic.axes.items()},
+        "averages": len(backward.nodes(ReduceReplicas)),
+        "norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+        "explained": compiled.explain(),
+        "axes": compiled.layout.axes,
+    }
+
+
+def test_shards_repeat_along_one_dimension_and_traffic_is_counted_by_axis(ranks: Ranks) -> None:
+    found = ranks.run(4, looked_at)
+    for one in found:
+        assert one["placements"] == one["grad"] == (Replicate(), Shard(0))
+        assert one["volumes"]["replicate"] == 0, "a forward gathers inside only"
+        assert one["step"] == one["sent"]
+        assert one["averages"] == 4
+        assert one["axes"] == (Axis("replicate", AxisKind.REPLICATE, 2, 2), Axis("shard", AxisKind.SHARD, 2))
+        assert "world 4 (2 times 2 shards)" in one["explained"]
+    assert torch.equal(found[0]["local"], found[2]["local"])
+    assert torch.equal(found[1]["local"], found[3]["local"])
+    assert len({one["norm"] for one in found}) == 1
+
+
+def accumulated(rank: int, stage: int) -> list[str]:
+    """Two micro-batches a step, of which the first is held back where the stage keeps full gradients."""
+    compiled = zcompile.compile(built("mlp", seed=rank), mesh=mesh_of((2, 2)), backend="eager", stage=stage)
+    optimizer = adamw(compiled)
+    for step in range(STEPS):
+        with compiled.no_sync():
+            compiled(*given("mlp", rank, 2 * step)).backward()
+        compiled(*given("mlp", rank, 2 * step + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want, got = reference("mlp", (2, 2), batches=2), full_values(compiled)
+    return [name for name in want if not torch.allclose(got[name], want[name], atol=1e-6)]
+
+
+@quickly("stage", [0, 1, 2, 3], [1, 3])
+def test_gradients_are_accumulated(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(4, accumulated, stage) == [[]] * 4
+
+
+def stepped(rank: int, stage: int, prefetch: int) -> Values:
+    mesh = mesh_of((2, 2))
+    model = zcompile.compile(built("gpt", seed=rank), mesh=mesh, backend="eager", stage=stage, prefetch=prefetch)
+    step = zcompile.train_step(model, lambda model, *batch: model(*batch), adamw(model))
+    for number in range(STEPS):
+        step(*given("gpt", rank, number))
+    return full_values(model)
+
+
+def compare_steps(rank: int, stage: int, prefetch: int) -> list[str]:
+    return differing(stepped(rank, stage, prefetch), train(rank, "gpt", (2, 2), stage=stage, prefetch=prefetch))
+
+
+@quickly("stage, prefetch", [(stage, prefetch) for stage in (1, 2, 3) for prefetch in (0, 2)], [(3, 2)])
+def test_a_train_step_updates_as_the_loop_does(ranks: Ranks, stage: int, prefetch: int) -> None:
+    assert ranks.run(4, compare_steps, stage, prefetch) == [[]] * 4
+
+
+# -- beside other options ---------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16 reduced": {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+    "arenas": {"arenas": True},
+    "checkpoints": {"checkpoint": "unit"},
+    "a limit": {"memory_limit": "2 MiB"},
+    "a bucket": {"bucket": 4096},
+    "prefetch by the cost model": {"prefetch": "auto"},
+}
+
+
+def beside(rank: int, name: str, folder: str) -> list[str]:
+    """What differs from stage 1 in the same precision, which shares no gather with stage 3, and of recordings."""
+    options = OPTIONS[name]
+    want = train(rank, "gpt", (2, 2), stage=1, **{k: v for k, v in options.items() if k in ("dtype", "reduce_dtype")})
+    return differing(train(rank, "gpt", (2, 2), stage=3, **options), want)
+
+
+@quickly("name", list(OPTIONS), ["bf16 reduced"])
+def test_other_options_change_no_bits(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    assert ranks.run(4, beside, name, str(tmp_path)) == [[]] * 4
+
+
+def on_a_disk(rank: int, folder: str) -> list[str]:
+    got = train(rank, "mlp", (2, 2), offload_parameters=f"disk:{folder}", offload_activations=f"disk:{folder}")
+    return differing(got, reference("mlp", (2, 2)))
+
+
+@pytest.mark.slow
+def test_shards_and_activations_may_be_on_a_disk(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(4, on_a_disk, str(tmp_path)) == [[]] * 4
+
+
+def overflowing(rank: int) -> tuple[list[float], bool]:
+    """The scale after a step in which one rank's gradients overflow, and whether a parameter has changed."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", dtype=torch.float16)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before, scales = full_values(compiled), []
+    for step in range(2):
+        x, y = batch("mlp", rank, step)
+        loss = compiled(x * (1e30 if rank == 3 and step == 0 else 1.0), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        if step == 0:
+            unchanged = not differing(full_values(compiled), before)
+    return scales, unchanged
+
+
+def test_an_overflow_on_one_rank_is_every_ranks(ranks: Ranks) -> None:
+    assert ranks.run(4, overflowing) == [([512.0, 512.0], True)] * 4
+
+
+class Breaking(nn.Module):
+    """Its code breaks the graph; a scalar, and a parameter that is read by plain Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 5), nn.Linear(5, 1)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch.compiler.disable(print)(end="")
+        return ((self.last(x) * self.scale - y) ** 2).mean()
+
+
+def broken(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    model = Breaking()
+    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+    compiled = zcompile.compile(model, mesh=mesh_of((2, 2)), backend="eager")
+    compiled(*batch("mlp", rank, 0)).backward()
+    grads = {n: p.grad for n, p in compiled.named_parameters() if p.grad is not None}
+    torch.manual_seed(0)
+    alone = Breaking()
+    assert all(torch.equal(p, plain[n]) for n, p in alone.named_parameters())
+    rows = []
+    for other in range(4):
+        alone(*batch("mlp", other, 0)).backward()
+        rows.append({n: p.grad for n, p in alone.named_parameters()})
+        alone.zero_grad()
+    want = {n: mean([mean([rows[0][n], rows[1][n]]), mean([rows[2][n], rows[3][n]])]) for n in rows[0]}  # type: ignore[list-item]
+    got = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+def test_what_runs_as_plain_python_is_averaged_over_both_axes(ranks: Ranks) -> None:
+    assert ranks.run(4, broken) == [[]] * 4
+
+
+def through_torch_compile(rank: int) -> list[str]:
+    model = built("mlp", seed=0)
+    backend = zcompile.backend(stage=3, mesh=mesh_of((2, 2)), backend="eager")
+    optimizer = adamw(model)
+    step = torch.compile(model, backend=backend)
+    for number in range(STEPS):
+        step(*given("mlp", rank, number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = reference("mlp", (2, 2))
+    shards = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in backend.shards().items()}
+    return [n for n in want if not any(torch.equal(want[n], s) for s in shards.values() if s.shape == want[n].shape)]
+
+
+@pytest.mark.slow
+def test_the_backend_of_torch_compile_takes_the_mesh(ranks: Ranks) -> None:
+    assert ranks.run(4, through_torch_compile) == [[]] * 4
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def saved(rank: int, folder: str) -> Values:
+    compiled = zcompile.compile(built("mlp", seed=rank), mesh=mesh_of((2, 2)), backend="eager")
+    optimizer = adamw(compiled)
+    for step in range(2):
+        compiled(*given("mlp", rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    compiled.save_checkpoint(folder, optimizer)
+    compiled.save_full_state_dict(f"{folder}.pt")
+    return full_values(compiled)
+
+
+def loaded(rank: int, folder: str, shape: Shape | None) -> tuple[Values, Values]:
+    """What a checkpoint gives in another layout, and the parameters after one more step on the same batch."""
+    mesh = None if shape is None else mesh_of(shape)
+    compiled = zcompile.compile(built("mlp", seed=5), mesh=mesh, backend="eager", stage=2 if shape is None else 3)
+    optimizer = adamw(compiled)
+    compiled.load_checkpoint(folder, optimizer)
+    found = full_values(compiled)
+    compiled(*given("mlp", 0, 2)).backward()
+    optimizer.step()
+    return found, full_values(compiled)
+
+
+def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    values = ranks.run(4, saved, folder)[0]
+    assert not differing(torch.load(f"{folder}.pt"), values)
+    after: list[Values] = []
+    for world, shape in ((4, (2, 2)), (3, None), (1, None), (2, (2, 1))):
+        for found, stepped in ranks.run(world, loaded, folder, shape):
+            assert not differing(found, values)
+            after.append(stepped)
+    for one in after:
+        assert all(torch.allclose(one[name], after[0][name], atol=1e-6) for name in one)
+
+
+def replayed(rank: int, folder: str) -> None:
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", record=folder)
+    optimizer = adamw(compiled)
+    compiled(*given("mlp", rank, 0)).backward()
+    optimizer.step()
+    compiled(*given("mlp", rank, 1)).backward()
+    compiled.dump(f"{folder}/dump", all_ranks=True)
+
+
+def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, replayed, str(tmp_path))
+    for rank, folder in rank_folders(tmp_path / "dump").items():
+        (verdict,) = prove_dump(folder)
+        assert verdict.error is None, f"rank {rank}: {verdict.error}"
+    check_folders(rank_folders(tmp_path / "dump"))
+    for rank in range(4):
+        lines = list(Replay(Archive(tmp_path, rank)).lines())
+        assert {value.verdict for line in lines for value in line.values} <= {Verdict.GIVEN, Verdict.EQUAL}
