@@ -31,7 +31,8 @@ from zcompile import Program, ProgramError, ProofError
 from zcompile.ir.operation import Phase, data
 from zcompile.ir.ops import Fetch
 from zcompile.ir.printer import region_text
-from zcompile.proof.checker import BACKWARD, CAPTURE, FORWARD, prove
+from zcompile.proof.checker import prove
+from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FORWARD
 from zcompile.proof.ranks import check_texts
 
 RANKS = {

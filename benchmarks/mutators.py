@@ -320,7 +320,7 @@ def drop_gradient(random: Random, program: Program) -> Program | None:
         op = data(line).op
         if isinstance(op, (ops.Averaging, ops.WaitReduce, ops.Update, ops.Accumulate)):
             left = tuple(name for name in op.params if name != param.name)
-            set_data(line, replace(data(line), op=replace(op, params=left)))
+            set_data(line, replace(data(line), op=replace(op, params=left)))  # type: ignore[type-var]
     return replace(program, unused=program.unused | {param.name}) if random.random() < 0.8 else program
 
 

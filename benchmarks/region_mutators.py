@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from random import Random
@@ -274,6 +275,31 @@ def write_in_place(random: Random, region: Region, graph: fx.Graph) -> bool:
     return True
 
 
+def insert_effect(random: Random, region: Region, graph: fx.Graph) -> bool:
+    """Something that nobody reads writes to a value, draws a random number, or sets the generator."""
+    values = [node for node in _operations(graph) if _is_tensor(node) and _is_floating(node)]
+    value = pick(random, values)
+    if value is None:
+        return False
+    chosen: tuple[Any, tuple[Any, ...]] = random.choice(
+        (
+            (operator.imul, (value, 2.0)),
+            (operator.setitem, (value, slice(None), 3.0)),
+            ("mul_", (value, 2.0)),
+            (_aten.mul_.Tensor, (value, 2.0)),
+            (torch.manual_seed, (7,)),
+            (torch.rand, (3,)),
+            (torch.nn.init.zeros_, (value,)),
+            (torch.ops.aten.native_batch_norm.default, (value, None, None, value, value, True, 1.0, 1e-5)),
+        )
+    )
+    target, args = chosen
+    with graph.inserting_after(after_items(value)):
+        node = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args)
+    set_data(node, replace(data(value), op=ops.Compute()))
+    return True
+
+
 def _is_floating(node: fx.Node) -> bool:
     kind = data(node).type
     return kind is not None and kind.dtype.is_floating_point
@@ -309,6 +335,7 @@ _EDITS: tuple[Edit, ...] = (
     exchange_draw,
     draw_again,
     write_in_place,
+    insert_effect,
 )
 REGIONS: Mapping[str, Mutation] = {
     **{f"region: {edit.__name__.replace('_', ' ')}": _edited(edit) for edit in _EDITS},

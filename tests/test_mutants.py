@@ -21,7 +21,15 @@ from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Accumulate, Input, Kind
 
 ROOT = Path(__file__).parent.parent
-QUICK = ("odd, 3 ranks", "drawn", "hybrid, no_sync", "hybrid", "gpt, train_step, arenas", "tensor parallel, activation shards", "gpt, offload")
+QUICK = (
+    "odd, 3 ranks",
+    "drawn",
+    "hybrid, no_sync",
+    "hybrid",
+    "gpt, train_step, arenas",
+    "tensor parallel, activation shards",
+    "gpt, offload",
+)
 """Programs that have something for every mutation."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -299,6 +300,67 @@ def edit_region(edit: Callable[[fx.Graph, Region], Any]) -> Callable[[Program], 
         raise AssertionError("no region can be edited so")
 
     return run
+
+
+def write_by_itself(value: torch.Tensor) -> torch.Tensor:
+    return value.mul_(2)
+
+
+EFFECTS: dict[str, tuple[Any, Callable[[fx.Node], tuple[Any, ...]], str]] = {
+    "a write by an operator": (operator.imul, lambda value: (value, 2.0), "no operation of a traced graph"),
+    "a write to an item": (operator.setitem, lambda value: (value, 0, 3.0), "no operation of a traced graph"),
+    "a method": ("mul_", lambda value: (value, 2.0), "a call_method, which its text has not"),
+    "a seed": (torch.manual_seed, lambda value: (7,), "no operation of a traced graph"),
+    "a draw that is not numbered": (torch.rand, lambda value: (3,), "no operation of a traced graph"),
+    "a function": (write_by_itself, lambda value: (value,), "no operation of a traced graph"),
+    "statistics that are written": (
+        torch.ops.aten.native_batch_norm.default,
+        lambda value: (value, None, None, value, value, True, 1.0, 1e-5),
+        "was not traced, and it is not known all that it does",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_what_does_more_than_give_a_value_is_refused_also_where_nobody_reads_it(name: str) -> None:
+    target, args, words = EFFECTS[name]
+
+    def insert(graph: fx.Graph, _: Region) -> bool:
+        value = next(n for n in graph.nodes if n.op == "call_function" and data(n).type is not None)
+        with graph.inserting_after(value):
+            call = graph.call_method if isinstance(target, str) else graph.call_function
+            set_data(call(target, args(value)), replace(data(value), op=Compute()))
+        return True
+
+    assert words in refusal(edit_region(insert))
+
+
+def test_a_graph_within_a_region_is_read_as_it_is_now() -> None:
+    def edit(program: Program) -> Program:
+        for name, region in program.regions.items():
+            if region.modules:
+                modules = copy.deepcopy(dict(region.modules))
+                node = next(n for m in modules.values() for n in m.graph.nodes if n.target is torch.ops.aten.mul.Tensor)
+                node.target = torch.ops.aten.add.Tensor  # without a recompile
+                return replace(program, regions={**program.regions, name: replace(region, modules=modules)})
+        raise AssertionError("nothing branches")
+
+    traced = trace(Branching(), (torch.ones(2, 4),))
+    layout = make_layout(Branching(), STAGES[3], axes_over(Branching(), 2))
+    finished = zcompile.pipeline(stage=3).verified(replace(traced, layout=layout))
+    with pytest.raises(ProgramError, match="values as they were traced"):
+        finished.after([changed(edit)])
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [("blocks_0_out", "two lines are called"), ("region_0", "no name for a value"), ("print(1); x", "no name for")],
+)
+def test_names_mean_one_thing(other: str, words: str) -> None:
+    def rename(program: Program) -> None:
+        program.node("blocks_1_out").name = other
+
+    assert words in refusal(rename)
 
 
 def exchange_operands(graph: fx.Graph, region: Region) -> bool | None:

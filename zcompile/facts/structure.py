@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.operation import Operation, Phase, data, given_to, keywords_of, op_of, takes
 from zcompile.ir.ops import (
     FUNCTIONS,
+    NAMES,
     Accumulate,
     AllGather,
     Arena,
@@ -33,12 +35,14 @@ from zcompile.ir.ops import (
 )
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
+from zcompile.ir.region import Region
 from zcompile.ir.tensor_type import TensorType
 
 WAITS = (WaitGather, WaitReduce, WaitFetch)
 
 
 def _well_formed(program: Program) -> Iterator[Violation]:
+    yield from _named(program)
     seen: set[fx.Node] = set()
     for node in program.graph.nodes:
         for source in node.all_input_nodes:
@@ -53,6 +57,29 @@ def _well_formed(program: Program) -> Iterator[Violation]:
     for value in program.results.reduced:
         if not isinstance(data(value).op, (WaitReduce, Accumulate)):
             yield Violation(value, f"{value.name} is returned as reduced gradients, which it is not")
+
+
+def _named(program: Program) -> Iterator[Violation]:
+    """The text that runs says values and regions by their names: each has one of its own, and no other meaning."""
+    taken: set[str] = set()
+    for node in program.graph.nodes:
+        name = node.name
+        if name in taken:
+            yield Violation(node, f"two lines are called {name}; want a name of its own for each")
+        if not name.isidentifier() or keyword.iskeyword(name) or name in NAMES or name in program.regions:
+            yield Violation(node, f"{name!r} is no name for a value: it means something else in a program's text")
+        taken.add(name)
+    for name, region in program.regions.items():
+        if region.name != name:
+            yield Violation(None, f"the region {name} calls itself {region.name}")
+        yield from _operations_alone(region)
+
+
+def _operations_alone(region: Region) -> Iterator[Violation]:
+    """The text of a region has its calls of operations alone."""
+    for node in region.graph.nodes:
+        if node.op not in ("placeholder", "get_attr", "call_function", "output"):
+            yield Violation(None, f"{region.name} has {node.name}, a {node.op}, which its text has not")
 
 
 def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:

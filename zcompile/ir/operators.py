@@ -16,9 +16,10 @@ from zcompile._torch import HigherOrderOperator, OpNamespace, OpOverload, OpOver
 _OPERATORS = frozenset(
     {"abs", "add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", "inv", "invert", "is_", "is_not", "le"}
     | {"lshift", "lt", "matmul", "mod", "mul", "ne", "neg", "not_", "or_", "pos", "pow", "rshift", "sub", "truediv"}
-    | {"truth", "xor", "iadd", "imul", "isub", "itruediv", "ifloordiv", "imod", "ipow", "ior", "iand", "ixor"}
+    | {"truth", "xor"}
 )
-"""What of the module `operator` computes with values; the rest of it calls what it is given, or looks up attributes."""
+"""What of the module `operator` computes with values; the rest writes to what it is given, calls it, or looks up
+attributes."""
 
 
 def known(name: str) -> Any:
@@ -39,6 +40,12 @@ def known(name: str) -> Any:
         case "torch", [attribute]:
             return _of_torch(attribute)
     return None
+
+
+def is_known(function: object) -> bool:
+    """True for a function, no operation of torch's, that may stand in a program: it computes, and does nothing else."""
+    module, name = str(getattr(function, "__module__", "")).removeprefix("_"), getattr(function, "__name__", "")
+    return module in ("operator", "math", "torch") and known(f"{module}.{name}") is function
 
 
 def _operator(namespace: str, packet: str, overload: str) -> OpOverload | None:

@@ -545,7 +545,7 @@ FUNCTIONS: Mapping[str, Callable[..., NoReturn]] = {
     name: _stand_in(name) for name in dict.fromkeys(name for kind in _LINES for name in kind.functions)
 }
 """What stands in a graph for the runtime's functions, by name."""
-NAMES = frozenset({*FUNCTIONS, "torch", "unbox", "aten", "ops", "box"})
+NAMES = frozenset({*FUNCTIONS, "torch", "unbox", "aten", "ops", "box", "graph"})
 """Names with a meaning in a printed program; no value is called so."""
 
 

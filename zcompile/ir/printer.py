@@ -18,6 +18,7 @@ by the line, and the module it comes from.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -46,7 +47,7 @@ from zcompile.ir.ops import (
     items_of,
 )
 from zcompile.ir.program_graph import ProgramGraph, after_items
-from zcompile.ir.region import Region
+from zcompile.ir.region import Region, graph_text
 from zcompile.ir.spelling import escaped, quoted
 from zcompile.ir.tensor_type import TensorType, dtype_text, human_bytes
 
@@ -253,7 +254,9 @@ def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[TextLine], l
     lines: list[TextLine] = []
     for node in body:
         end = _if_sound(after_items, node, node)
-        if not isinstance(data(node).op, Item):
+        if node.op == "get_attr":
+            lines.append(_graph_line(node, program.modules))
+        elif not isinstance(data(node).op, Item):
             # What nobody can name any more may be freed later: a view shows it, or it is being sent.
             at_once = 0 if _dead(deaths, end, bundles) else freed.get(end, 0)
             delta = _if_sound(program.memory, node, 0) - at_once
@@ -492,9 +495,18 @@ def _region_lines(region: Region) -> tuple[list[TextLine], list[TextLine]]:
         arguments.append(TextLine(f"{node.name},", _type_text(data(node)), source=origin))
     body = []
     for node in region.graph.nodes:
-        if node.op == "call_function" and not is_part(node):
+        if node.op == "get_attr":
+            body.append(_graph_line(node, region.modules))
+        elif node.op == "call_function" and not is_part(node):
             body += _statement(node, data(node).nbytes + sum(data(item).nbytes for item in items_of(node)), {})
     return arguments, [*body, *_wrapped(TextLine(f"return {_list(region.outputs)}"))]
+
+
+def _graph_line(node: fx.Node, modules: Mapping[str, fx.GraphModule]) -> TextLine:
+    """A graph that a higher-order operation calls: it is told apart from others, and does not stand in the text."""
+    module = modules.get(str(node.target))
+    digest = hashlib.sha256(graph_text(module).encode(errors="backslashreplace")).hexdigest() if module else ""
+    return TextLine(f"{node.name} = graph('{digest[:16]}')", node=node.name)
 
 
 # -- expressions ------------------------------------------------------------------------------------------------------

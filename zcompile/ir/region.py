@@ -60,7 +60,9 @@ class Region:
 def graph_text(module: fx.GraphModule) -> str:
     """All that a graph computes which a higher-order operation calls, with the graphs that it calls itself."""
     called = ((name, child) for name, child in module.named_children() if isinstance(child, fx.GraphModule))
-    return "\n".join([module.code, *(f"{name}: {graph_text(child)}" for name, child in called)])
+    # Of the graph, not of `module.code`, which is what the graph was when it was compiled last.
+    code = module.graph.python_code("self").src
+    return "\n".join([code, *(f"{name}: {graph_text(child)}" for name, child in called)])
 
 
 @dataclass(frozen=True, slots=True)

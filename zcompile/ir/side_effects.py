@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload, defaults_of, writes_arguments
+from zcompile._torch import HigherOrderOperator, OpOverload, defaults_of, writes_arguments
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -31,6 +31,19 @@ _COMMUNICATING = ("_c10d_functional", "_dtensor")
 def is_wait(node: fx.Node) -> bool:
     """True for the wait for such communication."""
     return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_opaque(target: object) -> bool:
+    """True for an operation of which its schema does not say all that it does: a library's own, one of higher order.
+
+    ATen's batch normalization writes running statistics that it does not declare.
+    """
+    if not isinstance(target, OpOverload):
+        return isinstance(target, HigherOrderOperator)
+    return target.namespace not in ("aten", "prims") or target.overloadpacket.__name__ in _UNDECLARED
+
+
+_UNDECLARED = frozenset({"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 
 
 def is_random(node: fx.Node) -> bool:

@@ -18,11 +18,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from zcompile.errors import ProofError
+from zcompile.proof.checker_grammar import is_function_of_values
 from zcompile.proof.checker_terms import BOUND, FUNCTIONS, LISTS, LITERAL, RANDOM, SAME, VIEWS, WHOLE, TermTable
-from zcompile.proof.checker_texts import FIX, Margin, ParamText, Place, Text, dotted, full, literal, packet_of, told
+from zcompile.proof.checker_texts import (
+    BACKWARD,
+    CAPTURE,
+    FIX,
+    FORWARD,
+    Margin,
+    ParamText,
+    Place,
+    Text,
+    dotted,
+    full,
+    literal,
+    packet_of,
+    told,
+)
 from zcompile.proof.checker_values import Averages, Begun, Lease, Moved, Proof, Storage, TermValue, UnitPart, WholeUnit
 
-CAPTURE, FORWARD, BACKWARD = "00_capture.py", "forward.py", "backward.py"
 _RUNTIME = frozenset({"all_gather", "gather_ahead", "reduce_scatter", "all_reduce", "accumulate", "update", "wait"})
 _RUNTIME |= {"release", "copy", "store", "offload", "fetch"}
 _DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16"}
@@ -37,6 +51,8 @@ class Evaluation:
         """Terms of what all ranks of the one group of tensor parallelism are known to have."""
         bodies = (one for one in capture.body if isinstance(one, ast.Assign))
         said = {ast.unparse(one.targets[0]): ast.literal_eval(one.value) for one in bodies}
+        if lacking := {"axes", "units"} - said.keys():
+            raise ProofError(f"{capture.name} line 1", f"does not say what the {min(lacking)} are", FIX)
         self.units = {unit: UnitPart(unit, lines) for unit, lines in said["units"].items()}
         self.params = {param.name: param for shards in self.units.values() for param in shards.params}
         axes = " ".join(said["axes"].values())
@@ -51,7 +67,7 @@ class Evaluation:
         self.scope: dict[str, Any] = {}
         self.gradients: dict[str, Any] = {}
         self.taken: dict[str, int] = {}
-        self.doubts: list[Place] = []
+        self.doubts: list[tuple[Place, str]] = []
         self.ends: list[Place] = []
         self.phase, self.how, self.graph = "", "scatter", False
 
@@ -146,13 +162,14 @@ class Evaluation:
                     return result
                 case ast.Delete(targets=targets):
                     for target in targets:
+                        if isinstance(was := self.scope.get(dotted(target), "is defined nowhere"), str):
+                            self.refuse(f"{dotted(target)} {was}")
                         self.scope[dotted(target)] = f"was deleted at {self._line()}"
                 case ast.Expr(value=ast.Call() as call):
-                    self._call(call)
+                    if self._call(call) is not None and not packet_of(dotted(call.func)).endswith("_"):
+                        self.refuse("does nothing, or what is not known here: it gives a value, which has no name")
                 case ast.Assign(targets=[target], value=ast.Call() as call):
                     self._bind(text, target, self._call(call))
-                case _:
-                    self.refuse("is no statement of a program")
         return self.refuse(f"{name} returns nothing")
 
     def _bind(self, text: Text, target: ast.expr, value: Any) -> None:
@@ -164,6 +181,8 @@ class Evaluation:
         elif type(value) is list and (len(value) < count or len(value) > count == len(names)):
             self.refuse(f"unpacks {len(value)} results into {count} names")
         else:
+            if count < len(names) and type(value) is not list and ast.unparse(names[-1]) != "*_":
+                self.refuse("gives one name to results of which it is not known how many there are")
             results = [self._item(value, i) for i in range(count)] + ([value[count:]] if type(value) is list else [[]])
         types: dict[int, Iterator[Any]] = {}
         for node, result in zip(names, results, strict=False):
@@ -258,7 +277,9 @@ class Evaluation:
         if len(self.terms.here) == 1 and name in _RUNTIME and self.runs:
             options = {key: one if isinstance(one, range) else self.terms.heads[one.term] for key, one in named.items()}
             return getattr(self, f"_{name}")(*given, **options)
-        if name.split(".")[0] not in FUNCTIONS or "." not in name or "out" in named:
+        if name == "graph" and len(given) == 1 and not named:
+            return self._made(self.terms.make("graph", given[0].term))
+        if not is_function_of_values(name) or "out" in named:
             self.refuse(f"{ast.unparse(call.func)} is no function that is known here")
         return self._operation(name, given, named)
 
@@ -295,13 +316,16 @@ class Evaluation:
     def _operation(self, name: str, given: list[Any], named: Mapping[str, Any]) -> Any:
         make, heads, draws = self.terms.make, self.terms.heads, self.effects["random draw"]
         packet, values, draw = packet_of(name), [*given, *named.values()], make(f"draw {len(draws)}")
-        if (name == "operator.getitem" and type(given[0]) is list) or (packet == "getitem" and len(given) == 2):
+        if name == "operator.getitem" and len(given) == 2:
             return self._item(given[0], int(heads[given[1].term].removeprefix("int ")))
-        if packet == "run_and_save_rng_state":
+        if name == "ops.higher_order.run_and_save_rng_state":
             return [self._made(make("state", draw)), self._operation(heads[given[0].term], given[1:], named)]
-        if replays := packet == "run_with_rng_state":
+        if replays := name == "ops.higher_order.run_with_rng_state":
             (draw,), name, values = self.terms.args[given[0].term], heads[given[1].term], values[2:]
             packet = packet_of(name)
+        self.terms.operations |= set() if self.runs else {name}
+        if name not in self.terms.operations and name.startswith(("aten.", "ops.")):
+            self.doubts.append((self.terms.here, f"calls {name}, which was not traced: it is not known what it does"))
         terms = [*map(self._term, values)]
         shares = [heads[term] for term in terms[: len(terms) - len(named)] if heads[term].startswith("float ")]
         shares += [heads[one.term] for key, one in named.items() if key == "dropout_p"]
@@ -380,7 +404,8 @@ class Evaluation:
     def average(self, param: ParamText, grad: TermValue, how: str, dtype: str) -> int:
         """The mean of a gradient, cast before where the units say so; of what is sharded this rank's part."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        sent = self.terms.make("cast", grad.term, *cast) if cast else grad.term
+        dense = self.terms.args[grad.term][0] if self.terms.heads[grad.term] == "aten.contiguous.default" else grad.term
+        sent = self.terms.make("cast", dense, *cast) if cast else dense
         term = self.terms.make("held" if how == "held" else "mean", sent)
         term = self.terms.make("part", term) if how == "scatter" and "whole" not in param.flags else term
         self.terms.routes[term] = {grad.term: grad.via}
@@ -413,7 +438,7 @@ class Evaluation:
             self.refuse(f"averages over {group.kind} what are not the averages of {shards.unit} over its shards")
         means = {name: self.across(self.params[name], one, dtype) for name, one in grads.terms.items()}
         grads.memory.gone = f"was given away at {self._line()}"
-        return Begun([Averages(shards, means, self.terms.here, Storage(""))])
+        return Begun([Averages(grads.shards, means, self.terms.here, Storage(""))])
 
     def _accumulate(self, shards: Any, grads: Any) -> Averages:
         self.how = "held"
@@ -437,14 +462,18 @@ class Evaluation:
             self.delivered[name] = term, grads.place
 
     def _copy(self, value: Any, strided: str = "") -> TermValue:
-        return self._moved(value)
+        copied = self._moved(value)
+        # How it is laid out matters to operations such as as_strided.
+        dense = copied.term if strided else self.terms.make("aten.contiguous.default", copied.term)
+        return TermValue(dense, copied.memory, -1, copied.via)
 
     def _store(self, value: Any, stack: Any) -> TermValue:
         return self._moved(value) if stack.kind == "stack" else self.refuse("stores on what is no stack")
 
     def _offload(self, value: Any, to: Any) -> Moved:
         if to.kind.startswith("group") and self._term(value) not in self.same:
-            self.doubts.append(self.terms.here)  # where it is not traced at all, that is said instead
+            problem = "keeps on each rank of a group a shard of what is not known to be the same on all of them"
+            self.doubts.append((self.terms.here, problem))  # where it is not traced at all, that is said instead
         return Moved(self._moved(value), to, Storage("an activation"))
 
     def _fetch(self, away: Any, to: Any) -> Begun:
@@ -494,8 +523,8 @@ def _proven(files: Mapping[str, Text], terms: TermTable) -> Proof:
         (one, _), (other, place) = wanted.get(what, (-1, ())), found.get(what, (-1, end))
         if one != other:
             raise terms.difference(known, what, one, other, place)
-    for terms.here in program.doubts:
-        program.refuse("keeps on each rank of a group a shard of what is not known to be the same on all of them")
+    for terms.here, problem in program.doubts:
+        program.refuse(problem)
     return Proof(
         sum(len(text.lines) for text in files.values()), len(terms.heads), len(traced.gradients), [*terms.applied]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -57,11 +57,32 @@ def _rule(said: Mapping[str, str]) -> tuple[str, Any, Any]:
     """A rule as a manifest says it: its name, its pattern and the replacement."""
     try:
         pattern, replacement = (_pattern(ast.parse(said[key], mode="eval").body) for key in ("pattern", "replacement"))
-        return said["name"], pattern, replacement
+        if isinstance(pattern, str) or len(said["replacement"]) >= len(said["pattern"]):
+            raise ValueError("what is replaced is no call, or no longer than what replaces it")
+        if unbound := {*_variables(replacement)}.difference(_variables(pattern)):
+            raise ValueError(f"the pattern has no {min(unbound)}")
+        return f"{said['name']}: {said['pattern']} counts as {said['replacement']}", pattern, replacement
     except (SyntaxError, LookupError, ValueError, TypeError) as error:
         raise ProofError(
             f"rule {said}", f"cannot be read: {error}", "write calls and variables, as in docs/proof.md"
         ) from error
+
+
+def _variables(pattern: Any) -> Iterator[str]:
+    """Those of one side of a rule."""
+    if isinstance(pattern, str):
+        yield pattern
+    else:
+        for part in pattern[1:]:
+            yield from _variables(part)
+
+
+def _called(pattern: Any) -> Iterator[str]:
+    """The operations of one side of a rule."""
+    if not isinstance(pattern, str):
+        yield pattern[0].partition("|")[0]
+        for part in pattern[1:]:
+            yield from _called(part)
 
 
 class TermTable:
@@ -78,6 +99,8 @@ class TermTable:
         self.applied: dict[str, None] = {}
         self._known: dict[tuple[str, tuple[int, ...]], int] = {}
         self._rules = [*map(_rule, rules)]
+        self.operations = {name for _, *sides in self._rules for side in sides for name in _called(side)}
+        """Those of the traced step, and of rules: what an operation does that is none of these is not known."""
 
     def make(self, head: str, *args: int) -> int:
         """The term of that head, given these."""

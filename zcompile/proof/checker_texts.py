@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from zcompile.errors import ProofError
+from zcompile.proof.checker_grammar import misplaced
 
 FIX = "write the dump again; if it is as it was written, a pass has changed what the program computes"
 _TYPE = re.compile(r"(=?)&?(\w+)\[([^\]]*)\](?:@\d+)?")
@@ -16,9 +18,8 @@ _MARGIN = re.compile(
     r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(.*)"
 )
 
-
-HEADS = {"axes", "stage", "shards", "units", "packed"}
-"""What is said before the functions."""
+CAPTURE, FORWARD, BACKWARD = "00_capture.py", "forward.py", "backward.py"
+"""The files of a program, beside `regions/region_0.py` and so on, each with the function that is called so."""
 
 
 class Margin(NamedTuple):
@@ -39,6 +40,19 @@ class ParamText(NamedTuple):
     flags: list[str]
 
 
+def file_text(path: Path) -> str:
+    """The text of a file, with the ends of lines that it has.
+
+    Raises:
+        OSError: it cannot be read, or is no file, but a device, say, that never ends.
+        UnicodeDecodeError: it is no text.
+    """
+    if not path.is_file():
+        raise OSError("it is no file" if path.exists() else "there is no such file")
+    with path.open(encoding="utf-8", newline="") as file:
+        return file.read()
+
+
 class Text:
     """One file: its name, its lines, its functions and what stands in its margins."""
 
@@ -49,9 +63,9 @@ class Text:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line, why = getattr(error, "lineno", None) or len(self.lines), getattr(error, "msg", error)
             raise ProofError(f"{name} line {line}", f"is no Python: {why}", FIX) from error
-        for one in self.body:
-            if not isinstance(one, ast.FunctionDef) and not (isinstance(one, ast.Assign) and _names(one) <= HEADS):
-                raise ProofError(f"{name} line {one.lineno}", "is no part of a program", FIX)
+        capture, stem = name == CAPTURE, name.rpartition("/")[2].removesuffix(".py")
+        for line, problem in misplaced(self.body, ("forward", "backward") if capture else (stem,), heads=capture):
+            raise ProofError(f"{name} line {line}", f"{problem}\n    {self.lines[line - 1].strip()}", FIX)
         self.functions = {one.name: one for one in self.body if isinstance(one, ast.FunctionDef)}
 
     def margin(self, line: int) -> Margin:
@@ -64,16 +78,9 @@ class Text:
     def arguments(self, name: str) -> list[tuple[str, Margin]]:
         """The names that a function unboxes, each with its margin."""
         match self.functions[name].body[0] if name in self.functions else None:
-            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call(func=ast.Name(id="unbox"))):
-                for one in self.functions[name].decorator_list:
-                    if not (isinstance(one, ast.Call) and dotted(one.func) == "cuda_graph"):
-                        raise ProofError(f"{self.name} line {one.lineno}", "is decorated by something unknown", FIX)
+            case ast.Assign(targets=[ast.Tuple(elts=names)]):
                 return [(ast.unparse(one), self.margin(one.lineno)) for one in names]
-        raise ProofError(self.name, f"has no function {name} that unboxes its arguments", FIX)
-
-
-def _names(statement: ast.Assign) -> set[str]:
-    return {dotted(target) for target in statement.targets}
+        raise ProofError(self.name, f"has no function {name}", FIX)
 
 
 Place = tuple[tuple[Text, int], ...]

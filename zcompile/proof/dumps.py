@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zcompile.errors import ProofError
-from zcompile.proof.checker import CAPTURE, prove
+from zcompile.proof.checker import prove
+from zcompile.proof.checker_texts import CAPTURE, file_text
 from zcompile.proof.checker_values import Proof
 
 FORMAT = 1
@@ -37,7 +38,7 @@ class ProofVerdict:
         if self.proof is None:
             return f"{self.program}: not proven"
         lines, terms, parameters, modulo = self.proof
-        what = f"proven modulo {', '.join(modulo)}" if modulo else "proven"
+        what = f"proven modulo {'; '.join(modulo)}" if modulo else "proven"
         return (
             f"{self.program}: {what}: {lines:,} lines, {terms:,} terms, {parameters:,} gradients of parameters, "
             f"{self.seconds:.2f} s of processor time"
@@ -61,7 +62,7 @@ def write_manifest(
     """
     described = {
         program: {
-            "files": {file: _sums((folder / program / file).read_text()) for file in files},
+            "files": {file: _sums(file_text(folder / program / file)) for file in files},
             "rules": [dict(rule) for rule in (rules or {}).get(program, ())],
         }
         for program, files in programs.items()
@@ -97,7 +98,8 @@ def _manifest(folder: Path) -> Any:
     try:
         found = json.loads((folder / MANIFEST).read_text())
         versions = found["format"], found["zcompile"]
-        programs = {name: (dict(one["files"]), list(one["rules"])) for name, one in found["programs"].items()}
+        for name, one in found["programs"].items():
+            _check_described(name, one)
     except FileNotFoundError as error:
         raise ProofError(subject, "is not there, so this is no dump that can be proven", _AGAIN) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -106,9 +108,22 @@ def _manifest(folder: Path) -> Any:
     if versions != wanted:
         problem = f"is of format {versions[0]!r} and zcompile {versions[1]!r}; this is {wanted[0]} and {wanted[1]!r}"
         raise ProofError(subject, problem, _AGAIN)
-    if not programs:
+    if not found["programs"]:
         raise ProofError(subject, "names no program", "run the model before it is dumped")
     return found
+
+
+def _check_described(program: str, described: Mapping[str, Any]) -> None:
+    """Raise ValueError or another error for what is no description of a program in the folder of the dump."""
+    for path in (program, *described["files"]):
+        if Path(path).is_absolute() or ".." in Path(path).parts or path != Path(path).as_posix() or path == ".":
+            raise ValueError(f"{path!r} is no file or folder in the dump")
+    for file, sums in described["files"].items():
+        if not isinstance(sums, list) or not all(type(one) is int for one in sums):
+            raise ValueError(f"the checksums of {file} are no numbers")
+    for rule in described["rules"]:
+        if not all(isinstance(rule[key], str) for key in ("name", "pattern", "replacement")):
+            raise ValueError(f"{rule} is no rule")
 
 
 def _proof(folder: Path, program: str, described: Mapping[str, Any]) -> Proof:
@@ -133,7 +148,7 @@ def _proof(folder: Path, program: str, described: Mapping[str, Any]) -> Proof:
 
 def _text(path: Path, file: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return file_text(path)
     except (OSError, ValueError) as error:
         raise ProofError(file, f"is missing or cannot be read: {error}", _AGAIN) from error
 

@@ -16,10 +16,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload, replayed_random, saved_random, writes_arguments, written_arguments
+from zcompile._torch import (
+    HigherOrderOperator,
+    OpOverload,
+    replayed_random,
+    saved_random,
+    writes_arguments,
+    written_arguments,
+)
+from zcompile.ir.operators import is_known
 from zcompile.ir.region import graph_text
 from zcompile.ir.shared_memory import root_of
-from zcompile.ir.side_effects import draws, is_random
+from zcompile.ir.side_effects import draws, is_opaque, is_random
 from zcompile.proof.rules import LIST
 from zcompile.proof.terms import DRAWN_UNDER, ITEM, PAIR, STATE, Terms
 
@@ -32,6 +40,14 @@ AFTER = "after"
 """A value once an operation has written to it."""
 
 
+class UnknownOperationError(Exception):
+    """A line of a graph is no operation that a traced graph may have."""
+
+    def __init__(self, node: fx.Node, problem: str) -> None:
+        super().__init__(problem)
+        self.node = node
+
+
 @dataclass
 class OperationTerms:
     """The terms of a graph's values.
@@ -42,6 +58,7 @@ class OperationTerms:
         modules: Graphs that higher-order operations call, by attribute name.
         values: The term of each value; those of placeholders are put in by who evaluates.
         writes: Whose memory was written to, through whatever view, and its term from then on, in order.
+        opaque: What operations give that may do more than their schema says.
     """
 
     terms: Terms
@@ -49,6 +66,7 @@ class OperationTerms:
     modules: Mapping[str, fx.GraphModule]
     values: dict[fx.Node, int] = field(default_factory=dict)
     writes: list[tuple[fx.Node, int]] = field(default_factory=list)
+    opaque: list[tuple[fx.Node, int]] = field(default_factory=list)
     _views: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     def evaluate(self, nodes: Iterable[fx.Node]) -> None:
@@ -70,6 +88,24 @@ class OperationTerms:
         target, terms = node.target, self.terms
         if node.op == "get_attr":
             return terms.make(("graph", graph_text(self.modules[str(target)])))
+        if node.op != "call_function" or not _is_operation(target):
+            raise UnknownOperationError(node, f"{node.name} calls {target}, which is no operation of a traced graph")
+        result = self._result(node)
+        if is_opaque(self._operation_of(node)):
+            self.opaque.append((node, result))
+        return result
+
+    def _operation_of(self, node: fx.Node) -> Any:
+        """What a line calls, also with the state of the generator saved, or as it was."""
+        if node.target is saved_random or node.target is replayed_random:
+            operation = node.args[node.target is replayed_random]
+            if not isinstance(operation, OpOverload):
+                raise UnknownOperationError(node, f"{node.name} draws by {operation}, which is no operation of torch's")
+            return operation
+        return node.target
+
+    def _result(self, node: fx.Node) -> int:
+        target, terms = node.target, self.terms
         if _is_plain(target):
             if target in _SAME and not node.kwargs:
                 return self.argument(node.args[0])
@@ -124,6 +160,11 @@ class OperationTerms:
                     for shown in (root, *self._views.get(root, ())):
                         self.values[shown] = self.terms.make((AFTER, result, self.values[shown]))
                     self.writes.append((root, self.values[root]))
+
+
+@functools.cache
+def _is_operation(target: Any) -> bool:
+    return isinstance(target, (OpOverload, HigherOrderOperator)) or is_known(target)
 
 
 @functools.cache

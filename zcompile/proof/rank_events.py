@@ -289,7 +289,7 @@ class _Reader:
             self._unbox(call)
         elif found := _COMMUNICATING.fullmatch(name):
             self._collective(call, body, found["library"], found["operation"])
-        elif name.startswith(_TORCH) or (is_phase and name in _SILENT):
+        elif name.startswith(_TORCH) or name == "graph" or (is_phase and name in _SILENT):
             pass
         elif is_phase and name in self.functions and name not in PHASES:
             self._region(call, body)

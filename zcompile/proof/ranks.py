@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zcompile.errors import ProofError
+from zcompile.proof.checker_texts import file_text
 from zcompile.proof.rank_events import PHASES, Act, RankEvent, RankEvents, read_events
 
 Ranks = Mapping[int, RankEvents]
@@ -127,7 +128,7 @@ def _sources(rank: int, folder: Path) -> dict[str, str]:
 
 def _text(rank: int, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return file_text(path)
     except (OSError, UnicodeDecodeError) as error:
         problem = getattr(error, "strerror", None) or str(error)
         raise ProofError(f"rank {rank}: {path}", f"cannot be read: {problem}", "dump the program again") from error

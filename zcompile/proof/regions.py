@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from zcompile.ir.region import Region
+from zcompile.ir.region import Region, graph_text
 from zcompile.proof.operations import OperationTerms
 from zcompile.proof.terms import DRAW, Terms
 
@@ -25,6 +25,7 @@ class RegionTerms:
         draws: A leaf for each of the random draws in it.
         results: The terms of its results.
         writes: Arguments that it writes to, by number, and their terms from then on.
+        opaque: The terms of operations of which it is not known all that they do.
         body: The terms that differ from call to call, in an order in which each stands behind its parts.
     """
 
@@ -32,6 +33,8 @@ class RegionTerms:
     draws: tuple[int, ...]
     results: tuple[int, ...]
     writes: tuple[tuple[int, int], ...]
+    opaque: tuple[tuple[str, int], ...]
+    """With the names of their lines."""
     body: tuple[int, ...]
 
 
@@ -46,7 +49,8 @@ class Regions:
     def of(self, region: Region) -> RegionTerms:
         """What `region` gives: found out once for each graph, unless somebody has edited that since."""
         graph = region.graph
-        lines = [(node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
+        lines: list[Any] = [(node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
+        lines += [graph_text(module) for module in region.modules.values()]
         _, before, known = self._known.get(id(graph), (None, None, None))
         if known is None or before != lines:
             known = _evaluated(region, self.terms)
@@ -91,8 +95,9 @@ def _evaluated(region: Region, terms: Terms) -> RegionTerms:
     writes = tuple((placeholders.index(node), term) for node, term in graph.writes if node in placeholders)
     varying = {*leaves, *draws}
     body = []
-    for term in terms.below([*results, *(term for _, term in writes)]):
+    opaque = tuple((node.name, term) for node, term in graph.opaque)
+    for term in terms.below([*results, *(term for _, term in (*writes, *opaque))]):
         if term not in varying and not varying.isdisjoint(terms.keys[term][1:]):
             varying.add(term)
             body.append(term)
-    return RegionTerms(tuple(leaves), tuple(draws), results, writes, tuple(body))
+    return RegionTerms(tuple(leaves), tuple(draws), results, writes, opaque, tuple(body))

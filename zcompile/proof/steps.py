@@ -18,7 +18,7 @@ from zcompile.ir.layout import Param, Unit
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import memory_of_values, root_of
-from zcompile.proof.operations import AFTER, OperationTerms
+from zcompile.proof.operations import AFTER, OperationTerms, UnknownOperationError
 from zcompile.proof.regions import Regions, draw
 
 PARAMETER, UPDATED, INPUT, CONSTANT_TENSOR = "parameter", "updated parameter", "input", "tensor"
@@ -69,6 +69,7 @@ class StepTerms:
         replicated: Values of which each rank of an axis keeps a shard, by line.
         draws: How many random draws there are.
         calls: The draws before each call of a region.
+        opaque: What operations give that may do more than their schema says, with the line and the name.
     """
 
     program: Program
@@ -79,6 +80,7 @@ class StepTerms:
     replicated: dict[fx.Node, int] = field(default_factory=dict)
     draws: int = 0
     calls: dict[fx.Node, int] = field(default_factory=dict)
+    opaque: list[tuple[fx.Node, str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.terms = self.regions.terms
@@ -86,6 +88,7 @@ class StepTerms:
         self.flat = OperationTerms(self.terms, self._draw, self.program.modules, self.values)  # type: ignore[arg-type]
         for node in self.program.graph.nodes:
             self.values[node] = _EVALUATORS[type(data(node).op)](self, node)
+        self.opaque += [(node, node.name, term) for node, term in self.flat.opaque]
         self.writes = [term for node, term in self.flat.writes if not _is_own(root_of(node))]
         for node in self.program.results.reduced:
             self.deliver(node)
@@ -187,9 +190,16 @@ def _item(step: StepTerms, node: fx.Node) -> Value:
 
 
 def _call(step: StepTerms, node: fx.Node) -> Value:
-    found = step.regions.of(step.program.regions[op_of(node, ops.Call).region])
+    region = step.program.regions[op_of(node, ops.Call).region]
+    try:
+        found = step.regions.of(region)
+    except UnknownOperationError as error:
+        raise UnknownOperationError(node, f"in {region.name}: {error}") from error
     step.calls[node] = step.draws
     results, written = step.regions.call(found, step.arguments(node), step.draws)
+    if found.opaque:
+        instances = step.regions.instances(found, step.arguments(node), step.draws)
+        step.opaque += [(node, name, instances.get(term, term)) for name, term in found.opaque]
     step.draws += len(found.draws)
     for (number, _), term in zip(found.writes, written, strict=True):
         argument = node.args[1 + step.program.regions[op_of(node, ops.Call).region].takes[number][0]]

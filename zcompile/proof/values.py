@@ -21,7 +21,9 @@ from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import shared_results
+from zcompile.ir.side_effects import is_opaque
 from zcompile.proof.difference import parted, term_text
+from zcompile.proof.operations import UnknownOperationError
 from zcompile.proof.regions import Regions
 from zcompile.proof.replication import is_replicated, marked
 from zcompile.proof.rules import Rule
@@ -101,13 +103,18 @@ class TracedValues:
     def violations(self, program: Program) -> Iterator[Violation]:
         """Where `program` computes something else than was traced, or says what does not hold."""
         yield from self._mistaken_claims(program)
-        step = StepTerms(program, self.terms.step.regions)
+        try:
+            step = StepTerms(program, self.terms.step.regions)
+        except UnknownOperationError as error:
+            yield Violation(error.node, str(error))
+            return
         yield from self._repeated(step)
         for what, line, found, wanted in (*self._results(step), *self._gradients(step), *self._writes(step)):
             if found != wanted:
                 yield self._difference(step, what, line, found, wanted)
         if step.draws != self.terms.step.draws:
             yield Violation(None, f"{step.draws} random draws; the traced step has {self.terms.step.draws}")
+        yield from self._untraced(step)
         yield from self._not_replicated(step)
         yield from self._newly_shared(program)
 
@@ -129,6 +136,13 @@ class TracedValues:
             yield Violation(None, f"{len(layout.units)} units; the traced step has {len(self.layout.units)}")
         if _inputs(program) != _inputs(traced):
             yield Violation(None, "the inputs are not those of the traced step, in their order")
+
+    def _untraced(self, step: StepTerms) -> Iterator[Violation]:
+        """Operations that may do more than their schema says, and were not traced with what they are given."""
+        for node, name, term in step.opaque:
+            if term >= self.terms.count and is_opaque(step.terms.keys[term][0]):
+                problem = f"{name}, {self._text(term)}, was not traced, and it is not known all that it does"
+                yield Violation(node, f"{label(node)} computes {problem}")
 
     def _not_replicated(self, step: StepTerms) -> Iterator[Violation]:
         for node, term in step.replicated.items():

@@ -44,7 +44,7 @@ from zcompile.ir.operation import Phase
 from zcompile.ir.printer import region_text
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
-from zcompile.proof.checker import CAPTURE
+from zcompile.proof.checker_texts import CAPTURE
 from zcompile.proof.dumps import MANIFEST, write_manifest
 from zcompile.report.dot import dot_text
 from zcompile.schedule.pipeline import Journal

@@ -227,7 +227,7 @@ def prove_command(
             print(f"{len(ranks)} ranks: their communications fit together")
         except ProofError as conflict:
             failed.append(conflict)
-    if proven:
+    if proven and not failed:
         print(TRUSTED)
     if failed:
         for error in failed[:-1]:

@@ -87,6 +87,9 @@ class Stop:
         run, colon, place = text.rpartition(":")
         if place.isdecimal() and colon:
             return cls(run, int(place))
+        if text and not place.isidentifier():
+            fix = "give forward:12, run_002_forward:12, or the name of a value"
+            raise ReplayError(f"until {text!r}", "is neither a line nor the name of a value", fix)
         return cls(run, 0, place)
 
     def is_in(self, run: ArchivedRun) -> bool:
@@ -128,6 +131,9 @@ class Replay:
         if until and not any(stop.is_in(run) for run in runs):
             names = ", ".join(run.name for run in runs)
             raise ReplayError(until, f"there is no run {stop.run!r}", f"choose from {names}, forward and backward")
+        if stop.name and not any(self._names(stop.name, run) for run in runs if stop.is_in(run)):
+            fix = "names are those in forward.py and backward.py in the recording's `programs`"
+            raise ReplayError(until, "no line that has run gives a value of this name", fix)
         wanted = self._wanted(runs)
         about = self.archive.about
         with with_numerics(about["numerics"]), _generators_back(self.archive.device), torch.no_grad():
@@ -141,6 +147,11 @@ class Replay:
         if until:
             fix = "lines are those of forward.py and backward.py in the recording's `programs`, names those in them"
             raise ReplayError(until, "no line that has run gives a value of this name", fix)
+
+    def _names(self, name: str, run: ArchivedRun) -> bool:
+        """True if a line of a run gives a value of this name."""
+        statements = [one for one in function_of(self.archive, run).body if _call_of(one) is not None]
+        return any(name in [target.lstrip("*") for target in _targets(one)] for one in statements)
 
     def _wanted(self, runs: Sequence[ArchivedRun]) -> set[str]:
         """The lines whose values later runs take."""

@@ -42,14 +42,13 @@ class ReplayReport:
         yield self.replay.archive.described()
         run = ""
         for line in self.replay.lines(until):
-            if line.run.name != run:
+            self._take(line)
+            shown = [one for one in line.values if not brief or one.verdict in (Verdict.DIFFERS, Verdict.STALE)]
+            if line.run.name != run and (shown or not brief):
                 run = line.run.name
                 yield f"\n{run}, the text of {line.run.program}/{line.run.phase}.py"
                 yield f"{'line':>5}  {'value':{_NAME}} {'type':{_TYPE}} {'norm':>10} {'min':>10} {'max':>10}  is"
-            self._take(line)
-            for value in line.values:
-                if not brief or value.verdict in (Verdict.DIFFERS, Verdict.STALE):
-                    yield row(line.number, value)
+            yield from (row(line.number, value) for value in shown)
         yield ""
         yield from self.summary()
 
