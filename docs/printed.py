@@ -4,6 +4,7 @@ stages.md is written as a whole. Elsewhere a comment says what the block below i
 
     <!-- printed: layers=2 stage=3 phase=forward -->             a function, as it is printed
     <!-- printed: layers=4 stage=3 phase=backward body -->       without the unboxing of its arguments
+    <!-- printed: layers=4 stage=3 phase=forward replicas=2 -->  of a mesh on which shards repeat so often
     <!-- printed: layers=4 stage=3 phase=backward last=6 own --> its last lines, with the pass of examples/own_pass.py
     <!-- proven: layers=4 stage=3 -->                            what `zcompile prove` says of its dump
     <!-- proven: layers=4 stage=3 file=backward.py old=a new=b --> and of one in which `a` is `b`, once, in a file
@@ -24,6 +25,7 @@ import torch
 
 from examples.own_pass import WAIT_AT_END, Net
 from zcompile.cost.hardware import load_profile
+from zcompile.cost.memory import model_state
 from zcompile.ir.axis import axes_of
 from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import Phase
@@ -38,7 +40,8 @@ from zcompile.tools.tracing import trace
 
 ROOT = Path(__file__).parent.parent
 STAGES_PAGE = ROOT / "docs" / "stages.md"
-WITH_BLOCKS = [ROOT / "README.md", *(ROOT / "docs" / page for page in ("programs.md", "passes.md", "proof.md"))]
+PAGES = ("programs.md", "passes.md", "proof.md", "training.md")
+WITH_BLOCKS = [ROOT / "README.md", *(ROOT / "docs" / page for page in PAGES)]
 WORLD, PREFETCH = 4, 1
 COLUMNS = {"stage 0": 0, "stages 1 and 2": 2, "stage 3": 3}
 _BYTES = re.compile(r"[+-][\d.]+ [KMG]?i?B")
@@ -55,19 +58,20 @@ holds full gradients back. [How ZeRO looks as a program](programs.md) explains t
 
 
 @cache
-def journal_of(layers: int, stage: int, *, own: bool = False) -> Journal:
+def journal_of(layers: int, stage: int, *, own: bool = False, world: int = WORLD, replicas: int = 1) -> Journal:
     """What the passes make of the example's model, as torch.compile's own compiler gets it."""
     with torch.device("meta"):
         model, x = Net(layers), torch.empty(8, 64)
     traced, journal = trace(model, (x,)), Journal()
     options = Options(stage=stage, prefetch=PREFETCH, passes={"sink_waits": WAIT_AT_END} if own else None)
-    options.pipeline().run(replace(traced, layout=make_layout(model, STAGES[stage], axes_of(WORLD))), journal)
+    axes = axes_of(world, replicas=replicas)
+    options.pipeline().run(replace(traced, layout=make_layout(model, STAGES[stage], axes)), journal)
     return journal
 
 
-def program_of(layers: int, stage: int, *, own: bool = False) -> Program:
+def program_of(layers: int, stage: int, *, own: bool = False, world: int = WORLD, replicas: int = 1) -> Program:
     """The finished program."""
-    return journal_of(layers, stage, own=own).entries[-1].after
+    return journal_of(layers, stage, own=own, world=world, replicas=replicas).entries[-1].after
 
 
 def with_blocks(text: str) -> str:
@@ -86,7 +90,8 @@ _BLOCK = re.compile(r"(<!-- (printed|proven): (.*?) -->\n)(```\w+)\n.*?\n```\n",
 
 def _block(words: Sequence[str]) -> str:
     given = dict(word.split("=") for word in words if "=" in word)
-    program = program_of(int(given["layers"]), int(given["stage"]), own="own" in words)
+    replicas = int(given.get("replicas", 1))
+    program = program_of(int(given["layers"]), int(given["stage"]), own="own" in words, replicas=replicas)
     lines = program.phase(Phase(given["phase"])).text().strip("\n").split("\n")
     if "body" in words:
         lines = [lines[0], "    ...", *lines[lines.index("    ) = unbox(box)") + 1 :]]
@@ -118,7 +123,39 @@ def stages_page() -> str:
     for phase in Phase:
         columns = [list(_statements(program.phase(phase))) for program in made.values()]
         parts.append(f"\n## {str(phase).capitalize()}\n\n{_table(list(made), columns)}")
-    return "".join(parts)
+    return "".join([*parts, _two_levels()])
+
+
+NODES, RANKS = 2, 4
+LEVELS = f"""
+## Two levels
+
+The same layers on {NODES} nodes of {RANKS} ranks, as one dimension and as a mesh `("replicate", "shard")`
+([how](training.md#hybrid-sharding)), in bytes: what a rank keeps from step to step, copies that stages 1 and 2 keep
+included, and what it sends in a step to ranks of its own node and of the other one. Along one dimension a rank sends
+every other the same, as exchanges on gloo do. Ψ: {{psi}} bytes of parameters; N: the ranks; S: those of a node; R: the
+nodes.
+
+"""
+
+
+def _two_levels() -> str:
+    """A table of what each way to shard keeps and sends, and the formulas."""
+    headings = ("sharded over", "stage", "kept", "inside", "across", "across, at most")
+    rows = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+    world, psi = NODES * RANKS, sum(param.nbytes for param in program_of(4, 3).layout.params)
+    for replicas, over in ((1, "all ranks"), (NODES, "a node")):
+        for stage in (1, 3):
+            program = program_of(4, stage, world=world, replicas=replicas)
+            sent = program.volumes()
+            if replicas == 1:
+                across = sent["dp"] * (world - RANKS) // (world - 1)
+                inside, formula = sent["dp"] - across, f"{program.layout.stage.volume}Ψ(N-S)/N"
+            else:
+                inside, across, formula = sent["shard"], sent["replicate"], "2Ψ/S (R-1)/R"
+            figures = (f"{nbytes:,}" for nbytes in (model_state(program.layout).nbytes, inside, across))
+            rows.append(f"| {over} | {'1 and 2' if stage == 1 else stage} | {' | '.join(figures)} | {formula} |")
+    return LEVELS.format(psi=f"{psi:,}") + "\n".join(rows) + "\n"
 
 
 def _statements(program: Program) -> Iterator[str]:

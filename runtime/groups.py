@@ -155,7 +155,7 @@ class Communicator(AxisCommunicator):
     def stamp(self, run: int) -> None:
         """What is sent from now on belongs to the run with this number, where messages can tell."""
         super().stamp(run)
-        for part in self._axes:
+        for part in self._parts:
             part.stamp(run)
         if self.control is not None:
             self.control.stamp(run)
@@ -163,11 +163,16 @@ class Communicator(AxisCommunicator):
     def order_all(self) -> None:
         """Whatever was begun and not waited for ends before what the current stream does from here on."""
         super().order_all()
-        for part in self._axes:
+        for part in self._parts:
             part.order_all()
 
     @property
-    def _axes(self) -> list[AxisCommunicator]:
+    def axes(self) -> list[AxisCommunicator]:
+        """The groups along each axis, neighbours first."""
+        return self._parts or [self]
+
+    @property
+    def _parts(self) -> list[AxisCommunicator]:
         return [part for part in (self._sharded, self.replicas) if part is not None]
 
 

@@ -315,6 +315,7 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (["plan", "gpt:9b"], "model: gpt:9b is no size"),
+        (["plan", "gpt:1x8", "--mesh", "8by8"], "mesh: '8by8' is no mesh of two levels"),
         (["plan", "nothing"], "nothing: names no model"),
         (["plan", "fac.py:fails"], "fac.py:fails: raised ValueError: no [bold]luck[/]"),
         (["plan", "fac.py:gives_none"], "fac.py:gives_none: gives NoneType"),

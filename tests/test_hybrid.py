@@ -10,16 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch, make
 from tests.ranks import Ranks
+from zcompile import AgreementError, GroupError
+from zcompile.engine.calibration import measure
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.ops import ReduceReplicas
 from zcompile.proof.dumps import prove_dump, rank_folders
 from zcompile.proof.ranks import check_folders
 from zcompile.recording.archive import Archive
+from zcompile.runtime.groups import Communicator
 from zcompile.tools.replay import Replay, Verdict
 
 STEPS = 3
@@ -401,3 +405,107 @@ def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, tmp_path: Path
     for rank in range(4):
         lines = list(Replay(Archive(tmp_path, rank)).lines())
         assert {value.verdict for line in lines for value in line.values} <= {Verdict.GIVEN, Verdict.EQUAL}
+
+
+# -- beside tensor parallelism ----------------------------------------------------------------------------------------
+
+PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def divided(rank: int, shape: tuple[int, int, int], suffix: str, stage: int) -> list[str]:
+    """DTensor remembers meshes of processes whose groups are gone by their names: `suffix` makes new ones."""
+    names = (f"dp{suffix}_replicate", f"dp{suffix}_shard", f"tp{suffix}")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+    def small() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def given_to(index: int, step: int) -> torch.Tensor:
+        return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + index))
+
+    model = parallelize_module(small(), mesh[names[2]], PLAN)
+    compiled = zcompile.compile(model, mesh=mesh[names[:2]], backend="eager", stage=stage)
+    plain = small()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (compiled, plain)]
+    data = shape[0] * shape[1]
+    for step in range(STEPS):
+        compiled(given_to(rank // shape[2], step)).square().mean().backward()
+        for index in range(data):
+            (plain(given_to(index, step)).square().mean() / data).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    got = compiled.full_state_dict(rank0_only=False)
+    return [name for name, want in plain.state_dict().items() if not torch.allclose(got[name], want, atol=1e-6)]
+
+
+@quickly(
+    "shape, suffix, stage",
+    [((2, 1, 2), "_a", 3), ((1, 2, 2), "_b", 3), ((2, 2, 1), "_c", 3), ((2, 1, 2), "_d", 0), ((2, 1, 2), "_e", 2)],
+    [((2, 1, 2), "_a", 3)],
+)
+def test_it_stands_beside_tensor_parallelism(
+    ranks: Ranks, shape: tuple[int, int, int], suffix: str, stage: int
+) -> None:
+    assert ranks.run(4, divided, shape, suffix, stage) == [[]] * 4
+
+
+@pytest.mark.slow
+def test_all_three_dimensions_of_two() -> None:
+    pool = Ranks(8)
+    try:
+        assert pool.run(8, divided, (2, 2, 2), "_f", 3) == [[]] * 8
+    finally:
+        pool.close()
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, names: tuple[str, str]) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    try:
+        zcompile.compile(make("mlp"), mesh=mesh, backend="eager")
+    except GroupError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("names", [("outer", "inner"), ("a_shard", "b_shard"), ("replicate", "pp")])
+def test_dimensions_have_to_say_what_they_are_for(ranks: Ranks, names: tuple[str, str]) -> None:
+    for error in ranks.run(4, refused, names):
+        assert "its dimensions do not say which of them repeats the shards that the other one divides" in error
+        assert "mesh_dim_names=('replicate', 'shard')" in error
+
+
+def disagreeing(rank: int) -> str:
+    """Of two meshes that all ranks have made, half of them compile with the one, half with the other."""
+    one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    flat = {id(mesh): mesh._flatten() for mesh in (one, other)}
+    assert len(flat) == 2
+    try:
+        zcompile.compile(make("mlp"), mesh=one if rank < 2 else other, backend="eager")
+    except (AgreementError, GroupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_that_disagree_on_the_mesh_are_told(ranks: Ranks) -> None:
+    for error in ranks.run(4, disagreeing, group=10):
+        assert error
+
+
+def calibrated(rank: int) -> list[list[tuple[int, bool]]]:
+    """The levels of a network that ranks have measured for a mesh."""
+    found = []
+    for mesh in (mesh_of((2, 2)), mesh_of((4, 1)), mesh_of((1, 4))):
+        links = measure(Communicator(mesh, torch.device("cpu"))).links
+        found.append([(link.members, 0 < link.bandwidth < float("inf")) for link in links])
+    return found
+
+
+def test_each_level_of_the_network_is_measured(ranks: Ranks) -> None:
+    two, across, inside = [(2, True), (0, True)], [(0, True)], [(4, True), (0, False)]
+    assert ranks.run(4, calibrated) == [[two, across, inside]] * 4

@@ -19,7 +19,9 @@ from zcompile.cost.forecast import Choice
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import MemoryKind, model_state, peak_bytes
 from zcompile.cost.simulator import simulate
+from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import Phase
+from zcompile.model.units import axes_over, make_layout
 from zcompile.report.plan_page import plan_page_text
 from zcompile.tools.gpt import GPT, SHAPES, shape_of
 from zcompile.tools.planner import Rewriter
@@ -54,6 +56,31 @@ def test_the_program_of_a_plan_is_the_one_that_runs(ranks: Ranks, world: int, ch
     program = rewriter.program(choice, min(world, 2))
     planned = replace(program, layout=program.layout.over(world))
     assert [planned.phase(phase).text(regions=True) for phase in Phase] == runs
+
+
+def test_meshes_of_two_levels_are_compared_with_all_ranks_in_one() -> None:
+    model, args = make("gpt"), batch("gpt", 0, 0)
+    plan = zcompile.plan(
+        model, args, worlds=[16, 3], replicas=[1, 4], stages=[0, 3], prefetches=[1], checkpoints=[None], dtypes=[None]
+    )
+    found = {(one.world, one.choice.stage, one.choice.replicas): one for one in plan.forecasts}
+    assert set(found) == {(16, 0, 1), (16, 3, 1), (16, 3, 4), (3, 0, 1), (3, 3, 1)}, "four do not divide three"
+    flat, hybrid = found[16, 3, 1], found[16, 3, 4]
+    assert hybrid.parameters > 3 * flat.parameters, "a rank keeps what four ranks share"
+    mesh = "mesh=init_device_mesh('cuda', (4, 4), mesh_dim_names=('replicate', 'shard'))"
+    assert plan.line(hybrid) == f"zcompile.compile(model, {mesh}, stage=3, prefetch=1)"
+    assert "3, 4 times" in str(plan)
+
+
+def test_the_program_of_a_hybrid_plan_is_that_of_its_axes() -> None:
+    model, args = make("mlp"), batch("mlp", 0, 0)
+    rewriter = Rewriter(model, trace(model, args), None)
+    small = rewriter.program(Choice(3, 1, None, None, 2), 4, 2)
+    large = replace(small, layout=small.layout.over(24, 3))
+    assert [str(axis) for axis in large.layout.axes] == ["replicate 3, stride 8", "shard 8"]
+    assert large.volumes()["replicate"] == 2 * sum(param.shard_numel * 4 for param in large.layout.params) * 2 // 3
+    own = make_layout(model, STAGES[3], axes_over(model, 24, 3))
+    assert {param.name: param.shards for param in own.params} == {p.name: p.shards for p in large.layout.params}
 
 
 def test_figures_are_those_of_the_program() -> None:

@@ -81,7 +81,7 @@ def compile(
         optimizer: One or several built over the model's parameters: pointed at the shards. Later ones need no mention.
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
-        mesh: The data-parallel `DeviceMesh`: one dimension, beside a tensor-parallel model's; by default all ranks.
+        mesh: The data-parallel `DeviceMesh`, by default all ranks; of two dimensions, "replicate" repeats the shards.
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.

@@ -339,3 +339,6 @@ def backward(box):
 
 TENSOR_PARALLEL = CHAIN.replace('"shard 2"', '"shard 2, stride 3", "tp": "tensor 3"')
 """The same, of one of three parts of a model."""
+
+HYBRID = CHAIN.replace('"dp": "shard 2"', '"replicate": "replicate 3, stride 2", "shard": "shard 2"')
+"""Of shards that repeat."""

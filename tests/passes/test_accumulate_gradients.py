@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check, parsed
+import zcompile
+from tests.passes.programs import CHAIN, HYBRID, OUTLINED, REDUCED, at_stage, check, joined, parsed
+from tests.passes.test_insert_reductions import OVER_BOTH
 from zcompile.errors import ProgramError
 from zcompile.facts import verify
+from zcompile.ir.operation import Phase
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.proof.values import TracedValues
 
@@ -48,3 +51,9 @@ def test_reductions_become_accumulations() -> None:
 def test_a_program_that_reduces_holds_nothing_back() -> None:
     with pytest.raises(ProgramError, match=r"the gradient of a\.weight is not what was traced: .*mean.*want held_back"):
         verify(parsed(at_stage(CHAIN, 1), REDUCED), [HELD_BACK], "here")
+
+
+def test_averages_over_replicas_are_held_back_with_the_rest() -> None:
+    before = OUTLINED.partition("def backward")[0] + OVER_BOTH.strip()
+    held = accumulate_gradients(zcompile.parse(joined(at_stage(HYBRID, 1), before)))
+    assert str(held.phase(Phase.BACKWARD)).strip() == HELD.strip()

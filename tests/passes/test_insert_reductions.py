@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check
+from tests.passes.programs import CHAIN, HYBRID, OUTLINED, REDUCED, at_stage, check
 from zcompile.passes.insert_reductions import insert_reductions
 
 GRADIENTS_HEAD = """
@@ -317,3 +317,44 @@ def test_a_gradient_is_copied_for_views_of_it_alone() -> None:
 
 def test_without_gradients_there_is_nothing_to_reduce() -> None:
     check(insert_reductions, GRADIENTS_HEAD, NO_GRADIENTS, NO_GRADIENTS)
+
+
+OVER_BOTH = """
+def backward(box):
+    (
+        a,                                               #                       1 parameters  unit a
+        b,                                               #                       1 parameters  unit b
+        c,                                               #                       1 parameters  unit c
+        replicate,                                       #                                     group replicate
+        x,                                               # f32[8, 4]
+        ya,                                              # f32[8, 4]                           a
+        yb,                                              # f32[8, 4]                           b
+        dy,                                              # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                                           #                       -128 B
+    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B         c
+    del gc
+    c_shard_grads = wait(c_reduce)                       #                       -64 B         c
+    c_average = all_reduce(c, c_shard_grads, replicate)  #                                     c
+    c_grads = wait(c_average)                            #                                     c
+    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                                           #                       -256 B
+    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B         b
+    del gb
+    b_shard_grads = wait(b_reduce)                       #                       -64 B         b
+    b_average = all_reduce(b, b_shard_grads, replicate)  #                                     b
+    b_grads = wait(b_average)                            #                                     b
+    ga = region_2(da, x)                                 # f32[4, 4]             +64 B         a.lin
+    del x, da                                            #                       -128 B
+    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B         a
+    del ga
+    a_shard_grads = wait(a_reduce)                       #                       -64 B         a
+    a_average = all_reduce(a, a_shard_grads, replicate)  #                                     a
+    a_grads = wait(a_average)                            #                                     a
+    return [None], [c_grads, b_grads, a_grads]
+"""
+
+
+def test_shards_that_repeat_are_averaged_over_both_axes() -> None:
+    check(insert_reductions, HYBRID, OUTLINED, OVER_BOTH)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.passes.programs import CHAIN, OUTLINED, REDUCED, at_stage, check, parsed
+from tests.passes.programs import CHAIN, HYBRID, OUTLINED, REDUCED, at_stage, check, parsed
+from tests.passes.test_insert_reductions import OVER_BOTH
 from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.sink_waits import sink_waits
 
@@ -99,3 +100,90 @@ def test_stage_0_waits_at_the_end_in_the_order_of_the_reductions() -> None:
 
 def test_a_program_without_reductions_is_left_alone() -> None:
     check(sink_waits, CHAIN, OUTLINED, OUTLINED)
+
+
+REPLICAS_LATE = """
+def backward(box):
+    (
+        a,                                               #                       1 parameters  unit a
+        b,                                               #                       1 parameters  unit b
+        c,                                               #                       1 parameters  unit c
+        replicate,                                       #                                     group replicate
+        x,                                               # f32[8, 4]
+        ya,                                              # f32[8, 4]                           a
+        yb,                                              # f32[8, 4]                           b
+        dy,                                              # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                                           #                       -128 B
+    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B         c
+    del gc
+    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                                           #                       -256 B
+    c_shard_grads = wait(c_reduce)                       #                       -64 B         c
+    c_average = all_reduce(c, c_shard_grads, replicate)  #                                     c
+    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B         b
+    del gb
+    ga = region_2(da, x)                                 # f32[4, 4]             +64 B         a.lin
+    del x, da                                            #                       -128 B
+    b_shard_grads = wait(b_reduce)                       #                       -64 B         b
+    b_average = all_reduce(b, b_shard_grads, replicate)  #                                     b
+    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B         a
+    del ga
+    a_shard_grads = wait(a_reduce)                       #                       -64 B         a
+    a_average = all_reduce(a, a_shard_grads, replicate)  #                                     a
+    c_grads = wait(c_average)                            #                                     c
+    b_grads = wait(b_average)                            #                                     b
+    a_grads = wait(a_average)                            #                                     a
+    return [None], [c_grads, b_grads, a_grads]
+"""
+
+REPLICAS_USED_UP = """
+def backward(box):
+    (
+        a,                                               #                       1 parameters  unit a
+        b,                                               #                       1 parameters  unit b
+        c,                                               #                       1 parameters  unit c
+        replicate,                                       #                                     group replicate
+        x,                                               # f32[8, 4]
+        ya,                                              # f32[8, 4]                           a
+        yb,                                              # f32[8, 4]                           b
+        dy,                                              # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B        c
+    del yb, dy                                           #                       -128 B
+    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B         c
+    del gc
+    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                                           #                       -256 B
+    c_shard_grads = wait(c_reduce)                       #                       -64 B         c
+    c_average = all_reduce(c, c_shard_grads, replicate)  #                                     c
+    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B         b
+    del gb
+    ga = region_2(da, x)                                 # f32[4, 4]             +64 B         a.lin
+    del x, da                                            #                       -128 B
+    b_shard_grads = wait(b_reduce)                       #                       -64 B         b
+    c_grads = wait(c_average)                            #                                     c
+    b_average = all_reduce(b, b_shard_grads, replicate)  #                                     b
+    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B         a
+    del ga
+    a_shard_grads = wait(a_reduce)                       #                       -64 B         a
+    b_grads = wait(b_average)                            #                                     b
+    a_average = all_reduce(a, a_shard_grads, replicate)  #                                     a
+    a_grads = wait(a_average)                            #                                     a
+    return [None], [c_grads, b_grads, a_grads]
+"""
+
+
+def test_averages_over_replicas_start_at_once_and_are_waited_for_at_the_end() -> None:
+    check(
+        partial(sink_waits, depth=1),
+        HYBRID,
+        f"{OUTLINED.partition('def backward')[0]}{OVER_BOTH.strip()}\n",
+        REPLICAS_LATE,
+    )
+
+
+def test_averages_over_replicas_that_are_used_up_are_waited_for_before_the_next() -> None:
+    step = partial(sink_waits, depth=1, consumed=True)
+    check(step, HYBRID, f"{OUTLINED.partition('def backward')[0]}{OVER_BOTH.strip()}\n", REPLICAS_USED_UP)

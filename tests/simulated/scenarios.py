@@ -47,6 +47,8 @@ class Scenario:
     """By a `GradScaler`."""
     tensor: int = 1
     """How many ranks have parts of one layer."""
+    replicas: int = 1
+    """How often shards repeat."""
     fails: str = ""
     """Where the third step does, one of `FAULTS`."""
     broken: bool = False
@@ -66,6 +68,9 @@ class Scenario:
 
     def placed(self) -> tuple[nn.Module, Mapping[str, Any]]:
         """The model, divided if it is to be, and the options with the mesh over which it is sharded."""
+        if self.replicas > 1:
+            shape, names = (self.replicas, dist.get_world_size() // self.replicas), ("replicate", "shard")
+            return self.begin(), {**self.options, "mesh": init_device_mesh("cuda", shape, mesh_dim_names=names)}
         if self.tensor == 1:
             return self.begin(), self.options
         sizes = dist.get_world_size() // self.tensor, self.tensor
@@ -173,6 +178,16 @@ SCENARIOS: dict[str, Scenario] = {
     "torch.compile, stage 3, evaluating": named(3, evaluates=True),
     "torch.compile, stage 3, side stream": named(3, streams="forward"),
     "torch.compile, stage 3, activations, arenas": named(3, offload_activations="cpu", arenas=True),
+    "hybrid, stage 2": loop(2, replicas=2),
+    "hybrid, stage 3": loop(3, replicas=2),
+    "hybrid, stage 3, pieces": loop(3, replicas=2, bucket=4096),
+    "hybrid, bf16, arenas": loop(3, replicas=2, dtype=BF16, reduce_dtype=BF16, arenas=True),
+    "hybrid, accumulation, clipped": loop(1, replicas=2, accumulates=True, clip=1.0),
+    "hybrid, parameters": loop(3, replicas=2, offload_parameters="cpu"),
+    "hybrid, broken": loop(3, replicas=2, broken=True),
+    "hybrid, graphs": loop(3, replicas=2, cuda_graphs=True),
+    "hybrid, train step": step(3, replicas=2),
+    "hybrid, train step, alternating": step(3, replicas=2, streams="alternating"),
     "tensor parallel, stage 2": loop(2, tensor=2),
     "tensor parallel, stage 3": loop(3, tensor=2),
     "tensor parallel, parts": loop(3, tensor=2, partition_activations=True, checkpoint="unit"),

@@ -18,12 +18,14 @@ QUICK = (
     # other ways to train, and steps that fail
     "stage 3, parameters, reduction fails",
     "tensor parallel, stage 3",
+    "hybrid, bf16, arenas",
     "train step, stage 3, optimizer, update fails",
 )
 WAITS = {
     # Copies to the device have to end before the host may write to shards, those of gradients before it steps.
     "stage 2, parameters": 2,
     "stage 3, parameters": 2,
+    "hybrid, parameters": 2,
     "stage 3, parameters, arenas": 2,
     "stage 3, graphs, parameters": 2,
     "stage 3, parameters, bf16, arenas": 2,

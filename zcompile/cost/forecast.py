@@ -31,6 +31,8 @@ class Choice:
     prefetch: int
     checkpoint: Checkpoint
     dtype: torch.dtype | None
+    replicas: int = 1
+    """How often the shards repeat: the first of two dimensions of the mesh."""
 
     def __str__(self) -> str:
         """The line to write."""
@@ -92,6 +94,7 @@ class Forecast:
         return {
             "world": self.world,
             "stage": choice.stage,
+            "replicas": choice.replicas,
             "prefetch": choice.prefetch,
             "checkpoint": choice.checkpoint,
             "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
@@ -137,7 +140,15 @@ class Plan:
 
     def line(self, forecast: Forecast) -> str:
         """The call of `zcompile.compile` that makes the choice."""
-        return forecast.choice.call("model", *(["mesh=mesh['dp']"] if self.tensor_parallel > 1 else []))
+        replicas, names = forecast.choice.replicas, ("replicate", "shard")
+        shape, device = (replicas, forecast.world // replicas), self.hardware.device
+        mesh = {
+            (False, False): "",
+            (True, False): "mesh=mesh['dp']",
+            (False, True): f"mesh=init_device_mesh({device!r}, {shape}, mesh_dim_names={names})",
+            (True, True): f"mesh=mesh{list(names)}",
+        }[self.tensor_parallel > 1, replicas > 1]
+        return forecast.choice.call("model", *filter(None, [mesh]))
 
     def fastest(self, world: int) -> Forecast | None:
         """The fastest choice that fits, of equals the smallest; None if none does."""
@@ -224,7 +235,7 @@ class Plan:
         table.add_column("", no_wrap=True)
         for before, forecast in zip([None, *forecasts], forecasts, strict=False):
             choice = forecast.choice
-            if before and (before.choice.dtype, before.choice.stage) != (choice.dtype, choice.stage):
+            if before and choice_cells(before.choice)[:: len(CHOICE) - 1] != choice_cells(choice)[:: len(CHOICE) - 1]:
                 table.add_section()
             verdict = self.verdict(forecast)
             style = {"best": "bold", "too big": "dim"}.get(verdict)
@@ -244,7 +255,8 @@ FIGURES = ("GB", "step s", "TFLOP/s", "hidden")
 def choice_cells(choice: Choice) -> tuple[str, ...]:
     """Texts of CHOICE; empty where there is nothing to choose, or nothing chosen."""
     prefetch = str(choice.prefetch) if choice.stage else ""
-    return str(choice.stage), prefetch, str(choice.checkpoint or ""), str(choice.dtype or "").removeprefix("torch.")
+    stage = f"{choice.stage}, {choice.replicas} times" if choice.replicas > 1 else str(choice.stage)
+    return stage, prefetch, str(choice.checkpoint or ""), str(choice.dtype or "").removeprefix("torch.")
 
 
 def figure_cells(forecast: Forecast) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from zcompile._torch import real_tensors
 from zcompile.cost.hardware import DTYPES, Hardware, Link
 from zcompile.runtime.device import is_gpu, synchronize, total_bytes
-from zcompile.runtime.groups import Communicator
+from zcompile.runtime.groups import AxisCommunicator, Communicator
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,29 @@ def measure(
     """
     with real_tensors(), torch.no_grad():
         meter = _Meter(communicator, LITTLE)
-        links = [meter.link()]
-        if tensor is not None:
-            near, far = _Meter(tensor, LITTLE).link(), links[0]
-            # As many groups as there are parts have measured at once: together they send so much more.
-            links = [replace(near, members=tensor.size), replace(far, bandwidth=far.bandwidth * tensor.size)]
+        near = [] if tensor is None else [_Meter(tensor, LITTLE)]
+        links = [(one.link(axis), axis.size) for one in (*near, meter) for axis in one.communicator.axes]
         return Hardware(
             name="measured",
             flops=dict.fromkeys(DTYPES, meter.product_rate(dtype)),
             memory_bandwidth=meter.memory_bandwidth(),
-            links=tuple(links),
+            links=tuple(_joined(links)),
             device=communicator.device.type,
             host_bandwidth=meter.host_bandwidth(),
         )
+
+
+def _joined(links: Sequence[tuple[Link, int]]) -> Iterator[Link]:
+    """The levels of a network, of what was measured along each axis with its size, neighbours first.
+
+    As many groups as the levels before join have measured at once: together they send so much more.
+    """
+    ranks = 1
+    for index, (link, size) in enumerate(links):
+        is_last = index == len(links) - 1
+        if is_last or size > 1:
+            yield replace(link, bandwidth=link.bandwidth * ranks, members=0 if is_last else size)
+        ranks *= size
 
 
 @torch.no_grad()
@@ -73,7 +83,7 @@ def survey(communicator: Communicator, name: str) -> Hardware:
         name=name,
         flops=flops,
         memory_bandwidth=meter.memory_bandwidth(),
-        links=(meter.link(),),
+        links=(meter.link(meter.communicator),),
         device=communicator.device.type,
         memory=total_bytes(communicator.device, communicator.size),
         attention=min(meter.attention_rate() / flops["float32"], 1.0),
@@ -146,39 +156,37 @@ class _Meter:
         host = torch.zeros(self.sizes.sent, dtype=torch.uint8, pin_memory=True)
         return host.nbytes / self._seconds(lambda: host.to(self.device))
 
-    def link(self) -> Link:
-        """Between all ranks: which of them are neighbours is not known here."""
-        if self.communicator.size == 1:
+    def link(self, ranks: AxisCommunicator) -> Link:
+        """Between these ranks: which of them are neighbours is not known here."""
+        if ranks.size == 1:
             return Link("between ranks", 0.0, math.inf)
-        latency = self._seconds(lambda: self._gather(1), times=20)
-        seconds = self._seconds(lambda: self._gather(self._share))
-        sent = self._share * (self.communicator.size - 1)
-        hops = math.ceil(math.log2(self.communicator.size))
+        share = self.sizes.sent // ranks.size
+        latency = self._seconds(lambda: self._gather(1, ranks), times=20)
+        seconds = self._seconds(lambda: self._gather(share, ranks))
+        sent = share * (ranks.size - 1)
+        hops = math.ceil(math.log2(ranks.size))
         return Link("between ranks", latency / hops, sent / max(seconds - latency, 1e-9))
 
     def sending(self) -> float:
         """Seconds of compute that a byte costs while it is sent beside it."""
-        if self.communicator.size == 1:
+        ranks = self.communicator
+        if ranks.size == 1:
             return 0.0
+        share = self.sizes.sent // ranks.size
         factor = self._factor(torch.float32, self.sizes.side)
-        gather = self._seconds(lambda: self._gather(self._share))
+        gather = self._seconds(lambda: self._gather(share, ranks))
         products = math.ceil(3 * gather / self._seconds(lambda: factor @ factor))
 
         def compute() -> None:
             for _ in range(products):
                 factor @ factor
 
-        lost = self._seconds(lambda: self._gather(self._share, compute)) - self._seconds(compute)
-        return max(lost, 0.0) / (self._share * (self.communicator.size - 1))
+        lost = self._seconds(lambda: self._gather(share, ranks, compute)) - self._seconds(compute)
+        return max(lost, 0.0) / (share * (ranks.size - 1))
 
-    @property
-    def _share(self) -> int:
-        """Bytes of each rank's part of what is gathered."""
-        return self.sizes.sent // self.communicator.size
-
-    def _gather(self, nbytes: int, beside: Callable[[], None] = lambda: None) -> None:
-        """Gather `nbytes` of every rank, and call `beside` while they are on their way."""
+    def _gather(self, nbytes: int, ranks: AxisCommunicator, beside: Callable[[], None] = lambda: None) -> None:
+        """Gather `nbytes` of every one of these ranks, and call `beside` while they are on their way."""
         shard = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        work = self.communicator.all_gather(shard.new_empty(nbytes * self.communicator.size), shard)
+        work = ranks.all_gather(shard.new_empty(nbytes * ranks.size), shard)
         beside()
         work.wait()

@@ -62,7 +62,7 @@ def _well_formed(program: Program) -> Iterator[Violation]:
 def _named(program: Program) -> Iterator[Violation]:
     """The text that runs says values and regions by their names: each has one of its own, and no other meaning."""
     taken: set[str] = set()
-    for node in program.graph.nodes:
+    for node in (node for node in program.graph.nodes if data(node).op.gives):
         name = node.name
         if name in taken:
             yield Violation(node, f"two lines are called {name}; want a name of its own for each")

@@ -234,14 +234,17 @@ class Layout:
         kept = ((unit, tuple(p for p in unit.params if p.name in names)) for unit in self.units)
         return self.with_units(tuple(Unit(unit.name, params, unit.modules) for unit, params in kept if params))
 
-    def over(self, world: int) -> Layout:
-        """This layout with what is sharded in as many shards as `world`, on as many ranks."""
+    def over(self, world: int, replicas: int = 1) -> Layout:
+        """This layout over so many ranks, with what is sharded in as many shards, which repeat `replicas` times."""
+        parts = 1 if self.tensor is None else self.tensor.size
+        sizes = {axis.kind: axis for axis in axes_of(world, parts, replicas=replicas)}
+        axes = tuple(replace(sizes[axis.kind], name=axis.name) for axis in self.axes if axis.kind in sizes)
+        assert len(axes) == len(sizes), "replicas are those of a layout that has some"
+        shards = sizes[AxisKind.SHARD].size
         units = tuple(
-            replace(unit, params=tuple(replace(p, shards=world) if p.shards else p for p in unit.params))
+            replace(unit, params=tuple(replace(p, shards=shards) if p.shards else p for p in unit.params))
             for unit in self.units
         )
-        kept = (axis for axis in self.axes if axis is not self.replicated)
-        axes = tuple(replace(axis, size=world) if axis is self.sharded else axis for axis in kept)
         return replace(self, units=units, axes=axes)
 
     def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:

@@ -101,6 +101,12 @@ def plan_command(
             "--dtype", help=f"'{OWN}' or one of {', '.join(DTYPES)}; repeat. By default own and the hardware's."
         ),
     ] = [],  # noqa: B006
+    mesh: Annotated[
+        list[str],
+        typer.Option(
+            "--mesh", help="NODESxRANKS: compare shards over all of them with shards that each node has; repeat."
+        ),
+    ] = [],  # noqa: B006
     units: Units = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write the plan as a page to this .html.")] = None,
@@ -116,23 +122,38 @@ def plan_command(
     choices_of(dtypes or [None], stage, checkpoints, prefetch)  # before the model is made, which takes its time
     # A shell knows no numbers: digits are one.
     limit = bytes_of("memory_limit", f"{memory_limit}B" if (memory_limit or "").isdecimal() else memory_limit)
+    shapes = [_mesh(one) for one in mesh]
+    replicas = list(dict.fromkeys([1, *(nodes for nodes, _ in shapes)]))
     with _progress(quiet=as_json) as progress:
         subject = _subject(model, batch, sequence)
         made = plan(
             subject.model,
             subject.args,
             subject.kwargs,
-            worlds=world,
+            worlds=[nodes * ranks for nodes, ranks in shapes] or world,
             hardware=device,
             memory_limit=limit,
             stages=stage,
             prefetches=prefetch,
             checkpoints=checkpoints,
             dtypes=dtypes or None,
+            replicas=replicas,
             units=units or None,
             progress=progress,
         )
     _tell(replace(made, model=subject.name), html, {"batch": batch, "sequence": sequence} if as_json else None)
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    """The two sizes of `8x4`.
+
+    Raises:
+        OptionError: it is no such text.
+    """
+    nodes, _, ranks = text.partition("x")
+    if not (nodes.isdecimal() and ranks.isdecimal() and int(nodes) and int(ranks)):
+        raise OptionError("mesh", f"{text!r} is no mesh of two levels", "give nodes and the ranks of each, such as 8x4")
+    return int(nodes), int(ranks)
 
 
 def _tell(made: Plan, html: Path | None, beside: Mapping[str, int] | None) -> None:

@@ -51,6 +51,7 @@ def plan(
     prefetches: Sequence[int] = PREFETCHES,
     checkpoints: Sequence[Checkpoint] = CHECKPOINTS,
     dtypes: Sequence[torch.dtype | None] | None = None,
+    replicas: Sequence[int] = (1,),
     units: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -71,6 +72,8 @@ def plan(
         checkpoints: Settings of `checkpoint=` to compare; one without effect on this model is left out.
         dtypes: Dtypes to compute in to compare, None among them for the model's own; by default that and bfloat16, or
             float16 on hardware without bfloat16.
+        replicas: How often shards repeat, to compare: 1 for one dimension of ranks, else the first of two dimensions of
+            the mesh. Worlds that they do not divide are left out.
         units: As for `zcompile.compile`.
         progress: Called with what is done next, how much is done, and how much there is.
 
@@ -83,7 +86,7 @@ def plan(
     limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
     check_worlds(worlds)
     worlds = list(dict.fromkeys(worlds))
-    choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches)
+    choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches, replicas)
     tell = progress or (lambda *_: None)
     rewriters: dict[torch.dtype | None, Rewriter] = {}
     forecasts: list[Forecast] = []
@@ -119,19 +122,22 @@ def choices_of(
     stages: Sequence[int],
     checkpoints: Sequence[Checkpoint],
     prefetches: Sequence[int],
+    replicas: Sequence[int] = (1,),
 ) -> list[Choice]:
-    """All of them that can be meant; under stage 0 nothing is gathered, ahead or not.
+    """All of them that can be meant; under stage 0 nothing is gathered, ahead or not, and no shards repeat.
 
     Raises:
         OptionError: one of them is no setting.
     """
     made = (
-        Choice(stage, prefetch, checkpoint, dtype)
+        Choice(stage, prefetch, checkpoint, dtype, times if stage else 1)
         for dtype in dtypes
         for stage in stages
+        for times in replicas
         for checkpoint in checkpoints
         for prefetch in (prefetches if stage else prefetches[:1])
     )
+    check_worlds(replicas)
     result = list(dict.fromkeys(made))
     for choice in result:
         Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
@@ -151,18 +157,20 @@ class Rewriter:
 
     def forecasts(self, choice: Choice, worlds: Sequence[int], hardware: Hardware) -> Iterator[Forecast]:
         """What each world takes; nothing where the checkpoint setting has no effect."""
-        for world in worlds:
-            # From two ranks on, programs differ in the sizes of shards alone.
+        for world in (world for world in worlds if world % choice.replicas == 0):
+            # From two ranks on along each axis, programs differ in the sizes of shards alone.
+            shards, times = min(world // choice.replicas, 2), min(choice.replicas, 2)
             try:
-                program = self.program(choice, min(world, 2))
+                program = self.program(choice, shards * times, times)
             except OptionError as error:
                 if error.subject != "checkpoint":
                     raise
                 return
-            yield self._forecast(replace(program, layout=program.layout.over(world)), choice, hardware)
+            layout = program.layout.over(world, choice.replicas)
+            yield self._forecast(replace(program, layout=layout), choice, hardware)
 
-    def program(self, choice: Choice, world: int) -> Program:
-        """The finished program of a choice, laid out for `world` ranks.
+    def program(self, choice: Choice, world: int, replicas: int = 1) -> Program:
+        """The finished program of a choice, laid out for `world` ranks, of which so many have the same shards.
 
         Raises:
             OptionError: the checkpoint setting has no effect, or cannot be met.
@@ -174,12 +182,16 @@ class Rewriter:
         first = [step for step in before if Trait.BEFORE_LAYOUT in step.traits]
         shared = self._run((), self._traced, first)
         layout = make_layout(
-            self.model, STAGES[choice.stage], axes_over(self.model, world), self.units, Precision(choice.dtype)
+            self.model,
+            STAGES[choice.stage],
+            axes_over(self.model, world, replicas),
+            self.units,
+            Precision(choice.dtype),
         )
         at_stage = shared.laid_out(layout)
         # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
         budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
-        head = (choice.stage, choice.checkpoint, world, budget)
+        head = (choice.stage, choice.checkpoint, world, replicas, budget)
         placed = self._run(head, at_stage, [step for step in before if step not in first])
         return self._run((*head, choice.prefetch), placed, behind).program
 

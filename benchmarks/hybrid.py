@@ -1,0 +1,210 @@
+"""Meshes of two levels beside FSDP2: `python -m benchmarks.hybrid` prints a table for each link, in ten minutes.
+
+Two nodes of two ranks each are two network namespaces, joined by a cable of a given rate; within one, messages take the
+loopback. All ways to train are in the same four processes and take turns, so their ratios are of one run. Bytes are
+those that the cable's ends count, and stand beside what the program says that it sends over the axis of nodes.
+
+It needs Linux, root, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.links import LINKS, End, opened
+from benchmarks.protocol import Sizes
+from benchmarks.team import Team, on_two_ends
+from benchmarks.worker import run as serve_pipe
+
+NODES, RANKS = 2, 2
+WORLD = NODES * RANKS
+SIZES = Sizes(blocks=6, width=256, heads=4, vocabulary=4096, sequence=128, batch=2)
+WAYS = ("fsdp2 flat", "fsdp2 hybrid", "zcompile flat", "zcompile hybrid", "zcompile hybrid, stage 2")
+BASE = "fsdp2 hybrid"
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first message to a rank."""
+
+    rank: int
+    store: str
+    ways: Sequence[str]
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Train so many steps in one way, all ranks together."""
+
+    way: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a round.
+
+    Attributes:
+        seconds: Of each step.
+        wire: Bytes that this rank's node has sent over the cable; 0 on loopback.
+        outside: Bytes that this rank says it has sent along the axis of nodes; None where that is not known.
+        loss: Of the last step.
+    """
+
+    seconds: Sequence[float]
+    wire: int
+    outside: int | None
+    loss: float
+
+
+Way = tuple[Callable[[Any, Any], torch.Tensor], Any]
+
+
+def build(way: str) -> Way:
+    """A step of a way to train, and the compiled model, if it is ours."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import zcompile
+    from benchmarks.workload import ADAMW, make_model
+
+    model = make_model(SIZES, 0)
+    shape, names = ((NODES, RANKS), ("replicate", "shard")) if "hybrid" in way else ((WORLD,), ("dp",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if way.startswith("fsdp2"):
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return _loop(model, torch.optim.AdamW(model.parameters(), **ADAMW)), None
+    compiled = zcompile.compile(model, mesh=mesh, stage=2 if "stage 2" in way else 3)
+    return _loop(compiled, torch.optim.AdamW(compiled.parameters(), **ADAMW)), compiled
+
+
+def _loop(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], torch.Tensor]:
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def serve(connection: Connection) -> None:
+    """One rank: builds all ways, and trains in the one that it is told."""
+    from benchmarks.workload import batch
+
+    begin: Begin = connection.recv()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{begin.store}", rank=begin.rank, world_size=WORLD)
+    ways = {way: build(way) for way in begin.ways}
+    counts = dict.fromkeys(ways, 0)
+
+    def train(way: str, steps: int) -> Trained:
+        step, compiled = ways[way]
+        dist.barrier()
+        wire, outside, seconds, loss = _wire(), _outside(compiled), [], torch.zeros(())
+        for _ in range(steps):
+            given = batch(SIZES, 0, begin.rank, counts[way])
+            counts[way] += 1
+            before = time.perf_counter()
+            loss = step(*given)
+            seconds.append(time.perf_counter() - before)
+        dist.barrier()
+        sent = _outside(compiled)
+        return Trained(seconds, _wire() - wire, None if sent is None else sent - (outside or 0), float(loss))
+
+    connection.send([train(way, begin.warmup) for way in ways])
+    while True:
+        message: Round = connection.recv()
+        connection.send(train(message.way, message.steps))
+
+
+def _wire() -> int:
+    """Bytes that have left by the cable."""
+    import os
+
+    path = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes")
+    return int(path.read_text()) if path.exists() and path.parent.parent.name != "lo" else 0
+
+
+def _outside(compiled: Any) -> int | None:
+    found = {} if compiled is None else compiled.traffic.axes
+    return found["replicate"].bytes if "replicate" in found else None
+
+
+def measure(link: str, ways: Sequence[str], rounds: int, steps: int, warmup: int) -> dict[str, list[list[Trained]]]:
+    """What each rank has seen in each round, by the way to train."""
+    found: dict[str, list[list[Trained]]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as folder, opened(LINKS[link]) as nodes:
+        ends: list[End] = [nodes[rank // RANKS] for rank in range(WORLD)]
+        with Team("benchmarks.hybrid", ends, Path(folder) / "log", 1200, environment=_environment) as team:
+            team.tell(*(Begin(rank, f"{folder}/store", ways, warmup) for rank in range(WORLD)))
+            team.hear()
+            for number in range(rounds):
+                for way in ways if number % 2 == 0 else reversed(ways):
+                    team.tell(*([Round(way, steps)] * WORLD))
+                    found[way].append(team.hear())
+    return found
+
+
+def _environment(given: Any, rank: int, end: End) -> dict[str, str]:
+    return {**on_two_ends(given, rank, end), "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+
+
+def table(link: str, found: dict[str, list[list[Trained]]], steps: int) -> Table:
+    """Times, their ratios in each round, and bytes of a node in a step."""
+    result = Table(title=f"{link}, {NODES} nodes of {RANKS} ranks", title_justify="left")
+    for heading in ("way", "step s", f"of {BASE}", "spread", "wire MB", "program MB", "loss"):
+        result.add_column(heading, justify="left" if heading == "way" else "right")
+    slowest = {
+        way: [max(statistics.median(one.seconds) for one in ranks) for ranks in rows] for way, rows in found.items()
+    }
+    for way, rows in found.items():
+        ratios = [one / base for one, base in zip(slowest[way], slowest.get(BASE, slowest[way]), strict=True)]
+        wire = statistics.median(ranks[0].wire for ranks in rows) / steps / 1e6
+        outside = [sum(one.outside or 0 for one in ranks[:RANKS]) / steps / 1e6 for ranks in rows]
+        said = f"{outside[-1]:.2f}" if rows[-1][0].outside is not None else ""
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        loss = f"{statistics.mean(one.loss for one in rows[-1]):.4f}"
+        times = f"{statistics.median(slowest[way]):.3f}", f"{statistics.median(ratios):.2f}"
+        result.add_row(way, *times, spread, f"{wire:.2f}" if wire else "", said, loss)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure on each link, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--link", nargs="+", default=["1gbit", "250mbit"], choices=list(LINKS))
+    parser.add_argument("--way", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="in a round")
+    parser.add_argument("--warmup", type=int, default=3)
+    options = parser.parse_args(arguments)
+    for link in options.link:
+        found = measure(link, options.way, options.rounds, options.steps, options.warmup)
+        Console(width=120).print(table(link, found, options.steps))
+
+
+if __name__ == "__main__":
+    import sys
+
+    if len(sys.argv) == 2 and sys.argv[1].isdecimal():
+        serve_pipe(serve)
+    else:
+        main()
