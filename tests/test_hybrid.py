@@ -509,3 +509,46 @@ def calibrated(rank: int) -> list[list[tuple[int, bool]]]:
 def test_each_level_of_the_network_is_measured(ranks: Ranks) -> None:
     two, across, inside = [(2, True), (0, True)], [(0, True)], [(4, True), (0, False)]
     assert ranks.run(4, calibrated) == [[two, across, inside]] * 4
+
+
+def leaving(rank: int) -> str:
+    """Rank 3 does not take part in the second step."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager")
+    optimizer = adamw(compiled)
+    for step in range(2):
+        if rank == 3 and step == 1:
+            return ""
+        try:
+            compiled(*batch("mlp", rank, step)).backward()
+        except GroupError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return "all went well"
+
+
+def test_a_rank_that_leaves_is_named_by_all_others(ranks: Ranks) -> None:
+    *others, last = ranks.run(4, leaving, group=8)
+    assert last == ""
+    for error in others:
+        assert "rank 3" in error, others
+
+
+def out_of_step(rank: int) -> str:
+    """Rank 1 evaluates once more than the others."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager")
+    compiled(*batch("mlp", rank, 0)).backward()
+    try:
+        if rank == 1:
+            with torch.no_grad():
+                compiled(*batch("mlp", rank, 1))
+        compiled(*batch("mlp", rank, 1)).backward()
+    except AgreementError as error:
+        return str(error)
+    return "all went well"
+
+
+def test_ranks_out_of_step_are_told_along_both_dimensions(ranks: Ranks) -> None:
+    for error in ranks.run(4, out_of_step, group=10):
+        assert "rank 1: " in error
+        assert "out of step" in error

@@ -324,7 +324,7 @@ class Evaluation:
             (draw,), name, values = self.terms.args[given[0].term], heads[given[1].term], values[2:]
             packet = packet_of(name)
         self.terms.operations |= set() if self.runs else {name}
-        if name not in self.terms.operations and name.startswith(("aten.", "ops.")):
+        if name.startswith(("aten.", "ops.")) and name not in (*SAME, *self.terms.operations):
             self.doubts.append((self.terms.here, f"calls {name}, which was not traced: it is not known what it does"))
         terms = [*map(self._term, values)]
         shares = [heads[term] for term in terms[: len(terms) - len(named)] if heads[term].startswith("float ")]
