@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import Ranks
 from zcompile._torch import gloo_of
+from zcompile.runtime import gloo_collectives
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member
@@ -63,6 +64,25 @@ def against_arithmetic(rank: int) -> bool:
 
 def test_collectives_give_what_arithmetic_gives(ranks: Ranks) -> None:
     assert ranks.run(3, against_arithmetic) == [True] * 3
+
+
+def many_on_their_way(rank: int, world: int) -> list[int]:
+    """Which of several sums are wrong, of tensors of one element up to three pieces, waited for from the last on."""
+    exchanged, _, _ = both(f"many{world}")
+    piece = gloo_collectives._PIECE_BYTES // 4
+    sizes = [1, 5, piece - 1, piece, piece + 1, 2 * piece, 3 * piece - 7]
+    tensors = [torch.arange(size, dtype=torch.float32) % 97 * (rank + 1) + number for number, size in enumerate(sizes)]
+    wanted = [torch.arange(size, dtype=torch.float32) % 97 * (world + 1) / 2 + i for i, size in enumerate(sizes)]
+    works = [exchanged.all_reduce(tensor) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    pairs = enumerate(zip(tensors, wanted, strict=True))
+    return [number for number, (found, want) in pairs if not torch.allclose(found, want, rtol=1e-6)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_many_sums_may_be_on_their_way_at_once(ranks: Ranks, world: int) -> None:
+    assert ranks.run(world, many_on_their_way, world) == [[]] * world
 
 
 def told(rank: int) -> tuple[list[int], list[list[int]]]:
