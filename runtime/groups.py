@@ -288,12 +288,21 @@ def check_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
     root, covered = root_mesh(mesh), mesh.size() * (tensor.size() if tensor is not None else 1)
     if root.size() <= covered:
         return
-    names = mesh.mesh_dim_names or (DATA,)
-    group, own = f"mesh[{names[0]!r}].get_group()", f"{mesh.device_type!r}"
-    alone = f"DeviceMesh.from_group({group}, {own})"
-    if tensor is not None:
-        groups = f"[{group}, mesh[{(tensor.mesh_dim_names or ('tp',))[0]!r}].get_group()]"
-        alone = f"of DeviceMesh.from_group({groups}, {own}, mesh=..., mesh_dim_names=...), before parallelize_module"
+    names = [*(mesh.mesh_dim_names or (DATA,)), *((tensor.mesh_dim_names or ("tp",)) if tensor is not None else ())]
+    own, groups = f"{mesh.device_type!r}", [f"mesh[{name!r}].get_group()" for name in names]
+    alone = f"DeviceMesh.from_group({groups[0]}, {own})"
+    if len(groups) > 1:
+        alone = f"of DeviceMesh.from_group([{', '.join(groups)}], {own}, mesh=..., mesh_dim_names=...)"
+        alone += ", before parallelize_module" if tensor is not None else ""
     problem = f"is {mesh}, a dimension of {root}: ranks that differ in another one would train apart, each on its own"
+    ranks = f"that mesh itself, {ranks}" if _says_what_for(root) else ranks
     fix = f"give {ranks}, or none; where they have other models, such as pipeline stages, a mesh without them: {alone}"
     raise GroupError("mesh", problem, fix)
+
+
+def _says_what_for(mesh: DeviceMesh) -> bool:
+    """True for a mesh of two dimensions that shards can repeat along."""
+    try:
+        return mesh.ndim > 1 and bool(data_axes(mesh))
+    except GroupError:
+        return False

@@ -152,6 +152,10 @@ class UnitShards:
         """This rank's values of `param`: its rows, or the whole of it where it is not sharded."""
         return local_tensor(self.parameters[param.name])
 
+    def is_sharded(self, name: str) -> bool:
+        """False for a parameter that every rank has whole."""
+        return bool(self.unit.params[self.unit.index(name)].shards)
+
     # -- gradients held back --------------------------------------------------------------------------------------
 
     def hold(self, name: str, gradient: torch.Tensor | None) -> None:
@@ -179,7 +183,8 @@ class UnitShards:
         param = self.unit.params[self.unit.index(name)]
         if param.shards:
             start, stop = param.shard_rows(self.communicator.sharded.rank)
-            gradient[start:stop].add_(local_tensor(averaged), alpha=self.communicator.size)
+            # Once among the ranks that shard; replicas, whose average is that of equal parts, each do so.
+            gradient[start:stop].add_(local_tensor(averaged), alpha=self.communicator.sharded.size)
         else:
             gradient.add_(local_tensor(averaged))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -195,23 +198,32 @@ def test_shards_repeat_along_one_dimension_and_traffic_is_counted_by_axis(ranks:
     assert len({one["norm"] for one in found}) == 1
 
 
-def accumulated(rank: int, stage: int) -> list[str]:
-    """Two micro-batches a step, of which the first is held back where the stage keeps full gradients."""
-    compiled = zcompile.compile(built("mlp", seed=rank), mesh=mesh_of((2, 2)), backend="eager", stage=stage)
-    optimizer = adamw(compiled)
+def accumulated(rank: int, stage: int, shape: Shape, synchronised: list[bool]) -> list[str]:
+    """Several micro-batches a step, of which some are held back where the stage keeps full gradients."""
+    compiled = zcompile.compile(built("mlp", seed=rank), mesh=mesh_of(shape), backend="eager", stage=stage)
+    optimizer, count = adamw(compiled), len(synchronised)
     for step in range(STEPS):
-        with compiled.no_sync():
-            compiled(*given("mlp", rank, 2 * step)).backward()
-        compiled(*given("mlp", rank, 2 * step + 1)).backward()
+        for micro, averages in enumerate(synchronised):
+            with contextlib.nullcontext() if averages else compiled.no_sync():
+                compiled(*given("mlp", rank, count * step + micro)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    want, got = reference("mlp", (2, 2), batches=2), full_values(compiled)
+    want, got = reference("mlp", shape, batches=count), full_values(compiled)
     return [name for name in want if not torch.allclose(got[name], want[name], atol=1e-6)]
 
 
-@quickly("stage", [0, 1, 2, 3], [1, 3])
-def test_gradients_are_accumulated(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(4, accumulated, stage) == [[]] * 4
+@quickly(
+    "stage, shape, synchronised",
+    [
+        (stage, shape, synchronised)
+        for stage in range(4)
+        for shape in ((2, 2), (4, 1))
+        for synchronised in ([False, True], [True, False, True], [False, True, False, True], [True, True])
+    ],
+    [(1, (2, 2), [True, False, True]), (1, (4, 1), [False, True]), (3, (2, 2), [False, True])],
+)
+def test_gradients_are_accumulated(ranks: Ranks, stage: int, shape: Shape, synchronised: list[bool]) -> None:
+    assert ranks.run(4, accumulated, stage, shape, synchronised) == [[]] * 4
 
 
 def stepped(rank: int, stage: int, prefetch: int) -> Values:
@@ -552,3 +564,99 @@ def test_ranks_out_of_step_are_told_along_both_dimensions(ranks: Ranks) -> None:
     for error in ranks.run(4, out_of_step, group=10):
         assert "rank 1: " in error
         assert "out of step" in error
+
+
+class Choosing(nn.Module):
+    """Which of its branches a rank runs depends on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.last = nn.Linear(7, 4), nn.Linear(7, 4), nn.Linear(4, 1)
+        self.takes_other = False
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.other(x) if self.takes_other else self.first(x)
+        return (self.last(x) - y).square().mean()
+
+
+def choosing(rank: int, names: tuple[str, str], others: list[int]) -> str:
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=names), Choosing()
+    model.takes_other = rank in others
+    compiled = zcompile.compile(model, mesh=mesh, backend="eager", units=["first", "other", "last"])
+    try:
+        compiled(*batch("mlp", rank, 0)).backward()
+    except AgreementError as error:
+        return str(error)
+    return "all went well"
+
+
+@pytest.mark.parametrize("names", [("replicate", "shard"), ("shard", "replicate")])
+@pytest.mark.parametrize(("others", "named"), [([1, 3], "rank 0"), ([2, 3], "rank 0"), ([3], "rank 3")])
+def test_ranks_that_run_other_programs_are_told_along_any_dimension(
+    ranks: Ranks, names: tuple[str, str], others: list[int], named: str
+) -> None:
+    """Whether these differ along the one dimension, or the other, or both."""
+    for error in ranks.run(4, choosing, names, others, group=10):
+        assert "the program's communications: message" in error
+        assert "differs" in error
+        assert named in error
+
+
+def whole_ones(rank: int) -> int:
+    """How often float16 gradients that are all sharded are compared over the ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    compiled = zcompile.compile(model, mesh=mesh_of((2, 2)), backend="eager", dtype=torch.float16)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
+        compiled(torch.ones(2, 6)).float().square().mean().backward()
+    return called.call_count
+
+
+def test_shards_that_repeat_are_no_whole_gradients(ranks: Ranks) -> None:
+    assert ranks.run(4, whole_ones) == [0] * 4
+
+
+def flattened_by_lbfgs(rank: int) -> bool:
+    """Two shards divide two rows, however often they repeat."""
+    torch.manual_seed(0)
+    compiled, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(compiled.state_dict())
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    compiled = zcompile.compile(compiled, mesh=mesh_of((2, 2)), backend="eager")
+    for model in (compiled, plain):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    got = full_values(compiled)
+    return all(torch.allclose(got[name], want, atol=1e-5) for name, want in plain.named_parameters())
+
+
+def test_lbfgs_flattens_what_the_shards_divide(ranks: Ranks) -> None:
+    assert ranks.run(4, flattened_by_lbfgs) == [True] * 4
+
+
+def partly(rank: int) -> tuple[str, str]:
+    names = ("pp", "dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def said(part: DeviceMesh) -> str:
+        try:
+            zcompile.compile(make("mlp"), mesh=part, backend="eager")
+        except GroupError as error:
+            return str(error)
+        return ""
+
+    return said(mesh[names[1:]]), said(two["shard"])
+
+
+def test_a_part_of_a_mesh_is_refused_with_all_of_its_groups_or_the_whole(ranks: Ranks) -> None:
+    for part, shard in ranks.run(4, partly):
+        assert "[mesh['dp_replicate'].get_group(), mesh['dp_shard'].get_group()]" in part
+        assert "give that mesh itself, " in shard

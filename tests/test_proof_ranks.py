@@ -25,7 +25,7 @@ from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.program import Program
 from zcompile.passes.partition_activations import partition_activations
 from zcompile.proof.rank_events import Act, RankEvent, RankEvents, read_events
-from zcompile.proof.ranks import check_folders, check_texts, conflict_in_group, first_conflict
+from zcompile.proof.ranks import check_folders, check_texts, conflict_along, first_conflict
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
 from zcompile.tools.planner import Rewriter
@@ -368,11 +368,11 @@ def test_collectives_in_regions_and_of_activation_shards_are_read_in_order() -> 
         *["backward: fetch f32[8, 4]"] * 2,
     ]
     assert re.fullmatch(r"line \d+, run at line \d+", read[0].where)
-    assert conflict_in_group([mine, mine, mine], "tp") == ""
-    assert "message 4 over tp differs: rank 0, 1: 'backward: fetch f32[8, 4]'" in conflict_in_group(
+    assert conflict_along([mine, mine, mine], "tp") == ""
+    assert "message 4 over tp differs: rank 0, 1: 'backward: fetch f32[8, 4]'" in conflict_along(
         [mine, mine, mine.replace("f32[8, 4]             +128 B        a", "f32[8, 5]  +128 B  a")], "tp"
     )
-    assert "message 1 over tp differs: rank 0, 1" in conflict_in_group([mine, mine, mine.replace("'3'", "'4'")], "tp")
+    assert "message 1 over tp differs: rank 0, 1" in conflict_along([mine, mine, mine.replace("'3'", "'4'")], "tp")
 
 
 def dumped(folder: Path) -> Path:

@@ -160,6 +160,7 @@ class Delivery:
         for memory in {unit.memory for unit in self.units.values()}:
             memory.landed()
         changed: dict[nn.Parameter, nn.Parameter | None] = {}
+        whole: list[nn.Parameter] = []
         # All are asked before the first is delivered: what one raises leaves every `.grad` as it was.
         delivered = [(gradients, unreached()) for gradients, unreached in ended.gradients]
         del self._running[number]
@@ -172,10 +173,11 @@ class Delivery:
                 if name not in without:
                     _accumulate(gradients, name, tensor)
                     changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
+                    whole += [] if gradients.shards.is_sharded(name) else [gradients.shards.parameters[name]]
         if ended.may_overflow:
             communicator = self.lockstep.communicator
             with communicator.waits.explained("a comparison of float16 gradients"):
-                _spread_overflow(changed, communicator.device)
+                _spread_overflow(changed, whole, communicator.device)
         for parameter, twin in changed.items():
             for holder in (parameter, twin) if twin is not None else (parameter,):
                 run_hooks(holder)
@@ -224,16 +226,16 @@ def run_hooks(holder: nn.Parameter) -> None:
         hook(holder)
 
 
-def _spread_overflow(changed: Iterable[nn.Parameter], device: torch.device) -> None:
+def _spread_overflow(changed: Iterable[nn.Parameter], unsharded: Iterable[nn.Parameter], device: torch.device) -> None:
     """Make gradients that are whole on every rank infinite on all of them where a shard on any rank is not finite.
 
-    `device`: where the ranks' collectives run.
+    `unsharded`: parameters with such gradients. `device`: where the ranks' collectives run.
 
     GradScaler asks the other ranks only if the first gradient that it looks at is sharded; if that is a whole one, its
     own finding must be that of all ranks already.
     """
     gradients = [param.grad for param in changed if isinstance(param.grad, DTensor)]
-    whole = [gradient for gradient in gradients if gradient.placements[0].is_replicate()]
+    whole = [param.grad for param in unsharded if isinstance(param.grad, DTensor)]
     if not whole:
         return
     finite = torch.stack([torch.isfinite(local_tensor(gradient)).all() for gradient in gradients]).all()

@@ -8,6 +8,7 @@ pieces that are stepped apart get the values of the whole.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -242,8 +243,10 @@ def _fails_on_shards(optimizer: Optimizer) -> bool:
 def _check_flattened(optimizer: Optimizer, params: Sequence[DTensor]) -> None:
     """L-BFGS puts all parameters end to end, which DTensor does for those that divide evenly."""
     for param in params:
-        name, ranks = getattr(param, "zcompile_name", "a parameter"), param.device_mesh.size()
-        if any(placement.is_shard() for placement in param.placements) and param.shape[0] % ranks:
+        dividing = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
+        name = getattr(param, "zcompile_name", "a parameter")
+        ranks = math.prod(param.device_mesh.size(dim) for dim in dividing)
+        if dividing and param.shape[0] % ranks:
             problem = (
                 f"{type(optimizer).__name__} flattens it, and {ranks} ranks do not divide its {param.shape[0]} rows"
             )

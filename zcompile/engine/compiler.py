@@ -25,7 +25,7 @@ from zcompile.frontend.local_graphs import Locals, on_locals
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Parameter, Update
 from zcompile.ir.program import Program
-from zcompile.proof.ranks import conflict_in_group
+from zcompile.proof.ranks import conflict_along
 from zcompile.runtime.device import free_bytes, is_gpu
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.schedule.decision import Request, checkpoint_budget, decide
@@ -188,7 +188,7 @@ class Compiler:
     def _conflict(self, program: Program) -> str:
         """How the data-parallel ranks' programs, which differ, do not fit together. Collective."""
         texts = self.runtime.agreement.share("the texts of programs that differ", program.text(regions=True))
-        return conflict_in_group(texts, program.layout.sharded.name)
+        return conflict_along(texts, *(axis.name for axis in program.layout.averaged))
 
 
 def _restricted(traced: Program) -> Program:

@@ -91,7 +91,7 @@ class OperationTerms:
         if node.op != "call_function" or not _is_operation(target):
             raise UnknownOperationError(node, f"{node.name} calls {target}, which is no operation of a traced graph")
         result = self._result(node)
-        if is_opaque(self._operation_of(node)):
+        if _may_do_more(target) and is_opaque(self._operation_of(node)):
             self.opaque.append((node, result))
         return result
 
@@ -165,6 +165,12 @@ class OperationTerms:
 @functools.cache
 def _is_operation(target: Any) -> bool:
     return isinstance(target, (OpOverload, HigherOrderOperator)) or is_known(target)
+
+
+@functools.cache
+def _may_do_more(target: Any) -> bool:
+    """True for what is opaque, or calls what may be."""
+    return target in (saved_random, replayed_random) or is_opaque(target)
 
 
 @functools.cache

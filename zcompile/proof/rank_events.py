@@ -59,13 +59,15 @@ class RankEvents:
     axes: Mapping[str, Axis]
     events: tuple[RankEvent, ...]
 
-    def along(self, axis: str) -> RankEvents:
-        """What it does along one axis, in a mesh of that alone."""
-        kept = [number for number, event in enumerate(self.events) if event.axis == axis]
+    def along(self, *axes: str) -> RankEvents:
+        """What it does along some axes, in a mesh of these alone: those behind them are left out."""
+        kept = [number for number, event in enumerate(self.events) if event.axis in axes]
         places = {number: place for place, number in enumerate(kept)}
         events = (self.events[number] for number in kept)
         moved = (e if e.awaits is None else replace(e, awaits=places[e.awaits]) for e in events)
-        return RankEvents({axis: replace(self.axes[axis], stride=1)}, tuple(moved))
+        near = min(self.axes[name].stride for name in axes)
+        mesh = {n: replace(axis, stride=axis.stride // near) for n, axis in self.axes.items() if n in axes}
+        return RankEvents(mesh, tuple(moved))
 
     @property
     def mesh(self) -> str:

@@ -56,17 +56,17 @@ def first_conflict(ranks: Ranks) -> str:
     return _circle(ranks, streams)
 
 
-def conflict_in_group(texts: Sequence[str], axis: str) -> str:
-    """`first_conflict` of what the ranks of one group do along its axis; they count by their place in it.
+def conflict_along(texts: Sequence[str], *axes: str) -> str:
+    """`first_conflict` of what ranks do along some axes, by which alone they differ; they count by their place there.
 
     Args:
         texts: What `Program.text(regions=True)` has printed on each of them, in order.
-        axis: Its name.
+        axes: Their names.
 
     Raises:
         ProofError: a text cannot be read.
     """
-    return first_conflict({place: _read(place, {"": text}).along(axis) for place, text in enumerate(texts)})
+    return first_conflict({place: _read(place, {"": text}).along(*axes) for place, text in enumerate(texts)})
 
 
 def check_texts(texts: Mapping[int, str]) -> None:
