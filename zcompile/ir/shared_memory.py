@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ class Memory:
 
 def root_of(value: fx.Node) -> fx.Node:
     """The operation or placeholder of a graph of ATen's whose memory `value` shows."""
-    while value.op == "call_function" and value.all_input_nodes and _shows_first_argument(value):
-        value = value.all_input_nodes[0]
+    while value.op == "call_function" and _shows_first_argument(value) and (given := value.all_input_nodes):
+        value = given[0]
     return value
 
 
@@ -103,8 +104,13 @@ def _of_result(call: fx.Node, number: int, shown: _Shown, known: Mapping[fx.Node
 def _shows_first_argument(node: fx.Node) -> bool:
     """True for a view, for what may be one, and for one of several views."""
     if node.target is operator.getitem:
-        source = node.all_input_nodes[0]
-        return source.op == "call_function" and _shows_first_argument(source)
-    if not isinstance(node.target, OpOverload):
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.op == "call_function" and _shows_first_argument(source)
+    return _may_show(node.target)
+
+
+@functools.cache
+def _may_show(target: object) -> bool:
+    if not isinstance(target, OpOverload):
         return False
-    return bool(node.target.is_view) or node.target.overloadpacket.__name__ in _MAY_SHOW
+    return bool(target.is_view) or target.overloadpacket.__name__ in _MAY_SHOW
