@@ -129,7 +129,7 @@ ALL = [(stage, prefetch) for stage in range(4) for prefetch in range(3)]
 KINDS = ("gpt", "mlp", "conv", "tied")
 
 
-@pytest.mark.parametrize(("kind", "choices"), [("mlp", [(1, 1), (3, 2)]), ("tied", [(2, 0), (3, 1)])])
+@pytest.mark.parametrize(("kind", "choices"), [("tied", [(1, 0), (3, 2)])])
 def test_two_by_two_equals_the_sum_in_order_bit_for_bit(
     ranks: Ranks, kind: str, choices: list[tuple[int, int]]
 ) -> None:
@@ -228,15 +228,15 @@ def test_gradients_are_accumulated(ranks: Ranks, stage: int, shape: Shape, synch
 
 def stepped(rank: int, stage: int, prefetch: int) -> Values:
     mesh = mesh_of((2, 2))
-    model = zcompile.compile(built("gpt", seed=rank), mesh=mesh, backend="eager", stage=stage, prefetch=prefetch)
+    model = zcompile.compile(built("mlp", seed=rank), mesh=mesh, backend="eager", stage=stage, prefetch=prefetch)
     step = zcompile.train_step(model, lambda model, *batch: model(*batch), adamw(model))
     for number in range(STEPS):
-        step(*given("gpt", rank, number))
+        step(*given("mlp", rank, number))
     return full_values(model)
 
 
 def compare_steps(rank: int, stage: int, prefetch: int) -> list[str]:
-    return differing(stepped(rank, stage, prefetch), train(rank, "gpt", (2, 2), stage=stage, prefetch=prefetch))
+    return differing(stepped(rank, stage, prefetch), train(rank, "mlp", (2, 2), stage=stage, prefetch=prefetch))
 
 
 @quickly("stage, prefetch", [(stage, prefetch) for stage in (1, 2, 3) for prefetch in (0, 2)], [(3, 2)])
@@ -264,7 +264,8 @@ def beside(rank: int, name: str, folder: str) -> list[str]:
     return differing(train(rank, "gpt", (2, 2), stage=3, **options), want)
 
 
-@quickly("name", list(OPTIONS), ["bf16 reduced"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
 def test_other_options_change_no_bits(ranks: Ranks, name: str, tmp_path: Path) -> None:
     assert ranks.run(4, beside, name, str(tmp_path)) == [[]] * 4
 

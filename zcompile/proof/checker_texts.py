@@ -47,8 +47,8 @@ def file_text(path: Path) -> str:
         OSError: it cannot be read, or is no file, but a device, say, that never ends.
         UnicodeDecodeError: it is no text.
     """
-    if not path.is_file():
-        raise OSError("it is no file" if path.exists() else "there is no such file")
+    if path.exists() and not path.is_file():
+        raise OSError("it is no file")
     with path.open(encoding="utf-8", newline="") as file:
         return file.read()
 

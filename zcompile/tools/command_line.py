@@ -60,6 +60,10 @@ Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens 
 Hardware_ = Annotated[
     str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of one.")
 ]
+Meshes = Annotated[
+    list[str],
+    typer.Option("--mesh", help="NODESxRANKS: compare shards over all of them with shards of each node; repeat."),
+]
 Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered together; repeat for several.")]
 
 
@@ -101,12 +105,7 @@ def plan_command(
             "--dtype", help=f"'{OWN}' or one of {', '.join(DTYPES)}; repeat. By default own and the hardware's."
         ),
     ] = [],  # noqa: B006
-    mesh: Annotated[
-        list[str],
-        typer.Option(
-            "--mesh", help="NODESxRANKS: compare shards over all of them with shards that each node has; repeat."
-        ),
-    ] = [],  # noqa: B006
+    mesh: Meshes = [],  # noqa: B006
     units: Units = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write the plan as a page to this .html.")] = None,
@@ -123,7 +122,6 @@ def plan_command(
     # A shell knows no numbers: digits are one.
     limit = bytes_of("memory_limit", f"{memory_limit}B" if (memory_limit or "").isdecimal() else memory_limit)
     shapes = [_mesh(one) for one in mesh]
-    replicas = list(dict.fromkeys([1, *(nodes for nodes, _ in shapes)]))
     with _progress(quiet=as_json) as progress:
         subject = _subject(model, batch, sequence)
         made = plan(
@@ -137,7 +135,7 @@ def plan_command(
             prefetches=prefetch,
             checkpoints=checkpoints,
             dtypes=dtypes or None,
-            replicas=replicas,
+            replicas=[1, *(nodes for nodes, _ in shapes)],
             units=units or None,
             progress=progress,
         )

@@ -72,8 +72,7 @@ def plan(
         checkpoints: Settings of `checkpoint=` to compare; one without effect on this model is left out.
         dtypes: Dtypes to compute in to compare, None among them for the model's own; by default that and bfloat16, or
             float16 on hardware without bfloat16.
-        replicas: How often shards repeat, to compare: 1 for one dimension of ranks, else the first of two dimensions of
-            the mesh. Worlds that they do not divide are left out.
+        replicas: How often shards repeat, to compare: the first of two dimensions of the mesh, 1 for a mesh of one.
         units: As for `zcompile.compile`.
         progress: Called with what is done next, how much is done, and how much there is.
 
@@ -85,7 +84,6 @@ def plan(
     device = load_profile(hardware) if isinstance(hardware, str) else hardware
     limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
     check_worlds(worlds)
-    worlds = list(dict.fromkeys(worlds))
     choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches, replicas)
     tell = progress or (lambda *_: None)
     rewriters: dict[torch.dtype | None, Rewriter] = {}
@@ -96,12 +94,16 @@ def plan(
             traced = trace(model, args, kwargs, dtype=choice.dtype, units=units, device=device.device)
             rewriters[choice.dtype] = Rewriter(model, traced, units)
         tell(str(choice), done, len(choices))
-        forecasts += rewriters[choice.dtype].forecasts(choice, worlds, device)
-    if not forecasts:
-        fix = "let None be among them, or give units= of modules that compute something"
-        raise OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
+        forecasts += rewriters[choice.dtype].forecasts(choice, list(dict.fromkeys(worlds)), device)
     tell("done", len(choices), len(choices))
+    if not forecasts:
+        raise _without_effect(checkpoints)
     return _planned(model, device, limit, forecasts, (args, dict(kwargs or {})))
+
+
+def _without_effect(checkpoints: Sequence[Checkpoint]) -> OptionError:
+    fix = "let None be among them, or give units= of modules that compute something"
+    return OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
 
 
 def _planned(model: nn.Module, hardware: Hardware, limit: float, forecasts: list[Forecast], given: Any) -> Plan:
