@@ -337,13 +337,14 @@ def test_what_does_more_than_give_a_value_is_refused_also_where_nobody_reads_it(
 
 def test_a_graph_within_a_region_is_read_as_it_is_now() -> None:
     def edit(program: Program) -> Program:
-        for name, region in program.regions.items():
-            if region.modules:
-                modules = copy.deepcopy(dict(region.modules))
-                node = next(n for m in modules.values() for n in m.graph.nodes if n.target is torch.ops.aten.mul.Tensor)
-                node.target = torch.ops.aten.add.Tensor  # without a recompile
-                return replace(program, regions={**program.regions, name: replace(region, modules=modules)})
-        raise AssertionError("nothing branches")
+        regions = {name: replace(r, modules=copy.deepcopy(dict(r.modules))) for name, r in program.regions.items()}
+        modules = (module for region in regions.values() for module in region.modules.values())
+        inner = (one for module in modules for one in module.modules() if isinstance(one, fx.GraphModule))
+        products = [n for one in inner for n in one.graph.nodes if n.target is torch.ops.aten.mul.Tensor]
+        assert products, "something branches"
+        for node in products:
+            node.target = torch.ops.aten.add.Tensor  # without a recompile
+        return replace(program, regions=regions)
 
     traced = trace(Branching(), (torch.ones(2, 4),))
     layout = make_layout(Branching(), STAGES[3], axes_over(Branching(), 2))
