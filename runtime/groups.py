@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcompile._torch import backend_name, connect_hosts, flattened, gloo_of, group_timeout, is_fake, root_mesh
+from zcompile._torch import (
+    backend_name,
+    connect_hosts,
+    flattened,
+    forget_meshes,
+    gloo_of,
+    group_timeout,
+    is_fake,
+    root_mesh,
+)
 from zcompile.errors import GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
 from zcompile.ir.layout import Stage
@@ -114,6 +123,7 @@ class Communicator(AxisCommunicator):
     _sharded: AxisCommunicator | None = None
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        forget_meshes()
         super().__init__(mesh if mesh.ndim == 1 else flattened(mesh), device)
         self.mesh = mesh
         self.control: GlooCollectives | None = None

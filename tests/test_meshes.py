@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +142,24 @@ def stages(rank: int) -> list[float]:
 def test_pipeline_stages_of_tensor_parallel_models_have_meshes_of_their_own(ranks: Ranks) -> None:
     for found in ranks.run(4, stages):
         assert found == pytest.approx(plainly(1), abs=1e-6)
+
+
+def made_again(rank: int, store: str) -> list[str]:
+    """Train, destroy the process group, and train in one whose groups have other names."""
+    for number in range(2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        compiled = zcompile.compile(small(), mesh=mesh, backend="eager")
+        compiled(torch.ones(2, 4)).sum().backward()
+        whole = [param.grad.detach().full_tensor() for param in compiled.parameters()]
+        whole += [(param.grad + param.grad).full_tensor() for param in compiled.parameters()]
+        assert all(tensor.isfinite().all() for tensor in whole)
+        if number == 0:
+            dist.destroy_process_group()
+            shared = dist.FileStore(store, 4)
+            dist.init_process_group("gloo", store=shared, rank=rank, world_size=4)
+            dist.new_group([0, 1, 2, 3])
+    return []
+
+
+def test_a_process_group_that_was_made_again(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(4, made_again, str(tmp_path / "store")) == [[]] * 4

@@ -853,6 +853,17 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(group, mesh.device_type)
 
 
+def forget_meshes() -> None:
+    """Let what DTensor remembers of operations go: the meshes in it may have groups that are destroyed.
+
+    A mesh equals another of the same ranks and names, whatever its groups, so an operation on a new one would give what
+    was remembered of the old one.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    propagator.propagate_op_sharding.cache_clear()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor laid out like `tensor` over another local tensor, which may be on another device than the mesh."""
     return DTensor(local, tensor._spec, requires_grad=False)
