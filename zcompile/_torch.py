@@ -859,7 +859,7 @@ def forget_meshes() -> None:
     A mesh equals another of the same ranks and names, whatever its groups, so an operation on a new one would give what
     was remembered of the old one.
     """
-    propagator = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
