@@ -26,7 +26,8 @@ def pack_small(program: Program, *, small: int = SMALL_BYTES, bucket: int | None
 def _packed(unit: Unit, limit: int, bucket: float) -> Unit:
     def kind(index: int) -> tuple[object, ...]:
         param: Param = unit.params[index]
-        return param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards), param.nbytes <= limit
+        layout = bool(param.shards), param.owner
+        return param.dtype, param.compute_dtype, param.reduction_dtype, *layout, param.nbytes <= limit
 
     messages: list[tuple[int, ...]] = []
     for (*_, small), grouped in itertools.groupby(range(len(unit.params)), key=kind):

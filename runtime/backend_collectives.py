@@ -122,6 +122,15 @@ class BackendCollectives(Collectives):
         work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
 
+    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """One collective."""
+        return self._fly(self._launched(dist.broadcast, tensor, group_src=owner, gathers=True), (tensor,))
+
+    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """One collective."""
+        work = self._launched(dist.reduce, tensor, group_dst=owner, op=self._op)
+        return self._fly(work, (tensor,), lambda: self._divide(tensor))
+
     @functools.cached_property
     def _gathers(self) -> dist.ProcessGroup:
         """A group whose messages do not wait for those of the other."""

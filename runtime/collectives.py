@@ -105,3 +105,14 @@ class Collectives(ABC):
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         """Average a contiguous `tensor` over the ranks in place."""
+
+    @abstractmethod
+    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """Give all ranks the contiguous `tensor` of rank `owner`, in place."""
+
+    @abstractmethod
+    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """Average a contiguous `tensor` over the ranks, in place on rank `owner`; to the others it is lost.
+
+        Summed as a reduce_scatter sums its shard there: an average does not depend on who has it.
+        """

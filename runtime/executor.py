@@ -114,7 +114,8 @@ class Reduction:
         unit, of_shards = self.bound.unit, self.ranks is self.bound.shards.communicator.sharded
         for message, arrived, work in self.arrivals:
             if work is not None and self.scattered and of_shards and unit.params[message[0]].shards:
-                _land(work, "reduce_scatter", unit.name, self.ranks, arrived.nbytes * self.ranks.size)
+                nbytes = sum(unit.params[index].padded_numel for index in message) * arrived.itemsize
+                _land(work, "reduce_scatter", unit.name, self.ranks, nbytes)
             elif work is not None:
                 _land(
                     work, "all_reduce", unit.name, self.ranks, 2 * arrived.nbytes, "" if of_shards else self.ranks.axis
@@ -141,7 +142,7 @@ class ShardAverages:
             for param in (params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
                 yield param, part_of(arrived, offset, param, rank if scattered else None)
-                offset += param.shard_numel if scattered else param.numel
+                offset += param.kept_numel(rank) if scattered else param.numel
 
     def gradients(self) -> Gradients:
         """The averages over all ranks, in the dtypes of their parameters, where these are."""
@@ -207,24 +208,25 @@ def _start(
     places = Places(at, communicator.device)
     messages = bound.messages(lambda index: bool(unit.params[index].shards))
     params = [[unit.params[index] for index in message] for message in messages]
-    sent = [shards.wire(some) for some in params]
+    sent, owners = [shards.wire(some) for some in params], [some[0].owner for some in params]
     kinds = [dtype if dtype is not None and some[0].compute_dtype is dtype else some[0].dtype for some in params]
     arrivals: Arrivals
     if communicator.size == 1 and not memory.is_away:
         arrivals = [(message, shard.to(kind), None) for message, shard, kind in zip(messages, sent, kinds, strict=True)]
     else:
         arrived = []
-        for message, shard, kind in zip(messages, sent, kinds, strict=True):
+        for message, some, kind in zip(messages, params, kinds, strict=True):
             # A stale copy's memory is used again: fresh memory costs the kernel's zeros, page by page. Nobody reads
             # what was there: a backward that still would is refused, and on CUDA the gather waits for the current
             # stream.
             stale = kept.arrived.get(message[0]) if kept is not None and len(message) == 1 else None
-            arrived.append(places.empty(shard.numel() * communicator.size, kind) if stale is None else stale)
+            numel = sum(param.padded_numel for param in some)
+            arrived.append(places.empty(numel, kind) if stale is None else stale)
         with memory.sending():
-            sent = sent_in_place(sent, arrived, communicator, always=copies or memory.is_away)
+            sent = sent_in_place(sent, arrived, owners, communicator, always=copies or memory.is_away)
             works: Sequence[AsyncWork | None]
             if communicator.size > 1:
-                works = communicator.all_gather_many(arrived, sent)
+                works = _gathered(communicator, arrived, sent, owners)
             else:
                 works = [memory.copied(full) for full in arrived]
         arrivals = list(zip(messages, arrived, works, strict=True))
@@ -233,6 +235,19 @@ def _start(
     writes = shards.writes() if keep or copies else 0
     stream = stream_number(communicator.device)
     return Gather(bound, arrivals, keep, places, sent=told, writes=writes, stream=stream)
+
+
+def _gathered(
+    ranks: AxisCommunicator, arrived: list[torch.Tensor], sent: list[torch.Tensor], owners: list[int | None]
+) -> list[AsyncWork]:
+    """Start what brings each message: from all ranks, or from its owner, which has put it where it arrives."""
+    divided = [index for index, owner in enumerate(owners) if owner is None]
+    works = ranks.all_gather_many([arrived[index] for index in divided], [sent[index] for index in divided])
+    started = dict(zip(divided, works, strict=True))
+    return [
+        started[index] if owner is None else ranks.broadcast_from(owner, arrived[index])
+        for index, owner in enumerate(owners)
+    ]
 
 
 def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWork | None]]:
@@ -280,7 +295,8 @@ def all_reduce(
         return _reduce(bound, unbox(grads), dtype, scattered=False)
     assert replicas is not None, "a program says over which ranks"
     arrivals: Arrivals = [
-        (message, tensor, replicas.all_reduce(tensor) if replicas.size > 1 else None)
+        # Empty are averages that another rank owns, and so those of all ranks with the same shards.
+        (message, tensor, replicas.all_reduce(tensor) if replicas.size > 1 and tensor.numel() else None)
         for message, tensor in grads.arrivals
     ]
     return Reduction(bound, arrivals, grads.scattered, replicas)
@@ -372,6 +388,9 @@ def _reduce(
         cast = dtype if first.reduction_dtype is dtype else None
         parts = [(params[index], grads[index]) for index in message]
         work: AsyncWork | None = None
+        if scattered and first.owner is not None:
+            arrivals.append((message, *_to_owner(communicator, first.owner, flattened([g for _, g in parts], cast))))
+            continue
         if scattered and first.shards:
             pieces = _by_pieces(communicator, parts, cast, bucket)
             if pieces is not None:
@@ -391,6 +410,12 @@ def _reduce(
     return Reduction(bound, arrivals, scattered, communicator)
 
 
+def _to_owner(ranks: AxisCommunicator, owner: int, sent: torch.Tensor) -> tuple[torch.Tensor, AsyncWork | None]:
+    """Where the average of what all ranks send arrives, empty on all but its owner, and the work that brings it."""
+    work = None if ranks.size == 1 else ranks.reduce_to(owner, sent)
+    return (sent if ranks.rank == owner else sent.new_empty(0)), work
+
+
 def _by_pieces(
     communicator: AxisCommunicator,
     parts: list[tuple[Param, torch.Tensor | None]],
@@ -406,7 +431,7 @@ def _by_pieces(
     packed = param.padded_numel != param.numel or kind is not grad.dtype or not grad.is_contiguous()
     if not (staged := communicator.collectives.rows_staged(packed=packed)):
         return None
-    row = param.shard_numel // param.rows
+    row = param.row_numel
     width = max(bucket // (staged * row * kind.itemsize), 1) * row
     arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)
     piece = functools.partial(piece_of, param, grad, kind, packed)

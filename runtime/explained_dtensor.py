@@ -12,10 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from zcompile._torch import copyable, local_tensor, no_torch_function, supports_foreach, with_local
 from zcompile.errors import ParameterError
+from zcompile.runtime.owned_dtensor import (
+    check_owned,
+    chunks_of,
+    keep_owner,
+    owner_of,
+    refuse,
+    sent_by_owner,
+    set_owner,
+    write_items_of,
+)
 from zcompile.runtime.waits import Waits, is_of_collective
 
 
@@ -25,13 +35,21 @@ class ExplainedDTensor(DTensor):
 
     zcompile_waits: weakref.ref[Waits] | None = None
     """Of the model's ranks. Weak: a cycle through tensors, of which autograd holds some, would never be freed."""
+    zcompile_owner: int | None = None
+    """The one rank that has all of it, if that is so: see `runtime.owned_dtensor`."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As DTensor's. Collective.
 
         Raises:
             GroupError: naming the ranks that have not come, and the line that has called it.
+            ParameterError: one rank has all of it, and `placements` is not that every rank gets it.
         """
+        if self.zcompile_owner is not None:
+            wanted = kwargs.get("placements", args[1] if len(args) > 1 else None)
+            if wanted is None or any(not isinstance(placement, Replicate) for placement in wanted):
+                refuse(self, "redistribute")
+            return DTensor.from_local(self.full_tensor(), self.device_mesh, list(wanted), run_check=False)
         with watched(self, "redistribute"):
             return super().redistribute(*args, **kwargs)
 
@@ -42,15 +60,37 @@ class ExplainedDTensor(DTensor):
             GroupError: naming the ranks that have not come, and the line that has called it.
         """
         with watched(self, "full_tensor"):
-            return super().full_tensor(**kwargs)
+            return super().full_tensor(**kwargs) if self.zcompile_owner is None else sent_by_owner(self)
 
     def __deepcopy__(self, _: object) -> DTensor:
         """One with memory of its own; torch's own way fails on a view of a larger storage."""
-        return with_local(self, local_tensor(self).clone())
+        return laid_out_like(self, local_tensor(self).clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the plain DTensor that it is to others, who may not have zcompile."""
+        """As the plain DTensor that it is to others, who may not have zcompile.
+
+        Raises:
+            ParameterError: one rank has all of it, which a plain DTensor cannot say.
+        """
+        if self.zcompile_owner is not None:
+            refuse(self, "pickling", fix="save its full_tensor(), or the model by compiled.save_checkpoint(folder)")
         return copyable(self).__reduce_ex__(protocol)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """What torch.distributed.checkpoint writes of it on this rank."""
+        items: list[Any] = super().__create_write_items__(fqn, object) if self.zcompile_owner is None else []
+        return items if self.zcompile_owner is None else write_items_of(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """What torch.distributed.checkpoint reads of it on this rank."""
+        if self.zcompile_owner is not None:
+            return chunks_of(self)
+        chunks: list[Any] = super().__create_chunk_list__()
+        return chunks
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """The memory that torch.distributed.checkpoint writes from and reads into."""
+        return local_tensor(self)
 
     @classmethod
     def __torch_function__(
@@ -60,8 +100,9 @@ class ExplainedDTensor(DTensor):
 
         Raises:
             GroupError: naming the ranks that have not come, and the line that has called it.
-            ParameterError: it takes gradients of which some are plain tensors.
+            ParameterError: it takes gradients of which some are plain tensors, or such of which one rank has all.
         """
+        owner = check_owned(func, args)
         try:
             with explained(func, args), no_torch_function():
                 result = func(*args, **(kwargs or {}))
@@ -75,6 +116,8 @@ class ExplainedDTensor(DTensor):
             for one in result if isinstance(result, (list, tuple)) else [result]:
                 if type(one) is DTensor and any(placement.is_partial() for placement in one.placements):
                     explain(one, waits_of(tensor))
+            if owner is not None:
+                keep_owner(result, args, func, explainer(args))
         return result
 
 
@@ -84,6 +127,22 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
     assert isinstance(tensor, ExplainedDTensor), "its class was set"
     tensor.zcompile_waits = None if waits is None else weakref.ref(waits)
     return tensor
+
+
+def explainer(args: Sequence[Any]) -> Callable[[DTensor], object]:
+    """What explains the collectives of a result of `args` as theirs."""
+    tensor = first_held(args)
+    waits = None if tensor is None else waits_of(tensor)
+    return lambda made: explain(made, waits)
+
+
+def laid_out_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of the same ranks' parts as `tensor` over another local tensor."""
+    made = with_local(tensor, local)
+    if (owner := owner_of(tensor)) is not None:
+        explain(made, waits_of(tensor) if isinstance(tensor, ExplainedDTensor) else None)
+        set_owner(made, owner)
+    return made
 
 
 def waits_of(tensor: ExplainedDTensor) -> Waits | None:

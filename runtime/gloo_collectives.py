@@ -212,6 +212,45 @@ class GlooCollectives(Collectives):
 
         return self._follow(arrive, "an all_reduce")
 
+    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """To every rank, from one."""
+        flat = tensor.view(-1)
+        mine, none = owner == self.rank, flat[:0]
+        sent = [flat if mine else none] * self.size
+        works = self._exchange(sent, [flat if rank == owner and not mine else none for rank in range(self.size)])
+        return self._follow(lambda: self._wait_all(works), "a gather")
+
+    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """To one rank, from every rank, piece by piece, two at a time: so much memory it takes of each rank.
+
+        The first piece is on its way when this returns, as of an all_reduce of two ranks.
+        """
+        flat, mine, tag = tensor.view(-1), owner == self.rank, self._own_tag()
+        on_their_way = deque[tuple[Works, torch.Tensor, list[torch.Tensor]]]()
+        left = iter(flat.split(max(_PIECE_BYTES // flat.itemsize, 1)))
+
+        def start(*, recorded: bool = False) -> None:
+            if (piece := next(left, None)) is not None:
+                arriving = [torch.empty_like(piece) if mine else piece[:0] for _ in range(self.size)]
+                sent = [piece if rank == owner else piece[:0] for rank in range(self.size)]
+                on_their_way.append((self._exchange(sent, arriving, tag, recorded=recorded), piece, arriving))
+
+        def arrive() -> None:
+            start()
+            while on_their_way:
+                works, piece, arriving = on_their_way.popleft()
+                self._wait_all(works)
+                if mine:
+                    mean, arriving[owner] = arriving[owner], piece
+                    _average(mean, arriving)
+                    piece.copy_(mean)
+                    del mean
+                del works, piece, arriving
+                start()
+
+        start(recorded=True)
+        return self._follow(arrive, "a reduction")
+
     def _own_tag(self) -> int:
         """A tag for what the progress thread sends of one message."""
         return self._tag + next(self._tags)

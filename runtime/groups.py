@@ -96,6 +96,16 @@ class AxisCommunicator:
         self._count(2 * tensor.nbytes)
         return self.collectives.all_reduce(tensor)
 
+    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """Give all ranks the contiguous `tensor` of rank `owner`, in place."""
+        self._count(tensor.nbytes)
+        return self.collectives.broadcast_from(owner, tensor)
+
+    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        """Average a contiguous `tensor` over the ranks, in place on rank `owner`; to the others it is lost."""
+        self._count(tensor.nbytes)
+        return self.collectives.reduce_to(owner, tensor)
+
     def stamp(self, run: int) -> None:
         """What is sent from now on belongs to the run with this number, where messages can tell."""
         self.collectives.stamp(run)

@@ -1,7 +1,7 @@
 """Messages: how parameters and gradients lie in what is sent, and how they are brought into it and out of it.
 
 For each rank the padded shards of all parameters of the message, end to end: [size, total], flat. A single parameter
-needs no copy, where it divides evenly and is not cast.
+needs no copy, where it divides evenly and is not cast. What one rank owns lies in its messages whole, end to end.
 """
 
 from __future__ import annotations
@@ -18,20 +18,38 @@ from zcompile.runtime.groups import AxisCommunicator
 
 
 def sent_in_place(
-    sent: list[torch.Tensor], arrived: list[torch.Tensor], communicator: AxisCommunicator, *, always: bool
+    sent: list[torch.Tensor],
+    arrived: list[torch.Tensor],
+    owners: list[int | None],
+    communicator: AxisCommunicator,
+    *,
+    always: bool,
 ) -> list[torch.Tensor]:
-    """What is sent, from its place among what arrives where it is cast first, or `always`."""
-    own = [full.view(communicator.size, -1)[communicator.rank] for full in arrived]
-    copied = [always or shard.dtype is not full.dtype for shard, full in zip(sent, arrived, strict=True)]
+    """What is sent, from its place among what arrives where it is cast first, or is all that arrives, or `always`.
+
+    `owners`: the rank that sends all of a message; None where each rank sends its part.
+    """
+    own = [_place(full, owner, communicator) for full, owner in zip(arrived, owners, strict=True)]
+    copied = [
+        always or owner is not None or shard.dtype is not full.dtype
+        for shard, full, owner in zip(sent, arrived, owners, strict=True)
+    ]
     copy_all([*itertools.compress(own, copied)], [*itertools.compress(sent, copied)])
     return [place if copies else shard for place, shard, copies in zip(own, sent, copied, strict=True)]
+
+
+def _place(full: torch.Tensor, owner: int | None, communicator: AxisCommunicator) -> torch.Tensor:
+    """The part of a message that this rank sends."""
+    if owner is None:
+        return full.view(communicator.size, -1)[communicator.rank]
+    return full if owner == communicator.rank else full[:0]
 
 
 def piece_of(param: Param, grad: torch.Tensor, dtype: torch.dtype, packed: bool, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of each rank's padded shard of a gradient, [ranks, stop - start]: whole rows of dim 0."""
     if not packed:
         return grad.view(param.shards, -1)[:, start:stop]
-    row = param.shard_numel // param.rows
+    row = param.row_numel
     begin, end, whole = start // row, stop // row, param.shape[0] // param.rows
     rows = torch.empty(param.shards, end - begin, *param.shape[1:], dtype=dtype, device=grad.device)
     if whole:  # the ranks that have as many rows as the first: by one kernel, however many they are
@@ -98,6 +116,9 @@ def unpack(arrived: torch.Tensor, params: list[Param], places: Places | None) ->
     """Full parameters out of a gathered message: one is a view of it, several are copied apart."""
     if len(params) == 1:
         return [arrived[: params[0].numel].view(params[0].shape)]
+    if params[0].owner is not None:
+        wholes = arrived.split([param.numel for param in params])
+        return [whole.view(param.shape) for whole, param in zip(wholes, params, strict=True)]
     size = max(params[0].shards, 1)
     rows = arrived.view(size, -1)
     widths = [param.shard_numel for param in params]
@@ -116,5 +137,4 @@ def part_of(arrived: torch.Tensor, offset: int, param: Param, rank: int | None) 
     if rank is None:
         return arrived[offset : offset + param.numel].view(param.shape)
     start, stop = param.shard_rows(rank)
-    row = param.shard_numel // param.rows if param.rows else 0
-    return arrived[offset : offset + (stop - start) * row].view(stop - start, *param.shape[1:])
+    return arrived[offset : offset + (stop - start) * param.row_numel].view(stop - start, *param.shape[1:])

@@ -20,10 +20,18 @@ from zcompile._torch import (
     supports_foreach,
     tree_leaves,
     tree_map_only,
-    with_local,
 )
 from zcompile.errors import ParameterError
-from zcompile.runtime.explained_dtensor import ExplainedDTensor, explained, first_held, waits_of, watched
+from zcompile.runtime.explained_dtensor import (
+    ExplainedDTensor,
+    explained,
+    explainer,
+    first_held,
+    laid_out_like,
+    waits_of,
+    watched,
+)
+from zcompile.runtime.owned_dtensor import check_owned, keep_owner, owner_of
 from zcompile.runtime.waits import Waits
 
 
@@ -39,7 +47,7 @@ class ShardedParameter(ExplainedDTensor):
 
     def __deepcopy__(self, _: object) -> ShardedParameter:
         """A parameter with memory of its own; torch's own way fails on a view of a larger storage."""
-        copied = torch.nn.Parameter(with_local(self, local_tensor(self).clone()), requires_grad=self.requires_grad)
+        copied = torch.nn.Parameter(laid_out_like(self, local_tensor(self).clone()), requires_grad=self.requires_grad)
         return sharded(copied, self.zcompile_name, waits_of(self))
 
     @classmethod
@@ -55,6 +63,7 @@ class ShardedParameter(ExplainedDTensor):
         """
         if func == _SET_DATA:  # a new object each time
             return _assign(*args)
+        owner = check_owned(func, args)
         try:
             with explained(func, args), no_torch_function():
                 result = func(*args, **(kwargs or {}))
@@ -65,6 +74,8 @@ class ShardedParameter(ExplainedDTensor):
             if "not supported for tensor subclasses" in str(error):
                 raise _refusal(args, func, "take its full_tensor() on every rank, or its to_local()") from None
             raise
+        if owner is not None:
+            keep_owner(result, args, func, explainer(args))
         same = func in _SAME_VALUES and isinstance(args[0], ShardedParameter) and isinstance(result, DTensor)
         if same and result.grad_fn is None:
             return sharded(result, args[0].zcompile_name, waits_of(args[0]))
@@ -97,8 +108,12 @@ def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
     Raises:
         ParameterError: `value` is not laid out as the parameter is.
     """
-    where = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
-    if where != (param.device_mesh, param.placements) or value.dtype is not param.dtype or value.shape != param.shape:
+    where = (value.device_mesh, value.placements, owner_of(value)) if isinstance(value, DTensor) else None
+    if (
+        where != (param.device_mesh, param.placements, owner_of(param))
+        or value.dtype is not param.dtype
+        or value.shape != param.shape
+    ):
         problem = f"is a shard, and its .data would be {value.dtype} {list(value.shape)} that is none"
         raise ParameterError(param.zcompile_name, problem, "write in place, under torch.no_grad(): param.copy_(value)")
     local_tensor(param).copy_(local_tensor(value))

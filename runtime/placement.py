@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from zcompile._torch import StridedShard, local_tensor, with_local
 from zcompile.ir.axis import AxisKind
 from zcompile.ir.layout import Param
+from zcompile.runtime.explained_dtensor import explain
 from zcompile.runtime.groups import data_axes
+from zcompile.runtime.owned_dtensor import is_here, owner_of, sent_by_owner, set_owner
 
 Placement = Any
 """A `Shard`, `Replicate` or `Partial` of torch.distributed.tensor, or a `StridedShard`; their base class is private."""
@@ -37,6 +39,13 @@ class Placing:
     shape: torch.Size
     averaged: int = 1
     """The dimensions of the mesh over which gradients are averaged: the first so many."""
+    owner: int | None = None
+    """The rank along the dimension that shards that has all of it, if its rows are not divided."""
+
+    @classmethod
+    def of(cls, tensor: DTensor, shape: torch.Size | None = None) -> Placing:
+        """That of a tensor, or of one of another shape that is divided alike."""
+        return cls(tensor.device_mesh, tuple(tensor.placements), shape or tensor.shape, owner=owner_of(tensor))
 
     def place(self, local: torch.Tensor) -> DTensor:
         """`local`, this rank's part, as a DTensor over the same memory, be it on the device of the mesh or not."""
@@ -44,19 +53,22 @@ class Placing:
         away = local.device.type != self.mesh.device_type  # what `from_local` would copy
         like = torch.empty_like(local, device="meta") if away else local
         made = DTensor.from_local(like, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
-        return with_local(made, local) if away else made
+        made = with_local(made, local) if away else made
+        if self.owner is not None:
+            set_owner(explain(made, None), self.owner)
+        return made
 
     def unreduced(self) -> Placing:
         """That of a gradient before its average, where each rank has all of it."""
         partial = (Partial("avg"),) * self.averaged
-        return replace(self, placements=(*partial, *self.placements[self.averaged :]))
+        return replace(self, placements=(*partial, *self.placements[self.averaged :]), owner=None)
 
 
 def along(param: Param, mesh: DeviceMesh) -> Placing:
     """The placing of shards over the data-parallel mesh alone."""
     shards = {AxisKind.SHARD: Shard(0)} if param.shards else {}
     placements = tuple(shards.get(kind, Replicate()) for kind in data_axes(mesh))
-    return Placing(mesh, placements, torch.Size(param.shape), averaged=mesh.ndim)
+    return Placing(mesh, placements, torch.Size(param.shape), averaged=mesh.ndim, owner=param.owner)
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,8 @@ class ModelParallel:
 def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of a plain tensor, divided as `like` is; a view of it."""
     mesh, placements = like.device_mesh, like.placements
+    if owner_of(like) is not None:
+        return whole if is_here(like) else whole[:0]
     for dim in reversed(range(mesh.ndim)):  # the last mesh dimension divides first, see `ModelParallel.sharded`
         if isinstance(placement := placements[dim], (Shard, StridedShard)):
             size, at = mesh.size(dim), placement.dim
@@ -116,6 +130,8 @@ def whole_of(tensor: DTensor, device: torch.device) -> torch.Tensor:
 
     `device`: where the mesh's collectives run.
     """
+    if owner_of(tensor) is not None:
+        return sent_by_owner(tensor, device)
     tensor = with_local(tensor, local_tensor(tensor).to(device))
     for dim in range(tensor.device_mesh.ndim):
         tensor = tensor.redistribute(

@@ -8,7 +8,6 @@ tail of the gathered parameter, so that the full parameter is a contiguous view 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +73,7 @@ class UnitShards:
         self.unit = unit
         self.communicator = communicator
         self.memory = memory or ShardMemory(communicator.device)
-        sizes, self.offsets = _sizes(unit)
+        sizes, self.offsets = _sizes(unit, communicator.sharded.rank)
         self.buffers = {dtype: self.memory.zeros(unit.name, size, dtype) for dtype, size in sizes.items()}
         self.parameters: dict[str, nn.Parameter] = {}
         self._adopted: dict[str, int] = {}
@@ -114,7 +113,7 @@ class UnitShards:
     def _distributed(self, param: Param, value: torch.Tensor) -> nn.Parameter:
         start, stop = param.shard_rows(self.communicator.sharded.rank)
         if param.shards:
-            flat = self.padded_shard(param)[: (stop - start) * math.prod(param.shape[1:])]
+            flat = self.padded_shard(param)[: (stop - start) * param.row_numel]
             local = flat.view(stop - start, *param.shape[1:])
             local.copy_(value[start:stop])
         else:
@@ -138,13 +137,13 @@ class UnitShards:
     def padded_shard(self, param: Param) -> torch.Tensor:
         """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
         offset = self.offsets[param.name]
-        return self.buffers[param.dtype][offset : offset + param.shard_numel]
+        return self.buffers[param.dtype][offset : offset + param.kept_numel(self.communicator.sharded.rank)]
 
     def wire(self, params: list[Param]) -> torch.Tensor:
         """The padded shards of `params` end to end: as they lie where they are neighbours, else a copy."""
-        first, last = params[0], params[-1]
-        start, stop = self.offsets[first.name], self.offsets[last.name] + last.shard_numel
-        if stop - start == sum(param.shard_numel for param in params):
+        first, last, rank = params[0], params[-1], self.communicator.sharded.rank
+        start, stop = self.offsets[first.name], self.offsets[last.name] + last.kept_numel(rank)
+        if stop - start == sum(param.kept_numel(rank) for param in params):
             return self.buffers[first.dtype][start:stop]
         return torch.cat([self.padded_shard(param) for param in params])
 
@@ -287,16 +286,16 @@ def _version(parameter: nn.Parameter) -> int:
     return version_of(parameter)
 
 
-def shard_bytes(unit: Unit) -> int:
-    """Bytes that the shards of a unit take in a file."""
+def shard_bytes(unit: Unit, rank: int) -> int:
+    """Bytes that the shards of a unit take in a file of `rank`'s, of those that shard."""
     end = 0
-    for dtype, size in _sizes(unit)[0].items():
+    for dtype, size in _sizes(unit, rank)[0].items():
         end = aligned_end(end, size * dtype.itemsize)
     return end
 
 
-def _sizes(unit: Unit) -> tuple[dict[torch.dtype, int], dict[str, int]]:
-    """The elements of the flat buffer of each dtype, and where each sharded parameter begins in it.
+def _sizes(unit: Unit, rank: int) -> tuple[dict[torch.dtype, int], dict[str, int]]:
+    """The elements of `rank`'s flat buffer of each dtype, and where each sharded parameter begins in it.
 
     A large one begins where kernels load many elements at once, whatever came before; small ones follow each other, for
     they travel together.
@@ -309,5 +308,5 @@ def _sizes(unit: Unit) -> tuple[dict[torch.dtype, int], dict[str, int]]:
             if not param.is_small:
                 start = aligned_end(0, start * param.dtype.itemsize) // param.dtype.itemsize
             offsets[param.name] = start
-            sizes[param.dtype] = start + param.shard_numel
+            sizes[param.dtype] = start + param.kept_numel(rank)
     return sizes, offsets

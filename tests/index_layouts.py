@@ -146,6 +146,19 @@ class LocalCollectives(Collectives):
         assert tensor.is_contiguous()
         return self._join(tensor, lambda all_: tensor.copy_(mean(all_)))
 
+    def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        mine = self.rank == owner
+        self._sends([tensor if mine else tensor[:0]] * self.size)
+        return self._join(tensor if mine else None, lambda all_: tensor.copy_(all_[owner]))
+
+    def reduce_to(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
+        self._sends([tensor if rank == owner else tensor[:0] for rank in range(self.size)])
+
+        def arrive(all_: list[torch.Tensor]) -> None:
+            tensor.copy_(mean(all_) if self.rank == owner else torch.full_like(tensor, -7))
+
+        return self._join(tensor, arrive)
+
 
 def check_sizes(full: torch.Tensor, shard: torch.Tensor, size: int) -> None:
     assert full.numel() == size * shard.numel()
@@ -280,7 +293,10 @@ def rows_of(full: torch.Tensor, world: int, rank: int) -> torch.Tensor:
 
 def part(case: Case, index: int, full: torch.Tensor, rank: int) -> torch.Tensor:
     """A rank's own of a parameter or its gradient."""
-    return rows_of(full, case.world, rank) if case.unit.params[index].shards else full
+    param = case.unit.params[index]
+    if param.owner is not None:
+        return full if rank == param.owner else full[:0]
+    return rows_of(full, case.world, rank) if param.shards else full
 
 
 # -- one rank's part of a test ----------------------------------------------------------------------------------------

@@ -54,6 +54,14 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class TiedGPT(GPT):
+    """The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.head.weight = self.tokens.weight
+
+
 class OddMLP(nn.Module):
     """Sizes that no world divides, a dimension smaller than most worlds, and a scalar."""
 
@@ -83,7 +91,7 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(x.mean(dim=(2, 3))), y)
 
 
-MODELS = {"gpt": GPT, "mlp": OddMLP, "conv": ConvNet}
+MODELS = {"tied": TiedGPT, "gpt": GPT, "mlp": OddMLP, "conv": ConvNet}
 
 
 def make(kind: str, seed: int = 0) -> nn.Module:
@@ -94,7 +102,7 @@ def make(kind: str, seed: int = 0) -> nn.Module:
 def batch(kind: str, rank: int, step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """The batch of `rank` at `step`: the same in every run."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    if kind == "gpt":
+    if kind in ("gpt", "tied"):
         tokens = torch.randint(0, 64, (size, 17), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if kind == "mlp":

@@ -73,7 +73,7 @@ class WatchedHost(HostShards):
 
 
 def watched(asked: object, layout: Layout, agreement: Agreement) -> WatchedHost:
-    return WatchedHost(torch.device("cpu"), {unit.name: shard_bytes(unit) for unit in layout.units})
+    return WatchedHost(torch.device("cpu"), {unit.name: shard_bytes(unit, 0) for unit in layout.units})
 
 
 def on_host(*, away: bool = True) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zcompile
 from tests.cases import quickly
-from tests.models import GPT, batch, make
+from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import AgreementError, GroupError
 from zcompile.engine.calibration import measure
@@ -32,23 +32,6 @@ from zcompile.tools.replay import Replay, Verdict
 STEPS = 3
 Values = dict[str, torch.Tensor]
 Shape = tuple[int, int]
-
-
-class Tied(GPT):
-    """The head is the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=2)
-        self.head.weight = self.tokens.weight
-
-
-def built(kind: str, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return Tied() if kind == "tied" else make(kind, seed)
-
-
-def given(kind: str, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return batch("gpt" if kind == "tied" else kind, rank, step)
 
 
 def mesh_of(shape: Shape) -> DeviceMesh:
@@ -72,7 +55,7 @@ def reference(kind: str, shape: Shape, batches: int = 1, *, flat: bool = False) 
 
     `batches`: of how many micro-batches a step is, whose gradients are added on each rank. `flat`: averaged at once.
     """
-    model = built(kind)
+    model = make(kind)
     optimizer = adamw(model)
     params = dict(model.named_parameters())
     ranks = [(outer, inner) for outer in range(shape[0]) for inner in range(shape[1])]
@@ -83,7 +66,7 @@ def reference(kind: str, shape: Shape, batches: int = 1, *, flat: bool = False) 
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[rank][name])
             for micro in range(batches):
-                model(*given(kind, rank[0] * shape[1] + rank[1], batches * step + micro)).backward()
+                model(*batch(kind, rank[0] * shape[1] + rank[1], batches * step + micro)).backward()
             grads[rank] = {name: param.grad for name, param in params.items() if param.grad is not None}
             buffers[rank] = {name: b.clone() for name, b in model.named_buffers()}
             model.zero_grad()
@@ -102,10 +85,10 @@ def full_values(model: nn.Module) -> Values:
 
 def train(rank: int, kind: str, shape: Shape, **options: object) -> Values:
     """Other values on other ranks: rank 0's must win."""
-    compiled = zcompile.compile(built(kind, seed=rank), mesh=mesh_of(shape), backend="eager", **options)  # type: ignore[arg-type]
+    compiled = zcompile.compile(make(kind, seed=rank), mesh=mesh_of(shape), backend="eager", **options)  # type: ignore[arg-type]
     optimizer = adamw(compiled)
     for step in range(STEPS):
-        compiled(*given(kind, rank, step)).backward()
+        compiled(*batch(kind, rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return full_values(compiled)
@@ -200,12 +183,12 @@ def test_shards_repeat_along_one_dimension_and_traffic_is_counted_by_axis(ranks:
 
 def accumulated(rank: int, stage: int, shape: Shape, synchronised: list[bool]) -> list[str]:
     """Several micro-batches a step, of which some are held back where the stage keeps full gradients."""
-    compiled = zcompile.compile(built("mlp", seed=rank), mesh=mesh_of(shape), backend="eager", stage=stage)
+    compiled = zcompile.compile(make("mlp", seed=rank), mesh=mesh_of(shape), backend="eager", stage=stage)
     optimizer, count = adamw(compiled), len(synchronised)
     for step in range(STEPS):
         for micro, averages in enumerate(synchronised):
             with contextlib.nullcontext() if averages else compiled.no_sync():
-                compiled(*given("mlp", rank, count * step + micro)).backward()
+                compiled(*batch("mlp", rank, count * step + micro)).backward()
         optimizer.step()
         optimizer.zero_grad()
     want, got = reference("mlp", shape, batches=count), full_values(compiled)
@@ -228,10 +211,10 @@ def test_gradients_are_accumulated(ranks: Ranks, stage: int, shape: Shape, synch
 
 def stepped(rank: int, stage: int, prefetch: int) -> Values:
     mesh = mesh_of((2, 2))
-    model = zcompile.compile(built("mlp", seed=rank), mesh=mesh, backend="eager", stage=stage, prefetch=prefetch)
+    model = zcompile.compile(make("mlp", seed=rank), mesh=mesh, backend="eager", stage=stage, prefetch=prefetch)
     step = zcompile.train_step(model, lambda model, *batch: model(*batch), adamw(model))
     for number in range(STEPS):
-        step(*given("mlp", rank, number))
+        step(*batch("mlp", rank, number))
     return full_values(model)
 
 
@@ -342,12 +325,12 @@ def test_what_runs_as_plain_python_is_averaged_over_both_axes(ranks: Ranks) -> N
 
 
 def through_torch_compile(rank: int) -> list[str]:
-    model = built("mlp", seed=0)
+    model = make("mlp", seed=0)
     backend = zcompile.backend(stage=3, mesh=mesh_of((2, 2)), backend="eager")
     optimizer = adamw(model)
     step = torch.compile(model, backend=backend)
     for number in range(STEPS):
-        step(*given("mlp", rank, number)).backward()
+        step(*batch("mlp", rank, number)).backward()
         optimizer.step()
         optimizer.zero_grad()
     want = reference("mlp", (2, 2))
@@ -364,10 +347,10 @@ def test_the_backend_of_torch_compile_takes_the_mesh(ranks: Ranks) -> None:
 
 
 def saved(rank: int, folder: str) -> Values:
-    compiled = zcompile.compile(built("mlp", seed=rank), mesh=mesh_of((2, 2)), backend="eager")
+    compiled = zcompile.compile(make("mlp", seed=rank), mesh=mesh_of((2, 2)), backend="eager")
     optimizer = adamw(compiled)
     for step in range(2):
-        compiled(*given("mlp", rank, step)).backward()
+        compiled(*batch("mlp", rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     compiled.save_checkpoint(folder, optimizer)
@@ -378,11 +361,11 @@ def saved(rank: int, folder: str) -> Values:
 def loaded(rank: int, folder: str, shape: Shape | None) -> tuple[Values, Values]:
     """What a checkpoint gives in another layout, and the parameters after one more step on the same batch."""
     mesh = None if shape is None else mesh_of(shape)
-    compiled = zcompile.compile(built("mlp", seed=5), mesh=mesh, backend="eager", stage=2 if shape is None else 3)
+    compiled = zcompile.compile(make("mlp", seed=5), mesh=mesh, backend="eager", stage=2 if shape is None else 3)
     optimizer = adamw(compiled)
     compiled.load_checkpoint(folder, optimizer)
     found = full_values(compiled)
-    compiled(*given("mlp", 0, 2)).backward()
+    compiled(*batch("mlp", 0, 2)).backward()
     optimizer.step()
     return found, full_values(compiled)
 
@@ -403,9 +386,9 @@ def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, tmp_path: Path) -> No
 def replayed(rank: int, folder: str) -> None:
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", record=folder)
     optimizer = adamw(compiled)
-    compiled(*given("mlp", rank, 0)).backward()
+    compiled(*batch("mlp", rank, 0)).backward()
     optimizer.step()
-    compiled(*given("mlp", rank, 1)).backward()
+    compiled(*batch("mlp", rank, 1)).backward()
     compiled.dump(f"{folder}/dump", all_ranks=True)
 
 

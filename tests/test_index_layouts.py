@@ -76,7 +76,8 @@ def params(draw: st.DrawFn, world: int, low: torch.dtype | None) -> tuple[Param,
         dtype = torch.float32 if casts or low else draw(st.sampled_from([torch.float32, torch.float64]))
         shards = world if shape and numel and draw(st.integers(0, 4)) < 4 else 0
         mixed = (low, reduced) if casts else (None, None)
-        found.append(Param(f"p{number}", shape, dtype, True, shards, *mixed))
+        owner = draw(st.integers(0, world - 1)) if shards and draw(st.integers(0, 2)) == 0 else None
+        found.append(Param(f"p{number}", shape, dtype, True, shards, *mixed, owner))
     return tuple(found) or (Param("p", (3, 2), torch.float32, True, world),)
 
 
@@ -86,7 +87,8 @@ def cases(draw: st.DrawFn, least: int = 1, most: int = 8) -> Case:
     given_ = draw(params(world, low))
     kinds: dict[tuple[object, ...], list[list[int]]] = {}
     for index, param in enumerate(given_):
-        groups = kinds.setdefault((param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards)), [[]])
+        kind = (param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards), param.owner)
+        groups = kinds.setdefault(kind, [[]])
         if groups[-1] and draw(st.integers(0, 2)) == 0:
             groups.append([])
         draw(st.sampled_from(groups)).append(index)

@@ -89,7 +89,7 @@ def test_large_shards_begin_where_kernels_load_many_elements_at_once(
     widths: list[int], dtype: torch.dtype, world: int
 ) -> None:
     params = tuple(Param(f"w{i}", (world, width), dtype, shards=world) for i, width in enumerate(widths))
-    sizes, offsets = runtime_shards._sizes(Unit("u", params))
+    sizes, offsets = runtime_shards._sizes(Unit("u", params), 0)
     assert all(offsets[param.name] * dtype.itemsize % 16 == 0 for param in params if not param.is_small)
     ends = [offsets[param.name] + param.shard_numel for param in params]
     assert all(offsets[after.name] >= end for after, end in zip(params[1:], ends, strict=False))

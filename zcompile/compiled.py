@@ -39,6 +39,7 @@ from zcompile.runtime.gradients.outside import Outside
 from zcompile.runtime.groups import Communicator, axes_of_mesh, default_device, mesh_of_stage, resolve_mesh
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.offload.shard_file import ShardFile
+from zcompile.runtime.owned_dtensor import owner_of
 from zcompile.runtime.placement import ModelParallel
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
@@ -56,6 +57,7 @@ def compile(
     prefetch: int | Literal["auto"] = 2,
     mesh: DeviceMesh | None = None,
     units: Sequence[str] | None = None,
+    whole: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
@@ -83,6 +85,7 @@ def compile(
         prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
         mesh: The data-parallel `DeviceMesh`, by default all ranks; of two dimensions, "replicate" repeats the shards.
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
+        whole: Parameters (shell wildcards) that one rank each keeps whole, for Muon, Shampoo or SOAP; stages 1 to 3.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
         checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
@@ -107,7 +110,8 @@ def compile(
         GroupError: several ranks and no process group, or a mesh that does not fit, or leaves ranks out.
         AgreementError: the ranks hold different models or options.
     """
-    return _compiled(model, Options.among(locals()), mesh, units, _optimizers(optimizer, model), weights)
+    given = Options.among(locals())
+    return _compiled(model, given, mesh, units, whole, _optimizers(optimizer, model), weights)
 
 
 def _compiled(
@@ -115,6 +119,7 @@ def _compiled(
     asked: Options,
     mesh: DeviceMesh | None,
     units: Sequence[str] | None,
+    whole: Sequence[str] | None,
     optimizers: Sequence[Optimizer],
     weights: Source | None,
 ) -> CompiledModule:
@@ -127,6 +132,7 @@ def _compiled(
         axes_of_mesh(communicator.mesh, parallel.mesh if parallel is not None else None),
         units,
         asked.precision,
+        whole,
     )
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
@@ -175,7 +181,8 @@ def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> Shard
     if place is None:
         return ShardMemory(device)
     check_place("offload_parameters", place, device)
-    sizes = {unit.name: shard_bytes(unit) for unit in layout.units}
+    rank = agreement.communicator.sharded.rank
+    sizes = {unit.name: shard_bytes(unit, rank) for unit in layout.units}
     if not isinstance(place, Path):
         return agreement.attempt("the memory of parameters", lambda: HostShards(device, sizes))[0]
     return agreement.together("the file of parameters", str(place), lambda: ShardFile(place, sizes))
@@ -238,6 +245,7 @@ def _refuse_shared_storage(model: nn.Module) -> None:
 
 def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
     lines = [f"axis {axis.name}: {axis}" for axis in layout.axes]
+    lines += [f"{p.name} whole on rank {p.owner}" for p in layout.params if p.owner is not None]
     lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in layout.params]
     return [*lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
@@ -350,7 +358,7 @@ class CompiledModule(nn.Module):
         """The model's own: this rank's shards as DTensors (plain tensors in stage 0), and the persistent buffers."""
         state = self._model.state_dict(*args, **kwargs)
         for name, value in state.items():
-            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and owner_of(value) is None:
                 state[name] = copyable(value)
         return state
 

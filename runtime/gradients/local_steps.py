@@ -2,7 +2,8 @@
 
 torch's own mostly do, and on DTensors each of their operations costs a dispatch. An optimizer that is not known is
 tried on small DTensors beside plain ones. If it cannot step them, local tensors are right if it treats elements alone:
-pieces that are stepped apart get the values of the whole.
+pieces that are stepped apart get the values of the whole. A parameter with an owner is stepped there as a plain tensor
+by any optimizer; on the other ranks the optimizer does not see it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zcompile._torch import innermost_hooks, local_tensor, no_step_hooks, no_torch_function, unhooked_step
 from zcompile.errors import OptimizerError, ParameterError
 from zcompile.runtime.device import is_gpu
+from zcompile.runtime.owned_dtensor import is_here, owner_of
 from zcompile.runtime.parameter import sharded
 from zcompile.runtime.placement import Placing
 
@@ -60,11 +62,16 @@ class LocalSteps:
         """What stands for each parameter, always the same: optimizers may keep state of their own by it."""
 
     def wanted(self, optimizer: Optimizer) -> bool:
-        """True if `optimizer` is to step local tensors. Collective at its first step, where it is tried on DTensors.
+        """True if `optimizer` is to step local tensors, be it only for those parameters that have an owner.
+
+        Collective at its first step, where it is tried on DTensors.
 
         Raises:
             OptimizerError: on every rank: it cannot step parameters that are sharded, or would step them otherwise.
         """
+        return self._steps_rows(optimizer) or any(owner_of(p) is not None for p in _parameters_of(optimizer))
+
+    def _steps_rows(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._found:
             self._found[optimizer] = _decided(optimizer)
         return self._found[optimizer]
@@ -72,21 +79,28 @@ class LocalSteps:
     def begin(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalStep:
         """A step of `optimizer` on local tensors, for the parameters in `groups`."""
         with no_torch_function():  # a parameter's own costs more than what it is asked for
-            return LocalStep(optimizer, groups, self._locals)
+            return LocalStep(optimizer, groups, self._locals, rows=self._steps_rows(optimizer))
 
 
 class LocalStep:
     """One step of `optimizer` on local tensors: `optimizer` in it shares its state, and has `groups` of them."""
 
     def __init__(
-        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], known: MutableMapping[torch.Tensor, nn.Parameter]
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[dict[str, Any]],
+        known: MutableMapping[torch.Tensor, nn.Parameter],
+        *,
+        rows: bool,
     ) -> None:
-        """`known`: what has stood for parameters in steps before."""
-        self._real, self._groups, self._known = optimizer, groups, known
+        """`known`: what has stood for parameters in steps before. `rows`: also of those whose rows are divided."""
+        self._real, self._groups, self._known, self._rows = optimizer, groups, known, rows
         self._locals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        local = [{**group, "params": [self._local(param) for param in group["params"]]} for group in groups]
+        here = [[param for param in group["params"] if owner_of(param) is None or is_here(param)] for group in groups]
+        local = [{**group, "params": [self._local(p) for p in some]} for group, some in zip(groups, here, strict=True)]
         state: dict[Any, Any] = defaultdict(dict)
-        state |= {key: value for key, value in optimizer.state.items() if not isinstance(key, DTensor)}
+        stepped = {id(param) for param, _ in self._locals}
+        state |= {key: value for key, value in optimizer.state.items() if id(key) not in stepped}
         state |= {
             mine: {key: _plain(value) for key, value in optimizer.state[param].items()}
             for param, mine in self._locals
@@ -95,7 +109,7 @@ class LocalStep:
         self.optimizer = sharing(optimizer, param_groups=local, state=state)
 
     def _local(self, param: torch.Tensor) -> torch.Tensor:
-        if not isinstance(param, DTensor):
+        if not isinstance(param, DTensor) or not (self._rows or owner_of(param) is not None):
             return param
         if param not in self._known:
             self._known[param] = nn.Parameter(local_tensor(param), requires_grad=param.requires_grad)
@@ -198,22 +212,27 @@ def _sharded(param: torch.Tensor, key: str, value: Any, before: Any) -> Any:
     follows = isinstance(value, torch.Tensor) and value.shape == local_tensor(param).shape and key != "step"
     if not follows or not isinstance(param, DTensor):
         return value
-    return Placing(param.device_mesh, tuple(param.placements), param.shape).place(value)
+    return Placing.of(param).place(value)
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
 
 
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def _decided(optimizer: Optimizer) -> bool:
-    params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
-    if not params:
-        return False
+    params = [param for param in _parameters_of(optimizer) if isinstance(param, DTensor)]
     if isinstance(optimizer, LBFGS):
         _check_flattened(optimizer, params)
         return False
+    if all(owner_of(param) is not None for param in params):
+        return False
     if type(optimizer) in _ELEMENTWISE:
         return True
-    everything = [param for group in optimizer.param_groups for param in group["params"]]
+    everything = list(_parameters_of(optimizer))
     gradients = [param.grad for param in everything]
     devices = [params[0].device] if is_gpu(params[0].device) else []
     try:
@@ -243,6 +262,9 @@ def _fails_on_shards(optimizer: Optimizer) -> bool:
 def _check_flattened(optimizer: Optimizer, params: Sequence[DTensor]) -> None:
     """L-BFGS puts all parameters end to end, which DTensor does for those that divide evenly."""
     for param in params:
+        if owner_of(param) is not None:
+            problem = f"{type(optimizer).__name__} flattens it with all others, and one rank keeps it whole"
+            raise OptimizerError(getattr(param, "zcompile_name", "a parameter"), problem, "leave it out of whole=")
         dividing = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
         name = getattr(param, "zcompile_name", "a parameter")
         ranks = math.prod(param.device_mesh.size(dim) for dim in dividing)
@@ -270,7 +292,7 @@ class _Trial:
 
 
 def _trials(group: dict[str, Any]) -> Iterator[_Trial]:
-    params = [param for param in group["params"] if isinstance(param, DTensor) and param.ndim]
+    params = [p for p in group["params"] if isinstance(p, DTensor) and p.ndim and owner_of(p) is None]
     for ndim in sorted({param.ndim for param in params}):
         # Rows on every rank: what an optimizer does of none it would do on one rank alone.
         shape = (max(_ROWS, 2 * params[0].device_mesh.size(0) - 1), *[_COLUMNS] * min(ndim - 1, 3))
@@ -354,4 +376,7 @@ def _failure_on_shards(optimizer: Optimizer, trial: _Trial) -> str:
     return ""
 
 
-_FIX = "choose stage=0, which keeps parameters whole, or an optimizer that treats each element by itself, as AdamW"
+_FIX = (
+    "let one rank keep each of its parameters whole, zcompile.compile(..., whole=[names]), choose stage=0, or an "
+    "optimizer that treats each element by itself, as AdamW"
+)

@@ -24,8 +24,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import local_tensor, with_local
+from zcompile._torch import local_tensor
 from zcompile.errors import StateError
+from zcompile.runtime.explained_dtensor import laid_out_like
 from zcompile.runtime.offload.unnamed_files import PAGE, mapped
 
 AHEAD = 2
@@ -132,7 +133,7 @@ class StateFile:
             return value
         held = place.view(local.dtype).view(local.shape)
         held.copy_(local)
-        return with_local(value, held) if isinstance(value, DTensor) else held
+        return laid_out_like(value, held) if isinstance(value, DTensor) else held
 
     def _read(self, unit: str) -> None:
         """Let the kernel read; making room for it can take as long, so a thread asks."""

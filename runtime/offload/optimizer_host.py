@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import local_tensor, with_local
+from zcompile._torch import local_tensor
 from zcompile.runtime.device import current_stream, is_gpu, new_stream, on_stream
+from zcompile.runtime.explained_dtensor import laid_out_like
 
 AHEAD = 2
 """Units whose state is on its way before their turn."""
@@ -158,4 +159,4 @@ def _is_at(value: Any, host: torch.Tensor) -> bool:
 
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """`local` in place of what this rank has of `value`."""
-    return with_local(value, local) if isinstance(value, DTensor) else local
+    return laid_out_like(value, local) if isinstance(value, DTensor) else local

@@ -106,6 +106,7 @@ def named(stage: int, **given: Any) -> Scenario:
 
 
 BF16 = torch.bfloat16
+MATRICES = ("blocks.*.mlp.*.weight", "blocks.*.attention.*.weight")
 SCENARIOS: dict[str, Scenario] = {
     "stage 0": loop(0),
     "stage 1": loop(1),
@@ -178,6 +179,18 @@ SCENARIOS: dict[str, Scenario] = {
     "torch.compile, stage 3, evaluating": named(3, evaluates=True),
     "torch.compile, stage 3, side stream": named(3, streams="forward"),
     "torch.compile, stage 3, activations, arenas": named(3, offload_activations="cpu", arenas=True),
+    "owners, stage 2": loop(2, whole=MATRICES),
+    "owners, stage 3": loop(3, whole=MATRICES),
+    "owners, bf16, arenas, checkpoint": loop(3, whole=MATRICES, dtype=BF16, arenas=True, checkpoint="unit"),
+    "owners, accumulating, clipping": loop(1, whole=MATRICES, accumulates=True, clip=1.0),
+    "owners, evaluating": loop(2, whole=MATRICES, evaluates=True),
+    "owners, float16, scaling": loop(3, whole=MATRICES, dtype=torch.float16, scales=True),
+    "owners, side stream": loop(3, whole=MATRICES, streams="forward"),
+    "owners, parameters": loop(3, whole=MATRICES, offload_parameters="cpu"),
+    "owners, graphs": loop(3, whole=MATRICES, cuda_graphs=True),
+    "owners, hybrid": loop(3, whole=MATRICES, replicas=2),
+    "owners, train step, alternating": step(3, whole=MATRICES, streams="alternating"),
+    "owners, train step, optimizer": step(3, whole=MATRICES, offload_optimizer="cpu"),
     "hybrid, stage 2": loop(2, replicas=2),
     "hybrid, stage 3": loop(3, replicas=2),
     "hybrid, stage 3, pieces": loop(3, replicas=2, bucket=4096),

@@ -19,6 +19,7 @@ QUICK = (
     "stage 3, parameters, reduction fails",
     "tensor parallel, stage 3",
     "hybrid, bf16, arenas",
+    "owners, bf16, arenas, checkpoint",
     "train step, stage 3, optimizer, update fails",
 )
 WAITS = {
@@ -26,6 +27,9 @@ WAITS = {
     "stage 2, parameters": 2,
     "stage 3, parameters": 2,
     "hybrid, parameters": 2,
+    "owners, parameters": 2,
+    "owners, float16, scaling": 1,
+    "owners, train step, optimizer": 1,
     "stage 3, parameters, arenas": 2,
     "stage 3, graphs, parameters": 2,
     "stage 3, parameters, bf16, arenas": 2,

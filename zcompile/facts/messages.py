@@ -124,8 +124,10 @@ def _messages_packed(program: Program) -> Iterator[Violation]:
 
 def _message_violations(unit: Unit, message: tuple[int, ...]) -> Iterator[Violation]:
     params = [unit.params[index] for index in message]
-    if len({(param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards)) for param in params}) > 1:
-        yield Violation(None, f"a message of {unit.name} mixes dtypes or whole and sharded: {[p.name for p in params]}")
+    kinds = {(p.dtype, p.compute_dtype, p.reduction_dtype, bool(p.shards), p.owner) for p in params}
+    if len(kinds) > 1:
+        names = [param.name for param in params]
+        yield Violation(None, f"a message of {unit.name} mixes dtypes, owners, or whole and sharded: {names}")
     if list(message) != list(range(message[0], message[0] + len(message))):
         yield Violation(None, f"a message of {unit.name} is not one run of its shards' memory: {message}")
 

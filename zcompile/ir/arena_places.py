@@ -55,14 +55,14 @@ def place_bytes(program: Program, node: fx.Node) -> int:
             total += aligned(message) if _is_copied(op, params) else 0
             continue
         total += aligned(message)
-        if len(params) > 1:
+        if len(params) > 1 and params[0].owner is None:  # an owner's lie in the message as they are
             total += sum(aligned(param.padded_bytes) for param in params)
     return total
 
 
 def _is_copied(op: Reduce, params: list[Param]) -> bool:
     """True for a message that is copied as a whole before it is scattered."""
-    if not op.scatter or not params[0].shards:
+    if not op.scatter or not params[0].shards or params[0].owner is not None:
         return False
     if len(params) > 1:
         return True

@@ -81,5 +81,7 @@ def outlives(program: Program, user: fx.Node) -> list[fx.Node]:
     assert isinstance(op, (Reduce, Accumulate)), f"{user.name} holds nothing"
     _, *gradients = user.all_input_nodes
     params = {param.name: param for param in program.layout.unit(op.unit).params}
-    sharded = program.layout.sharded.size > 1 and all(params[name].shards for name in op.params)
+    # An owner's average may be its own gradient, to which the others' were added.
+    divided = all(params[name].shards and params[name].owner is None for name in op.params)
+    sharded = program.layout.sharded.size > 1 and divided
     return [] if isinstance(op, Reduce) and op.scatter and sharded else gradients

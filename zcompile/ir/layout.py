@@ -15,6 +15,7 @@ import torch
 
 from zcompile.errors import ModelError
 from zcompile.ir.axis import Axis, AxisKind, axes_of
+from zcompile.ir.owners import choose_owners, cost_of
 
 SMALL_BYTES = 64 * 1024
 """A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
@@ -45,7 +46,10 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter and the number of shards it is split into on dim 0 (0: every rank keeps it whole)."""
+    """One parameter and the number of shards it is split into on dim 0 (0: every rank keeps it whole).
+
+    Of an owned one all rows are the shard of its owner, and the other ranks' shards are empty.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -57,6 +61,8 @@ class Param:
     """In which it is gathered and computed with; None: in its own."""
     reduction_dtype: torch.dtype | None = None
     """In which its gradient is averaged; None: in that of the full parameter."""
+    owner: int | None = None
+    """The rank, of those that shard, that keeps all of it; None: its rows are divided among them."""
 
     @property
     def full_dtype(self) -> torch.dtype:
@@ -78,16 +84,25 @@ class Param:
     def rows(self) -> int:
         """Rows of dim 0 in one padded shard, as `torch.chunk` and `Shard(0)` divide: the tail is short."""
         height = self.shape[0] if self.shape else 1
-        return -(-height // self.shards) if self.shards else height
+        return height if not self.shards or self.owner is not None else -(-height // self.shards)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row of dim 0."""
+        return math.prod(self.shape[1:])
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one padded shard."""
-        return self.rows * math.prod(self.shape[1:])
+        """Elements of one padded shard; of an owned parameter, those of a shard on average."""
+        return self.rows * self.row_numel if self.owner is None else -(-self.numel // self.shards)
+
+    def kept_numel(self, rank: int) -> int:
+        """Elements of what `rank` keeps, padding included."""
+        return self.shard_numel if self.owner is None else self.numel if rank == self.owner else 0
 
     @property
     def padded_numel(self) -> int:
-        return self.shard_numel * max(self.shards, 1)
+        return self.numel if self.owner is not None else self.shard_numel * max(self.shards, 1)
 
     @property
     def padded_bytes(self) -> int:
@@ -102,6 +117,8 @@ class Param:
     def shard_rows(self, rank: int) -> tuple[int, int]:
         """The rows [start, stop) of dim 0 that `rank` keeps, padding left out."""
         height = self.shape[0] if self.shape else 1
+        if self.owner is not None:
+            return 0, height if rank == self.owner else 0
         index = rank if self.shards else 0
         return min(index * self.rows, height), min((index + 1) * self.rows, height)
 
@@ -234,6 +251,23 @@ class Layout:
         kept = ((unit, tuple(p for p in unit.params if p.name in names)) for unit in self.units)
         return self.with_units(tuple(Unit(unit.name, params, unit.modules) for unit, params in kept if params))
 
+    def owned(self, names: Collection[str]) -> Layout:
+        """This layout with each parameter called in `names` kept whole by one rank, where it shards parameters at all.
+
+        The owners follow each other in a unit, so that what one of them sends of it lies side by side.
+        """
+        shapes = {param.name: param.shape for param in self.params if param.name in names and param.shards}
+        owners = choose_owners({name: cost_of(shape) for name, shape in shapes.items()}, self.sharded.size)
+
+        def place(param: Param) -> tuple[int, bool]:
+            return (-1 if param.owner is None else param.owner), not param.shards
+
+        params = ([replace(param, owner=owners.get(param.name)) for param in unit.params] for unit in self.units)
+        units = zip(self.units, params, strict=True)
+        return self.with_units(
+            tuple(Unit(unit.name, tuple(sorted(some, key=place)), unit.modules) for unit, some in units)
+        )
+
     def over(self, world: int, replicas: int = 1) -> Layout:
         """This layout over so many ranks, with what is sharded in as many shards, which repeat `replicas` times."""
         parts = 1 if self.tensor is None else self.tensor.size
@@ -245,7 +279,9 @@ class Layout:
             replace(unit, params=tuple(replace(p, shards=shards) if p.shards else p for p in unit.params))
             for unit in self.units
         )
-        return replace(self, units=units, axes=axes)
+        divided = replace(self, units=units, axes=axes)
+        owned = {param.name for param in self.params if param.owner is not None}
+        return divided.owned(owned) if owned else divided
 
     def with_trainable(self, trainable: Mapping[str, bool]) -> Layout:
         """This layout with the `requires_grad` flags of the moment of capture."""

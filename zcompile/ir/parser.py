@@ -466,6 +466,7 @@ def _param(text: str, axes: tuple[Axis, ...]) -> Param:
         shards,
         dtypes.get("computed"),
         dtypes.get("reduced"),
+        int(owner[1]) if (owner := re.search(r" owner (\d+)$", rest)) else None,
     )
 
 

@@ -198,6 +198,7 @@ def _param_text(param: Param, unused: frozenset[str]) -> str:
         + (" unused" if param.name in unused else "")
         + ("" if param.trainable else " frozen")
         + ("" if param.shards else " whole")
+        + ("" if param.owner is None else f" owner {param.owner}")
     )
     return f"{escaped(param.name)} {TensorType.make(param.dtype, param.shape)}{flags}"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zcompile._torch import local_tensor, mesh_size
 from zcompile.errors import OptionError, nearest
@@ -68,6 +69,25 @@ def match_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return result
 
 
+def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str]) -> list[str]:
+    """Names of parameters that match the patterns of `whole=` (shell wildcards), in module order.
+
+    Raises:
+        OptionError: a pattern matches no parameter, or one of which tensor parallelism has divided the matrix.
+    """
+    fix = "give names of model.named_parameters(), such as [n for n, p in model.named_parameters() if p.ndim == 2]"
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError("whole", f"{patterns!r} is no list of names", fix)
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in params):
+            raise OptionError("whole", f"{pattern!r} matches no parameter", nearest(pattern, params))
+    found = [name for name in params if any(_matches(name, pattern) for pattern in patterns)]
+    if divided := next((name for name in found if isinstance(params[name], DTensor)), None):
+        problem = f"matches {divided!r}, which tensor parallelism divides: no rank has all of it"
+        raise OptionError("whole", problem, "leave it out, or do not parallelize its module")
+    return found
+
+
 def _matches(path: str, pattern: str) -> bool:
     """True if every name of a module path matches; a wildcard stays within one: `blocks.*` is not `blocks.0.mlp`."""
     names, wanted = path.split("."), pattern.split(".")
@@ -111,8 +131,15 @@ def make_layout(
     axes: tuple[Axis, ...],
     units: Sequence[str] | None = None,
     precision: Precision = Precision(),
+    whole: Sequence[str] | None = None,
 ) -> Layout:
-    """The layout of `model`: one unit a block, and one for each run of parameters between blocks."""
+    """The layout of `model`: one unit a block, and one for each run of parameters between blocks.
+
+    Parameters that match `whole` are kept by one rank each.
+
+    Raises:
+        OptionError: `units` or `whole` matches nothing, or what it cannot mean.
+    """
     kept = {
         name
         for path, module in model.named_modules()
@@ -122,7 +149,9 @@ def make_layout(
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
     layout = Layout((), stage, axes)
-    return layout.with_units(tuple(make_units(params, blocks, stage, layout.sharded.size, precision, kept=kept)))
+    made = tuple(make_units(params, blocks, stage, layout.sharded.size, precision, kept=kept))
+    layout = layout.with_units(made)
+    return layout.owned(match_params(params, whole)) if whole else layout
 
 
 def make_units(

@@ -29,8 +29,9 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, 
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import local_tensor, tree_map_only, with_local
+from zcompile._torch import local_tensor, tree_map_only
 from zcompile.errors import StateError
+from zcompile.runtime.explained_dtensor import laid_out_like
 from zcompile.state.whole_files import TOKEN, room, siblings, sync, token
 
 MANIFEST = "zcompile.json"
@@ -279,7 +280,7 @@ def typed(subject: str) -> Iterator[None]:
 
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
-        return with_local(tensor, local_tensor(tensor).to("cpu", copy=True))
+        return laid_out_like(tensor, local_tensor(tensor).to("cpu", copy=True))
     return tensor.detach().to("cpu", copy=True)
 
 

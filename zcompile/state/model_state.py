@@ -20,14 +20,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import close_connections, gloo_of, group_timeout, local_tensor, set_group_timeout, with_local
+from zcompile._torch import close_connections, gloo_of, group_timeout, local_tensor, set_group_timeout
 from zcompile.errors import StateError, nearest
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
+from zcompile.runtime.explained_dtensor import laid_out_like
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.owned_dtensor import owner_of
 from zcompile.runtime.placement import part_of, whole_of
 from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
-from zcompile.state.optimizer_state import Slots, SlotShape, empty_slots, put_together, take_apart
+from zcompile.state.optimizer_state import Slots, SlotShape, empty_slots, is_kept, put_together, take_apart
 from zcompile.state.whole_files import real, whole_file
 
 Result = TypeVar("Result")
@@ -177,7 +179,7 @@ class ModelState:
         """What of `value`, whole or in shards, goes into `target` on this rank; a view of it where it can be one."""
         if not isinstance(target, DTensor) or isinstance(value, DTensor):
             return value
-        return with_local(target, part_of(value, target).to(target.device))
+        return laid_out_like(target, part_of(value, target).to(target.device))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -250,6 +252,7 @@ class ModelState:
         if optimizer is not None:
             state = take_apart(optimizer, self.model)
             content["optimizer"] = {"state": state.tensors}
+            content["optimizer"]["owned"] = {n: _blob(f"state of {n}", values) for n, values in state.owned.items()}
             if first:
                 content["optimizer"]["about"] = _blob("the optimizer's options", state.about)
         content["ranks"] = {str(self.communicator.rank): _blob("extra", {"extra": extra, "own": own})}
@@ -279,6 +282,8 @@ class ModelState:
             if optimizer is None:
                 return mine["extra"], values, None
             about = _unblob(found, content["optimizer"]["about"])
+            owned = {name: _unblob(found, blob) for name, blob in content["optimizer"]["owned"].items()}
+            about["values"] = {**about["values"], **owned}
             return mine["extra"], values, put_together(content["optimizer"]["state"], about, optimizer, self.model)
 
         extra, values, state = self._together(what, read)
@@ -310,7 +315,13 @@ class ModelState:
                 if path[:2] == ("optimizer", "state"):
                     slots.setdefault(path[2], {})[path[3]] = shape
             state: Slots = empty_slots(slots, optimizer, self.model)
-            content["optimizer"] = {"state": state, "about": _empty_blob(saved["optimizer", "about"])}
+            owned = {
+                path[2]: _empty_blob(shape)
+                for path, shape in saved.items()
+                if path[:2] == ("optimizer", "owned") and is_kept(targets[path[2]])
+            }
+            about = _empty_blob(saved["optimizer", "about"])
+            content["optimizer"] = {"state": state, "owned": owned, "about": about}
         rank = str(self.communicator.rank)
         source = rank if ("ranks", rank) in saved else "0"
         return {**content, "ranks": {source: _empty_blob(saved["ranks", source])}}
@@ -400,6 +411,7 @@ def _same_placement(target: torch.Tensor, value: DTensor) -> bool:
         isinstance(target, DTensor)
         and value.device_mesh == target.device_mesh
         and value.placements == target.placements
+        and owner_of(value) == owner_of(target)
     )
 
 
@@ -410,7 +422,7 @@ def _more(names: list[str]) -> str:
 
 def _empty_like(target: torch.Tensor) -> torch.Tensor:
     if isinstance(target, DTensor):
-        return with_local(target, torch.empty_like(local_tensor(target)))
+        return laid_out_like(target, torch.empty_like(local_tensor(target)))
     return torch.empty_like(target)
 
 

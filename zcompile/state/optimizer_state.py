@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
 from zcompile.errors import OptimizerError, StateError, nearest
+from zcompile.runtime.owned_dtensor import is_here, owner_of
 from zcompile.runtime.placement import Placing
 
 Slots = dict[str, dict[str, Any]]
@@ -31,10 +32,14 @@ class SlotShape:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state, taken apart: `tensors` are sharded like parameters, `about` is small and not tensors."""
+    """An optimizer's state, taken apart: `tensors` are sharded like parameters, `about` is small and not tensors.
+
+    `owned`: what is no tensor, or several, of parameters that only this rank has.
+    """
 
     tensors: Slots
     about: dict[str, Any]
+    owned: Slots
 
 
 def take_apart(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
@@ -48,19 +53,28 @@ def take_apart(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     state = optimizer.state_dict()
     tensors: Slots = {}
     values: Slots = {}
+    owned: Slots = {}
     for index, slots in state["state"].items():
         name = names[index]
+        is_owned = owner_of(params[name]) is not None
+        if not is_kept(params[name]):
+            continue
         for slot, value in slots.items():
             if not isinstance(value, torch.Tensor):
-                values.setdefault(name, {})[slot] = value
+                (owned if is_owned else values).setdefault(name, {})[slot] = value
                 continue
-            if isinstance(params[name], DTensor) and not isinstance(value, DTensor) and value.dim():
+            if isinstance(params[name], DTensor) and not is_owned and not isinstance(value, DTensor) and value.dim():
                 problem = f"is a plain tensor of shape {list(value.shape)}, so nobody knows how the ranks divide it"
                 fix = "use an optimizer that makes its state from the parameter: torch.zeros_like(parameter)"
                 raise StateError(f"{name}.{slot}", problem, fix)
             tensors.setdefault(name, {})[slot] = value
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
-    return OptimizerState(tensors, {"optimizer": type(optimizer).__name__, "groups": groups, "values": values})
+    return OptimizerState(tensors, {"optimizer": type(optimizer).__name__, "groups": groups, "values": values}, owned)
+
+
+def is_kept(param: torch.Tensor) -> bool:
+    """True where this rank has state of `param`: of an owned one its owner has all of it."""
+    return not isinstance(param, DTensor) or owner_of(param) is None or is_here(param)
 
 
 def ordered_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
@@ -96,6 +110,7 @@ def empty_slots(saved: Mapping[str, Mapping[str, SlotShape]], optimizer: Optimiz
     return {
         name: {slot: _empty(shape, None if slot in scalars else params[name]) for slot, shape in slots.items()}
         for name, slots in saved.items()
+        if is_kept(params[name])
     }
 
 
@@ -108,13 +123,13 @@ def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer,
     kind, saved = type(optimizer).__name__, about["optimizer"]
     if kind != saved:
         raise StateError("optimizer", f"is {kind}, the checkpoint holds the state of {saved}", f"load it into {saved}")
-    names = ordered_names(optimizer, model)
+    names, params = ordered_names(optimizer, model), dict(model.named_parameters())
     _compare_groups(about["groups"], optimizer, names)
     indices = {name: index for index, name in enumerate(names)}
     state = {
         indices[name]: {**tensors.get(name, {}), **about["values"].get(name, {})}
         for name in names
-        if name in tensors or name in about["values"]
+        if is_kept(params[name]) and (name in tensors or name in about["values"])
     }
     groups = [
         {**then, **{key: now[key] for key in HOW_NOT_WHAT if key in now}, "params": now["params"]}
@@ -154,6 +169,9 @@ def _empty(value: SlotShape, param: torch.Tensor | None) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return torch.empty(value.shape, dtype=value.dtype, device=None if param is None else param.device)
     like = value.shape == tuple(param.shape)
+    if not like and owner_of(param) is not None:
+        return torch.empty(value.shape, dtype=value.dtype, device=param.device)
     local = torch.empty(param.to_local().shape if like else value.shape, dtype=value.dtype, device=param.device)
-    placements = tuple(param.placements) if like else (Replicate(),) * param.device_mesh.ndim
-    return Placing(param.device_mesh, placements, torch.Size(value.shape)).place(local)
+    if like:
+        return Placing.of(param).place(local)
+    return Placing(param.device_mesh, (Replicate(),) * param.device_mesh.ndim, torch.Size(value.shape)).place(local)

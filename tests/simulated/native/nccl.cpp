@@ -114,6 +114,23 @@ class Nccl final : public Backend {
                });
   }
 
+  // Only the root's memory is written to; in a world that is not there its average is what it has sent itself.
+  c10::intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    bool root = opts.rootRank == rank_;
+    return run({"reduce", c10d::OpType::REDUCE, opts.asyncOp}, tensors, root ? tensors : Tensors{},
+               [&](Tensors& in, Tensors&) {
+                 if (!transport_) return;
+                 Tensors all;
+                 for (const Tensor& tensor : in) all.push_back(tensor.clone());
+                 send([&](const auto& op) {
+                   c10d::AllreduceOptions sum;
+                   sum.reduceOp = op;
+                   return transport_->allreduce(all, sum);
+                 }, opts.reduceOp, all);
+                 if (root) for (size_t index = 0; index < in.size(); ++index) in[index].copy_(all[index]);
+               });
+  }
+
   c10::intrusive_ptr<Work> _allgather_base(Tensor& full, Tensor& shard, const c10d::AllgatherOptions& opts) override {
     Tensors fulls{full}, shards{shard};
     return allgather_into_tensor_coalesced(fulls, shards, opts);

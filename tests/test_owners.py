@@ -1,0 +1,481 @@
+"""Owners: matrices that one rank each keeps whole, for optimizers that need them whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zcompile
+from tests.cases import quickly
+from tests.models import batch, make
+from tests.ranks import Ranks
+from zcompile import OptimizerError, OptionError, ParameterError
+from zcompile.proof.dumps import prove_dump, rank_folders
+from zcompile.proof.ranks import check_folders
+from zcompile.recording.archive import Archive
+from zcompile.tools.replay import Replay, Verdict
+
+STEPS = 3
+Values = dict[str, torch.Tensor]
+
+
+class Whitening(torch.optim.Optimizer):
+    """Shampoo of order two (Gupta et al., ICML 2018). Its state has other shapes than the parameter, and none."""
+
+    def __init__(self, params: Sequence[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["left"] = 1e-3 * torch.eye(param.shape[0])
+                    state["both"] = [1e-3 * torch.eye(param.shape[1]), torch.zeros_like(param)]
+                    state["count"] = 0
+                state["count"] += 1
+                right, mean_ = state["both"]
+                mean_.lerp_(param.grad, 0.5)
+                state["left"].add_(param.grad @ param.grad.T)
+                right.add_(param.grad.T @ param.grad)
+                left, right = (torch.linalg.inv(torch.linalg.cholesky(one)) for one in (state["left"], right))
+                param.add_(left @ mean_ @ right.T, alpha=-group["lr"] / state["count"])
+
+
+def matrices(model: nn.Module) -> list[str]:
+    return [name for name, param in model.named_parameters() if param.ndim == 2]
+
+
+def optimizers(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.Muon) -> list[torch.optim.Optimizer]:
+    """One for matrices, AdamW for the rest."""
+    params = dict(model.named_parameters())
+    first = kind([param for param in params.values() if param.ndim == 2], lr=1e-2)  # type: ignore[call-arg]
+    return [first, torch.optim.AdamW([param for param in params.values() if param.ndim != 2], lr=1e-2)]
+
+
+def mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Summed in their order, then divided."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total / len(tensors)
+
+
+def averaged(grads: list[Values], name: str, replicas: int) -> torch.Tensor | None:
+    """Over the ranks that shard, in their order, then over the replicas."""
+    if name not in grads[0]:
+        return None
+    each = len(grads) // replicas
+    inner = [mean([one[name] for one in grads[start : start + each]]) for start in range(0, len(grads), each)]
+    return mean(inner)
+
+
+def reference(
+    kind: str,
+    world: int,
+    *,
+    replicas: int = 1,
+    batches: int = 1,
+    clip: float | None = None,
+    steps: int = STEPS,
+    by: type[torch.optim.Optimizer] = torch.optim.Muon,
+) -> Values:
+    """One process: gradients of all ranks, averaged in their order."""
+    model = make(kind, 0)
+    some = optimizers(model, by)
+    for step in range(steps):
+        grads: list[Values] = []
+        for rank in range(world):
+            for micro in range(batches):
+                model(*batch(kind, rank, batches * step + micro)).backward()
+            grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            model.zero_grad()
+        for name, param in model.named_parameters():
+            param.grad = averaged(grads, name, replicas)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for optimizer in some:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def full_values(model: nn.Module) -> Values:
+    pairs = ((n, p.full_tensor() if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
+    return {name: value.detach().clone() for name, value in pairs}
+
+
+def compiled_of(rank: int, kind: str, **options: object) -> zcompile.CompiledModule:
+    """Other values on other ranks: rank 0's must win."""
+    model = make(kind, rank)
+    return zcompile.compile(model, whole=matrices(model), backend="eager", **options)  # type: ignore[arg-type]
+
+
+def train(
+    rank: int,
+    kind: str,
+    *,
+    batches: int = 1,
+    clip: float | None = None,
+    by: type[torch.optim.Optimizer] = torch.optim.Muon,
+    **options: object,
+) -> Values:
+    compiled = compiled_of(rank, kind, **options)
+    some = optimizers(compiled, by)
+    for step in range(STEPS):
+        for micro in range(batches):
+            last = micro == batches - 1
+            with contextlib.nullcontext() if last else compiled.no_sync():
+                compiled(*batch(kind, rank, batches * step + micro)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(compiled.parameters(), clip)
+        for optimizer in some:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_values(compiled)
+
+
+def differing(got: Values, want: Values) -> list[str]:
+    assert list(got) == list(want)
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+def sweep(rank: int, kind: str, world: int, choices: list[tuple[int, int]]) -> list[str]:
+    want = reference(kind, world)
+    found = []
+    for stage, prefetch in choices:
+        got = train(rank, kind, stage=stage, prefetch=prefetch)
+        found += [f"stage {stage} prefetch {prefetch}: {name}" for name in differing(got, want)]
+    return found
+
+
+KINDS = ("gpt", "mlp", "tied", "conv")
+
+
+@quickly("world, kind", [(world, kind) for world in (1, 2, 3, 4) for kind in KINDS], [(3, "gpt")])
+def test_muon_steps_as_on_one_process_bit_for_bit(ranks: Ranks, world: int, kind: str) -> None:
+    choices = [(stage, prefetch) for stage in range(1, 4) for prefetch in range(3)]
+    assert ranks.run(world, sweep, kind, world, choices if kind != "gpt" else choices[2::2]) == [[]] * world
+
+
+def otherwise(rank: int, world: int, name: str, folder: str) -> list[str]:
+    """What differs from one process, in each of several ways of training."""
+    if name == "replicas":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        return differing(train(rank, "mlp", mesh=mesh), reference("mlp", world, replicas=2))
+    if name == "micro-batches":  # where full gradients are kept they are added before they are averaged
+        return differing(train(rank, "mlp", batches=2, stage=1), reference("mlp", world, batches=2))
+    if name == "shampoo":
+        return differing(train(rank, "mlp", by=Whitening), reference("mlp", world, by=Whitening))
+    if name == "a disk":
+        got = train(rank, "mlp", offload_parameters=f"disk:{folder}", offload_activations=f"disk:{folder}")
+        return differing(got, reference("mlp", world))
+    options = {"arenas": {"arenas": True}, "a bucket": {"bucket": 4096}, "checkpoints": {"checkpoint": "unit"}}[name]
+    return differing(train(rank, "gpt", **options), reference("gpt", world))
+
+
+WAYS = ("replicas", "micro-batches", "shampoo", "a disk", "arenas", "a bucket", "checkpoints")
+
+
+@quickly("name", WAYS, ["replicas", "shampoo"])
+def test_other_ways_of_training_give_the_same_bits(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    assert ranks.run(4, otherwise, 4, name, str(tmp_path)) == [[]] * 4
+
+
+def clipped(rank: int, world: int) -> float:
+    got, want = train(rank, "mlp", clip=0.05), reference("mlp", world, clip=0.05)
+    return max(float((got[name] - want[name]).abs().max()) for name in want)
+
+
+def test_gradients_are_clipped_by_the_norm_of_all(ranks: Ranks) -> None:
+    assert max(ranks.run(3, clipped, 3)) < 1e-6
+
+
+def stepped(rank: int, world: int, kind: str, folder: str) -> list[str]:
+    """Parameters that differ from one process after train steps, clipped and with the state on a disk."""
+    found = []
+    for name, options in (("plain", {}), ("a disk", {"offload_optimizer": f"disk:{folder}"})):
+        model = make(kind, rank)
+        some = optimizers(model)
+        loss = None
+        step = zcompile.train_step(model, loss, some, whole=matrices(model), backend="eager", **options)
+        for number in range(STEPS):
+            step(*batch(kind, rank, number))
+        found += [f"{name}: {one}" for one in differing(full_values(step.model), reference(kind, world))]
+    return found
+
+
+@quickly("kind", ["gpt", "mlp"], ["gpt"])
+def test_a_train_step_updates_matrices_where_their_gradients_arrive(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    assert ranks.run(3, stepped, 3, kind, str(tmp_path)) == [[]] * 3
+
+
+@contextlib.contextmanager
+def orthogonalised() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of matrices that Muon orthogonalises meanwhile."""
+    shapes: list[tuple[int, ...]] = []
+    module = torch.optim._muon  # type: ignore[attr-defined]
+    real = module._zeropower_via_newtonschulz
+
+    def noted(grad: torch.Tensor, *args: object) -> torch.Tensor:
+        shapes.append(tuple(grad.shape))
+        result: torch.Tensor = real(grad, *args)
+        return result
+
+    with mock.patch.object(module, "_zeropower_via_newtonschulz", noted):
+        yield shapes
+
+
+def counted(rank: int) -> tuple[list[tuple[int, ...]], int, int]:
+    """What is orthogonalised on this rank in a step, the elements of its state, and what the optimizer sends."""
+    compiled = compiled_of(rank, "gpt")
+    muon, _ = optimizers(compiled)
+    compiled(*batch("gpt", rank, 0)).backward()
+    before = compiled.traffic.payload
+    with orthogonalised() as shapes:
+        muon.step()
+    state = sum(slots["momentum_buffer"].to_local().numel() for slots in muon.state.values())
+    return shapes, state, compiled.traffic.payload - before
+
+
+def test_each_matrix_is_orthogonalised_once_and_kept_once(ranks: Ranks) -> None:
+    found = ranks.run(4, counted)
+    want = [tuple(param.shape) for param in make("gpt").parameters() if param.ndim == 2]
+    assert sorted(shape for shapes, _, _ in found for shape in shapes) == sorted(want)
+    assert sum(state for _, state, _ in found) == sum(height * width for height, width in want)
+    assert max(state for _, state, _ in found) <= 4 / 3 * sum(height * width for height, width in want) / 4
+    assert all(sent == 0 for _, _, sent in found)
+
+
+# -- what a user may do with such parameters --------------------------------------------------------------------------
+
+
+def used(rank: int) -> list[str]:
+    compiled = compiled_of(rank, "mlp")
+    plain = {name: param.detach().clone() for name, param in make("mlp", 0).named_parameters()}
+    compiled(*batch("mlp", rank, 0)).backward()
+    problems = []
+
+    def check(what: str, holds: bool) -> None:
+        problems.extend([] if holds else [what])
+
+    for name, param in compiled.named_parameters():
+        if param.ndim != 2:
+            continue
+        want, grad = plain[name], param.grad
+        whole = grad.full_tensor()
+        check("its shape", param.shape == want.shape and grad.shape == want.shape)
+        check("full_tensor", torch.equal(param.full_tensor(), want))
+        check("redistribute", torch.equal(param.redistribute(placements=[Replicate()]).to_local(), want))
+        check("a sum", torch.allclose(param.detach().sum().full_tensor(), want.sum()))
+        check("a norm", torch.allclose(grad.norm().full_tensor(), whole.norm()))
+        check("arithmetic", torch.equal((2 * param.detach() + 1).full_tensor(), 2 * want + 1))
+        check("of gradients", torch.equal((grad * grad).sqrt().full_tensor(), (whole * whole).sqrt()))
+        check("a copy", torch.equal(copy.deepcopy(param).full_tensor(), want))
+        check("a copy of a gradient", torch.equal(copy.deepcopy(grad).full_tensor(), whole))
+        with torch.no_grad():
+            param.mul_(2)
+            check("in place", torch.equal(param.full_tensor(), 2 * want))
+            param.copy_(param / 2)
+            check("copy_", torch.equal(param.full_tensor(), want))
+    params = [param.detach() for param in compiled.parameters() if isinstance(param, DTensor)]
+    average = [param.clone() for param in params]
+    torch._foreach_mul_(average, 3.0)
+    torch._foreach_lerp_(average, params, 0.5)
+    whole_ = [(got.full_tensor(), param.full_tensor()) for got, param in zip(average, params, strict=True)]
+    check("an average of lists", all(torch.allclose(got, 2 * value) for got, value in whole_))
+    return problems
+
+
+def test_what_treats_elements_alone_works_on_parameters_with_an_owner(ranks: Ranks) -> None:
+    assert ranks.run(3, used) == [[]] * 3
+
+
+def refused(rank: int) -> list[str]:
+    compiled = compiled_of(rank, "mlp")
+    compiled(*batch("mlp", rank, 0)).backward()
+    params = [param for param in compiled.parameters() if param.ndim == 2]
+    one, other = params[0], next(p for p in params if p.zcompile_owner != params[0].zcompile_owner)
+    row = next(param for param in compiled.parameters() if param.ndim == 1)
+    tries = [
+        lambda: one.detach() @ one.detach().T,
+        lambda: one.grad @ one.grad.mT,
+        lambda: one.detach()[0],
+        lambda: one.grad.mean(),
+        lambda: one.grad.max(),
+        lambda: one.grad.view(-1),
+        lambda: torch.cat([one.grad, one.grad]),
+        lambda: one.detach().add(other.detach()),
+        lambda: one.detach() + row.detach(),
+        lambda: torch.linalg.qr(one.grad),
+        lambda: one.redistribute(placements=[torch.distributed.tensor.Shard(1)]),
+        lambda: pickle.dumps(one.grad),
+        lambda: torch.save(compiled.state_dict(), "/dev/null"),
+    ]
+    for act in tries:
+        with pytest.raises(ParameterError, match="whole on rank"):
+            act()
+    return []
+
+
+def test_what_needs_rows_of_others_is_refused(ranks: Ranks) -> None:
+    assert ranks.run(2, refused) == [[]] * 2
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def saved(rank: int, folder: str, by: type[torch.optim.Optimizer]) -> Values:
+    compiled = compiled_of(rank, "gpt")
+    some = optimizers(compiled, by)
+    for step in range(2):
+        compiled(*batch("gpt", 0, step)).backward()
+        for optimizer in some:
+            optimizer.step()
+            optimizer.zero_grad()
+    compiled.save_checkpoint(folder, some[0])
+    compiled.save_checkpoint(f"{folder} of the rest", some[1])
+    compiled.save_full_state_dict(f"{folder}.pt")
+    dcp.save(compiled.state_dict(), checkpoint_id=f"{folder} by torch")
+    return full_values(compiled)
+
+
+def loaded(rank: int, folder: str, by: type[torch.optim.Optimizer], whole: bool) -> tuple[Values, Values]:
+    """What a checkpoint gives in another layout, and the parameters after one more step on the same batch."""
+    model = make("gpt", 5)
+    compiled = zcompile.compile(model, whole=matrices(model) if whole else None, backend="eager")
+    some = optimizers(compiled, by)
+    compiled.load_checkpoint(folder, some[0])
+    compiled.load_checkpoint(f"{folder} of the rest", some[1])
+    found = full_values(compiled)
+    compiled.load_full_state_dict(torch.load(f"{folder}.pt"))
+    state = compiled.state_dict()
+    dcp.load(state, checkpoint_id=f"{folder} by torch")
+    assert not differing(full_values(compiled), found)
+    compiled(*batch("gpt", 0, 2)).backward()
+    for optimizer in some:
+        optimizer.step()
+    return found, full_values(compiled)
+
+
+@quickly("by", [torch.optim.Muon, Whitening], [Whitening])
+def test_a_checkpoint_loads_in_other_worlds_and_layouts(
+    ranks: Ranks, by: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    values = ranks.run(4, saved, folder, by)[0]
+    assert not differing(torch.load(f"{folder}.pt"), values)
+    layouts = [(4, True), (3, True), (1, True), *([(3, False), (1, False)] if by is torch.optim.Muon else [])]
+    after: list[tuple[bool, Values]] = []
+    for world, whole in layouts:
+        for found, stepped_ in ranks.run(world, loaded, folder, by, whole):
+            assert not differing(found, values)
+            after.append((whole, stepped_))
+    for whole, one in after:  # by rows torch's Muon multiplies matrices in parts, in bfloat16
+        assert all(torch.allclose(one[n], after[0][1][n], atol=1e-6 if whole else 1e-2) for n in one)
+    assert any(not torch.equal(after[0][1][name], values[name]) for name in values)
+
+
+def replayed(rank: int, folder: str) -> None:
+    compiled = compiled_of(rank, "mlp", record=folder)
+    muon, _ = optimizers(compiled)
+    compiled(*batch("mlp", rank, 0)).backward()
+    muon.step()
+    compiled(*batch("mlp", rank, 1)).backward()
+    compiled.dump(f"{folder}/dump", all_ranks=True)
+
+
+def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3, replayed, str(tmp_path))
+    for rank, folder in rank_folders(tmp_path / "dump").items():
+        (verdict,) = prove_dump(folder)
+        assert verdict.error is None, f"rank {rank}: {verdict.error}"
+    check_folders(rank_folders(tmp_path / "dump"))
+    for rank in range(3):
+        lines = list(Replay(Archive(tmp_path, rank)).lines())
+        assert {value.verdict for line in lines for value in line.values} <= {Verdict.GIVEN, Verdict.EQUAL}
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("whole", "said"), [(["block.*"], "matches no parameter"), ("layers.0.weight", "is no list of names")]
+)
+def test_patterns_that_match_nothing(whole: object, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        zcompile.compile(make("mlp"), whole=whole)  # type: ignore[arg-type]
+
+
+def by_rows(rank: int) -> str:
+    compiled = zcompile.compile(make("mlp", 0), backend="eager")
+    first, _ = optimizers(compiled, Whitening)
+    compiled(*batch("mlp", rank, 0)).backward()
+    with pytest.raises(OptimizerError) as caught:
+        first.step()
+    return str(caught.value)
+
+
+def test_an_optimizer_of_whole_matrices_over_rows_is_told_of_owners(ranks: Ranks) -> None:
+    for said in ranks.run(2, by_rows):
+        assert "whole=" in said
+
+
+def flattening(rank: int) -> str:
+    compiled = compiled_of(rank, "mlp")
+    optimizer = torch.optim.LBFGS(compiled.parameters())
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = compiled(*batch("mlp", rank, 0))
+        loss.backward()
+        return loss
+
+    with pytest.raises(OptimizerError) as caught:
+        optimizer.step(closure)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_flattens_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(2, flattening):
+        assert "leave it out of whole=" in said
+
+
+def parallel(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with pytest.raises(OptionError) as caught:
+        zcompile.compile(model, mesh=mesh["dp"], whole=["0.weight"], backend="eager")
+    return str(caught.value)
+
+
+def test_what_tensor_parallelism_divides_has_no_owner(ranks: Ranks) -> None:
+    for said in ranks.run(2, parallel):
+        assert "tensor parallelism divides" in said
+
+
+def disagreeing(rank: int) -> str:
+    model = make("mlp", 0)
+    with pytest.raises(zcompile.AgreementError) as caught:
+        zcompile.compile(model, whole=matrices(model)[: 1 + rank], backend="eager")
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_on_owners(ranks: Ranks) -> None:
+    for said in ranks.run(2, disagreeing):
+        assert "whole on rank" in said
