@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from zcompile._torch import backward_number, local_tensor, version_of
 from zcompile.ir.layout import Param, Unit
-from zcompile.runtime.explained_dtensor import explain
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.parameter import ShardedParameter, sharded
-from zcompile.runtime.placement import ModelParallel, Placing, along
 from zcompile.runtime.shard_memory import ShardMemory, aligned_end
+from zcompile.runtime.tensors.explained import explain
+from zcompile.runtime.tensors.parameter import ShardedParameter, sharded
+from zcompile.runtime.tensors.placement import ModelParallel, Placing, along
 
 
 class Full:

@@ -25,8 +25,8 @@ from zcompile.engine.optimizers import _beside
 from zcompile.ir.layout import Layout, Param
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.offload.host_shards import HostShards
-from zcompile.runtime.placement import along
 from zcompile.runtime.shards import shard_bytes
+from zcompile.runtime.tensors.placement import along
 
 
 class WatchedHost(HostShards):

@@ -51,8 +51,8 @@ from zcompile.runtime.executor import all_reduce, fetch, offload, reduce_scatter
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offload.activation_shards import DeviceStorage, ShardStorage
 from zcompile.runtime.offloaded_activations import OffloadedActivations
-from zcompile.runtime.placement import ModelParallel, part_of
 from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.tensors.placement import ModelParallel, part_of
 
 LOW = (torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "transposed", "strided", "expanded", "none")

@@ -20,7 +20,7 @@ from zcompile.ir.operation import data, set_data
 from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 from zcompile.passes.partition_activations import partition_activations
-from zcompile.runtime.placement import ModelParallel
+from zcompile.runtime.tensors.placement import ModelParallel
 
 BODY = """
 def forward(box):

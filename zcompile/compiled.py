@@ -39,10 +39,10 @@ from zcompile.runtime.gradients.outside import Outside
 from zcompile.runtime.groups import Communicator, axes_of_mesh, default_device, mesh_of_stage, resolve_mesh
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.offload.shard_file import ShardFile
-from zcompile.runtime.owned_dtensor import owner_of
-from zcompile.runtime.placement import ModelParallel
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
+from zcompile.runtime.tensors.owned import owner_of
+from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pass, Pipeline
@@ -103,15 +103,12 @@ def compile(
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
     Raises:
-        OptionError: an option that cannot be meant, weights that cannot be read; a limit too low, at the first call.
-        PipelineError: a pass that is unknown, missing or out of place.
+        OptionError, PipelineError: an option or a pass that cannot be meant; a limit too low, at the first call.
         ModelError: no parameters, several devices, sharded, on meta without values, quantised, or weights of another.
         OptimizerError: `optimizer` holds none of the model's parameters.
-        GroupError: several ranks and no process group, or a mesh that does not fit, or leaves ranks out.
-        AgreementError: the ranks hold different models or options.
+        GroupError, AgreementError: no process group, a mesh that does not fit, ranks with other models or options.
     """
-    given = Options.among(locals())
-    return _compiled(model, given, mesh, units, whole, _optimizers(optimizer, model), weights)
+    return _compiled(model, Options.among(locals()), mesh, units, whole, _optimizers(optimizer, model), weights)
 
 
 def _compiled(

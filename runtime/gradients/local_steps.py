@@ -26,9 +26,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zcompile._torch import innermost_hooks, local_tensor, no_step_hooks, no_torch_function, unhooked_step
 from zcompile.errors import OptimizerError, ParameterError
 from zcompile.runtime.device import is_gpu
-from zcompile.runtime.owned_dtensor import is_here, owner_of
-from zcompile.runtime.parameter import sharded
-from zcompile.runtime.placement import Placing
+from zcompile.runtime.tensors.owned import is_here, owner_of
+from zcompile.runtime.tensors.parameter import sharded
+from zcompile.runtime.tensors.placement import Placing
 
 _ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
 """Optimizers that are known to treat elements alone; a class derived from one of them may not."""

@@ -26,8 +26,8 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import local_tensor
 from zcompile.errors import StateError
-from zcompile.runtime.explained_dtensor import laid_out_like
 from zcompile.runtime.offload.unnamed_files import PAGE, mapped
+from zcompile.runtime.tensors.explained import laid_out_like
 
 AHEAD = 2
 """Units whose state is read before their turn."""

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import local_tensor
 from zcompile.runtime.device import current_stream, is_gpu, new_stream, on_stream
-from zcompile.runtime.explained_dtensor import laid_out_like
+from zcompile.runtime.tensors.explained import laid_out_like
 
 AHEAD = 2
 """Units whose state is on its way before their turn."""

@@ -23,10 +23,10 @@ from zcompile.runtime.arena import Arenas
 from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
-from zcompile.runtime.placement import ModelParallel
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
+from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.schedule.options import Options
 
 

@@ -21,7 +21,7 @@ from zcompile.ir.side_effects import is_collective
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
-from zcompile.runtime.placement import ModelParallel
+from zcompile.runtime.tensors.placement import ModelParallel
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from zcompile.model.materialise import Materialiser, trim
 from zcompile.model.weights import Weights
 from zcompile.runtime.device import is_host
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.placement import ModelParallel, Placing
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.tensors.placement import ModelParallel, Placing
 
 Retired = dict[int, tuple[nn.Parameter, str]]
 """Parameters from before `compile`, with their names, by identity."""

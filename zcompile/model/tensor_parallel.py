@@ -24,8 +24,8 @@ from zcompile.errors import GroupError, ModelError
 from zcompile.ir.axis import AxisKind
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator, data_axes
-from zcompile.runtime.parameter import ShardedParameter
-from zcompile.runtime.placement import ModelParallel
+from zcompile.runtime.tensors.parameter import ShardedParameter
+from zcompile.runtime.tensors.placement import ModelParallel
 
 
 def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel | None:

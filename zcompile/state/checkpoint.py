@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile._torch import local_tensor, tree_map_only
 from zcompile.errors import StateError
-from zcompile.runtime.explained_dtensor import laid_out_like
+from zcompile.runtime.tensors.explained import laid_out_like
 from zcompile.state.whole_files import TOKEN, room, siblings, sync, token
 
 MANIFEST = "zcompile.json"

@@ -24,10 +24,10 @@ from zcompile._torch import close_connections, gloo_of, group_timeout, local_ten
 from zcompile.errors import StateError, nearest
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
-from zcompile.runtime.explained_dtensor import laid_out_like
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.owned_dtensor import owner_of
-from zcompile.runtime.placement import part_of, whole_of
+from zcompile.runtime.tensors.explained import laid_out_like
+from zcompile.runtime.tensors.owned import owner_of
+from zcompile.runtime.tensors.placement import part_of, whole_of
 from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
 from zcompile.state.optimizer_state import Slots, SlotShape, empty_slots, is_kept, put_together, take_apart
 from zcompile.state.whole_files import real, whole_file

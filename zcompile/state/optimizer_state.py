@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
 from zcompile.errors import OptimizerError, StateError, nearest
-from zcompile.runtime.owned_dtensor import is_here, owner_of
-from zcompile.runtime.placement import Placing
+from zcompile.runtime.tensors.owned import is_here, owner_of
+from zcompile.runtime.tensors.placement import Placing
 
 Slots = dict[str, dict[str, Any]]
 """What an optimizer keeps of each parameter, by the parameter's name and its own: `exp_avg`, `step`."""

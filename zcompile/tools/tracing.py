@@ -37,7 +37,7 @@ from zcompile.model.tensor_parallel import check_divided
 from zcompile.model.units import Precision, axes_over, make_layout
 from zcompile.report.explain import Break
 from zcompile.runtime.device import HOST
-from zcompile.runtime.placement import Placing
+from zcompile.runtime.tensors.placement import Placing
 from zcompile.schedule.decision import Request
 from zcompile.schedule.options import Options
 from zcompile.tools.gpu_autocast import autocast_of

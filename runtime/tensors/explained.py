@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zcompile._torch import copyable, local_tensor, no_torch_function, supports_foreach, with_local
 from zcompile.errors import ParameterError
-from zcompile.runtime.owned_dtensor import (
+from zcompile.runtime.tensors.owned import (
     check_owned,
     chunks_of,
     keep_owner,
@@ -36,7 +36,7 @@ class ExplainedDTensor(DTensor):
     zcompile_waits: weakref.ref[Waits] | None = None
     """Of the model's ranks. Weak: a cycle through tensors, of which autograd holds some, would never be freed."""
     zcompile_owner: int | None = None
-    """The one rank that has all of it, if that is so: see `runtime.owned_dtensor`."""
+    """The one rank that has all of it, if that is so: see `runtime.tensors.owned`."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As DTensor's. Collective.
@@ -102,7 +102,8 @@ class ExplainedDTensor(DTensor):
             GroupError: naming the ranks that have not come, and the line that has called it.
             ParameterError: it takes gradients of which some are plain tensors, or such of which one rank has all.
         """
-        owner = check_owned(func, args)
+        given = (*args, *(kwargs or {}).values())
+        owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():
                 result = func(*args, **(kwargs or {}))
@@ -117,7 +118,7 @@ class ExplainedDTensor(DTensor):
                 if type(one) is DTensor and any(placement.is_partial() for placement in one.placements):
                     explain(one, waits_of(tensor))
             if owner is not None:
-                keep_owner(result, args, func, explainer(args))
+                keep_owner(result, given, func, explainer(given))
         return result
 
 

@@ -22,7 +22,7 @@ from zcompile._torch import (
     tree_map_only,
 )
 from zcompile.errors import ParameterError
-from zcompile.runtime.explained_dtensor import (
+from zcompile.runtime.tensors.explained import (
     ExplainedDTensor,
     explained,
     explainer,
@@ -31,7 +31,7 @@ from zcompile.runtime.explained_dtensor import (
     waits_of,
     watched,
 )
-from zcompile.runtime.owned_dtensor import check_owned, keep_owner, owner_of
+from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of
 from zcompile.runtime.waits import Waits
 
 
@@ -63,7 +63,8 @@ class ShardedParameter(ExplainedDTensor):
         """
         if func == _SET_DATA:  # a new object each time
             return _assign(*args)
-        owner = check_owned(func, args)
+        given = (*args, *(kwargs or {}).values())
+        owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():
                 result = func(*args, **(kwargs or {}))
@@ -75,7 +76,7 @@ class ShardedParameter(ExplainedDTensor):
                 raise _refusal(args, func, "take its full_tensor() on every rank, or its to_local()") from None
             raise
         if owner is not None:
-            keep_owner(result, args, func, explainer(args))
+            keep_owner(result, given, func, explainer(given))
         same = func in _SAME_VALUES and isinstance(args[0], ShardedParameter) and isinstance(result, DTensor)
         if same and result.grad_fn is None:
             return sharded(result, args[0].zcompile_name, waits_of(args[0]))

@@ -26,119 +26,24 @@ from torch.distributed.tensor import DTensor
 from zcompile._torch import local_tensor
 from zcompile.errors import ParameterError
 
-_QUERIES = [
-    "__get__",
-    "__set__",
-    "__delete__",
-    "__len__",
-    "__repr__",
-    "__hash__",
-    "__format__",
-    "dim",
-    "ndimension",
-    "size",
-    "stride",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "data_ptr",
-    "storage_offset",
-    "untyped_storage",
-    "get_device",
-    "is_shared",
-    "is_pinned",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "retain_grad",
-    "requires_grad_",
-    "backward",
-    "detach",
-    "detach_",
-]
-_MOVES = [
-    "clone",
-    "to",
-    "cpu",
-    "cuda",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "type_as",
-    "contiguous",
-    "zeros_like",
-    "empty_like",
-    "ones_like",
-    "full_like",
-    "copy",
-    "zero",
-    "fill",
-]
-_OF_ELEMENTS = [
-    "abs",
-    "add",
-    "sub",
-    "subtract",
-    "rsub",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "neg",
-    "negative",
-    "pow",
-    "square",
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "exp",
-    "expm1",
-    "log",
-    "log1p",
-    "log2",
-    "log10",
-    "sign",
-    "lerp",
-    "addcmul",
-    "addcdiv",
-    "clamp",
-    "clip",
-    "clamp_min",
-    "clamp_max",
-    "minimum",
-    "maximum",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "nan_to_num",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "masked_fill",
-    "where",
-    "floor",
-    "ceil",
-    "round",
-    "trunc",
-    "tanh",
-    "sigmoid",
-    "logical_not",
-    "logical_and",
-    "logical_or",
-]
-_OPERATORS = ["add", "sub", "mul", "truediv", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"]
-_SUMS = ["sum", "norm", "vector_norm", "linalg_vector_norm", "linalg_norm"]
+_QUERIES = (
+    "__get__ __set__ __delete__ __len__ __repr__ __hash__ __format__ dim ndimension size stride numel nelement"
+    " element_size is_floating_point is_complex is_contiguous data_ptr storage_offset untyped_storage get_device"
+    " is_shared is_pinned register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ detach detach_"
+)
+_MOVES = "clone to cpu float double half bfloat16 type_as contiguous zeros_like empty_like ones_like full_like copy"
+_OF_ELEMENTS = (
+    "abs add sub subtract rsub mul multiply div divide true_divide neg negative pow square sqrt rsqrt reciprocal exp"
+    " expm1 log log1p log2 log10 sign lerp addcmul addcdiv clamp clip clamp_min clamp_max minimum maximum isfinite"
+    " isinf isnan nan_to_num eq ne lt le gt ge masked_fill where floor ceil round trunc tanh sigmoid logical_not"
+    " logical_and logical_or zero fill"
+)
+_OPERATORS = "add sub mul truediv pow neg abs eq ne lt le gt ge"
+_SUMS = "sum norm linalg_vector_norm"
 _KNOWN = frozenset(
-    [*_QUERIES, *_SUMS, *_MOVES, *_OF_ELEMENTS]
-    + [f"{name}_" for name in (*_MOVES, *_OF_ELEMENTS)]
-    + [f"__{before}{name}__" for name in _OPERATORS for before in ("", "i", "r")]
+    [*_QUERIES.split(), *_SUMS.split()]
+    + [f"{name}{place}" for name in f"{_MOVES} {_OF_ELEMENTS}".split() for place in ("", "_")]
+    + [f"__{before}{name}__" for name in _OPERATORS.split() for before in ("", "i", "r")]
 )
 """What functions may be called whose result a rank has from its own part of the arguments."""
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -175,7 +80,7 @@ def check_owned(func: Callable[..., Any], args: Sequence[Any]) -> int | None:
     if name.startswith(_LISTS):
         lists = [arg for arg in args if isinstance(arg, (list, tuple))]
         together: list[Sequence[Any]] = list(itertools.zip_longest(*lists))
-    elif name in _KNOWN:
+    elif name in _KNOWN and "nuc" not in [arg for arg in args if isinstance(arg, str)]:  # a norm of matrices
         together = [[one for one in _flat(args) if name not in ("__get__", "__set__")]]
     else:
         refuse(owned[0], name)

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from zcompile._torch import StridedShard, local_tensor, with_local
 from zcompile.ir.axis import AxisKind
 from zcompile.ir.layout import Param
-from zcompile.runtime.explained_dtensor import explain
 from zcompile.runtime.groups import data_axes
-from zcompile.runtime.owned_dtensor import is_here, owner_of, sent_by_owner, set_owner
+from zcompile.runtime.tensors.explained import explain
+from zcompile.runtime.tensors.owned import is_here, owner_of, sent_by_owner, set_owner
 
 Placement = Any
 """A `Shard`, `Replicate` or `Partial` of torch.distributed.tensor, or a `StridedShard`; their base class is private."""
