@@ -120,6 +120,8 @@ class Plan:
     """Types of the tensors that a rank's call is given."""
     tensor_parallel: int = 1
     """Ranks that each have a part of the model; each of them has as many data-parallel ranks as a world."""
+    whole: Sequence[str] = ()
+    """Parameters that one rank each keeps whole."""
 
     @property
     def worlds(self) -> list[int]:
@@ -148,7 +150,8 @@ class Plan:
             (False, True): f"mesh=init_device_mesh({device!r}, {shape}, mesh_dim_names={names})",
             (True, True): f"mesh=mesh{list(names)}",
         }[self.tensor_parallel > 1, replicas > 1]
-        return forecast.choice.call("model", *filter(None, [mesh]))
+        whole = f"whole={list(self.whole)}" if self.whole and forecast.choice.stage else ""
+        return forecast.choice.call("model", *filter(None, [mesh, whole]))
 
     def fastest(self, world: int) -> Forecast | None:
         """The fastest choice that fits, of equals the smallest; None if none does."""

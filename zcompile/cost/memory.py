@@ -9,14 +9,14 @@ Sizes that vary between calls count as in the call that was traced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from torch import fx
 
 from zcompile.cost.fusion import is_stored
-from zcompile.ir.layout import Layout
+from zcompile.ir.layout import Layout, Param
 from zcompile.ir.liveness import last_needs, may_show, owner_of
 from zcompile.ir.operation import Role, data, op_of
 from zcompile.ir.ops import (
@@ -135,11 +135,26 @@ class ModelStateBytes:
 
 
 def model_state(layout: Layout) -> ModelStateBytes:
-    """What a rank keeps of a model laid out so, gradients between the backward and the optimizer's step included."""
-    shards = sum(param.shard_numel * param.dtype.itemsize for param in layout.params)
-    trained = sum(param.shard_numel * param.dtype.itemsize for param in layout.trainable.values())
+    """What a rank keeps of a model laid out so, gradients between the backward and the optimizer's step included.
+
+    Where some own more than others, it is the rank that keeps most.
+    """
+    shards = most_kept(layout.params, layout.sharded.size)
+    trained = most_kept(layout.trainable.values(), layout.sharded.size)
     kept = () if layout.stage.parameters_sharded else layout.units
     return ModelStateBytes(shards, sum(layout.gathered_bytes(unit.name) for unit in kept), trained, 2 * trained)
+
+
+def most_kept(params: Iterable[Param], ranks: int) -> int:
+    """Bytes of the shards of `params` on the rank, of those that shard, that keeps most."""
+    owned = dict.fromkeys(range(ranks), 0)
+    divided = 0
+    for param in params:
+        if param.owner is None:
+            divided += param.shard_numel * param.dtype.itemsize
+        else:
+            owned[param.owner] += param.nbytes
+    return divided + max(owned.values())
 
 
 def arena_bytes(program: Program) -> int:

@@ -269,7 +269,10 @@ class Layout:
         )
 
     def over(self, world: int, replicas: int = 1) -> Layout:
-        """This layout over so many ranks, with what is sharded in as many shards, which repeat `replicas` times."""
+        """This layout over so many ranks, with what is sharded in as many shards, which repeat `replicas` times.
+
+        Owners are chosen anew, and with them the order of a unit's parameters: for programs that no pass has seen yet.
+        """
         parts = 1 if self.tensor is None else self.tensor.size
         sizes = {axis.kind: axis for axis in axes_of(world, parts, replicas=replicas)}
         axes = tuple(replace(sizes[axis.kind], name=axis.name) for axis in self.axes if axis.kind in sizes)

@@ -136,7 +136,8 @@ class ProgramGraph:
         texts = []
         for params in op.messages(self.layout):
             types = (TensorType.make(op.sent_dtype(p), p.shape) for p in params)
-            texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)))
+            owner = "" if params[0].owner is None else f" owner {params[0].owner}"
+            texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)) + owner)
         return f"{before} {op.unit} ({', '.join(texts)}){behind}"
 
     def digest(self) -> str:

@@ -382,7 +382,11 @@ class _Reader:
         }
         messages = dict.fromkeys(packed.get(index, (index,)) for index in range(len(params)))
         sent = ([index for index in message if sends[index]] for message in messages)
-        texts = ["+".join(f"{params[i].name} {kinds[i]}{params[i].shape}" for i in some) for some in sent if some]
+        texts = [
+            "+".join(f"{params[i].name} {kinds[i]}{params[i].shape}" for i in some) + params[some[0]].owner
+            for some in sent
+            if some
+        ]
         keep = " keep" if call.name == "all_gather" and options.get("keep") == "True" else ""
         by = f" by {options['bucket']}" if "bucket" in options else ""
         by += f" over {self._replicas(call, group)}" if (group := call.argument(2)) else ""
@@ -442,6 +446,8 @@ class _Param:
         self.computed, self.reduced = dtypes.get("computed"), dtypes.get("reduced")
         self.full = self.computed or self.own
         self.is_whole = flags.endswith(" whole")
+        owner = re.search(r" owner \d+$", flags)
+        self.owner = owner[0] if owner else ""
 
     def sent_in(self, wanted: str | None, usual: str, given: str | None) -> str:
         """The dtype in which a line that names the dtype `given` sends it, where the head says `wanted` of it."""

@@ -11,10 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
-from zcompile.cost.memory import model_state, peak_bytes
+from zcompile.cost.memory import model_state, most_kept, peak_bytes
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Phase, Role, data, op_of
 from zcompile.ir.ops import Call, Communication, Release
+from zcompile.ir.owners import cost_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.ir.tensor_type import human_bytes
@@ -58,6 +59,8 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     count = sum(param.numel for param in layout.params)
     console.print(f"{layout_line(layout)}: {count:,} parameters, {human_bytes(psi)}")
     console.print(state_line(layout), soft_wrap=True)
+    if line := owners_line(layout):
+        console.print(line, soft_wrap=True)
     console.print(_unit_table(programs[0].layout if programs and not breaks else layout))
     if breaks:
         console.print(explain_breaks(breaks), soft_wrap=True, markup=False, highlight=False)
@@ -94,6 +97,22 @@ def state_line(layout: Layout) -> str:
     return (
         f"model state per rank: {human_bytes(state.parameters)} of parameters, {kept}{human_bytes(state.gradients)} of "
         f"gradients, {human_bytes(state.moments)} of two moments (Adam): {human_bytes(state.nbytes)}"
+    )
+
+
+def owners_line(layout: Layout) -> str:
+    """How parameters that one rank each keeps whole are spread; empty if there are none."""
+    owned = [param for param in layout.params if param.owner is not None]
+    if not owned:
+        return ""
+    loads = dict.fromkeys(range(layout.sharded.size), 0)
+    for param in owned:
+        assert param.owner is not None, "it is one of them"
+        loads[param.owner] += cost_of(param.shape)
+    share = max(loads.values()) * len(loads) / sum(loads.values())
+    return (
+        f"{len(owned)} parameters are whole on one rank each, {human_bytes(most_kept(owned, len(loads)))} at most: the "
+        f"optimizer's work on them is {share:.2f} of a rank's share where it is largest"
     )
 
 

@@ -66,6 +66,10 @@ Meshes = Annotated[
 ]
 Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered together; repeat for several.")]
 
+Whole = Annotated[
+    list[str], typer.Option("--whole", help="Parameters that one rank each keeps whole, for Muon or Shampoo; repeat.")
+]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -107,6 +111,7 @@ def plan_command(
     ] = [],  # noqa: B006
     mesh: Meshes = [],  # noqa: B006
     units: Units = [],  # noqa: B006
+    whole: Whole = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write the plan as a page to this .html.")] = None,
 ) -> None:
@@ -137,6 +142,7 @@ def plan_command(
             dtypes=dtypes or None,
             replicas=[1, *(nodes for nodes, _ in shapes)],
             units=units or None,
+            whole=whole or None,
             progress=progress,
         )
     _tell(replace(made, model=subject.name), html, {"batch": batch, "sequence": sequence} if as_json else None)
@@ -189,6 +195,7 @@ def inspect_command(
     batch: Batch = 1,
     sequence: Sequence_ = 128,
     units: Units = [],  # noqa: B006
+    whole: Whole = [],  # noqa: B006
     hardware: Hardware_ = "h100",
     code: Annotated[
         bool, typer.Option("--code", help="Also what Inductor makes of each region, compiled here.")
@@ -201,7 +208,7 @@ def inspect_command(
     """
     device = load_profile(hardware)
     if subject.endswith(".py"):
-        for name in ("stage", "prefetch", "checkpoint", "dtype", "batch", "sequence", "units"):
+        for name in ("stage", "prefetch", "checkpoint", "dtype", "batch", "sequence", "units", "whole"):
             source = context.get_parameter_source(name)
             if source is not None and source.name != "DEFAULT":
                 raise OptionError(name, "means nothing here: the script says its own", "leave it out")
@@ -211,7 +218,8 @@ def inspect_command(
             fix = "leave it out; only a script takes arguments of its own"
             raise OptionError(context.args[0], "means nothing here", fix)
         options = Options(stage=stage, prefetch=prefetch, checkpoint=_checkpoint(checkpoint), dtype=_dtype(dtype))
-        journal = inspection.of_subject(_subject(subject, batch, sequence), options, world, device, units or None)
+        given = _subject(subject, batch, sequence)
+        journal = inspection.of_subject(given, options, world, device, units or None, whole or None)
     text, notes = inspection.write(journal, folder, subject, device, code=code)
     print(text)
     print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")

@@ -36,14 +36,18 @@ from zcompile.tools.tracing import trace
 
 
 def of_subject(
-    subject: Subject, options: Options, world: int, hardware: Hardware, units: Sequence[str] | None = None
+    subject: Subject,
+    options: Options,
+    world: int,
+    hardware: Hardware,
+    units: Sequence[str] | None = None,
+    whole: Sequence[str] | None = None,
 ) -> Journal:
     """What the passes make of the model, laid out for `world` ranks; what depends on the machine is for `hardware`."""
     given = subject.model, subject.args, subject.kwargs
-    traced = trace(*given, dtype=options.dtype, units=units, device=hardware.device)
-    layout = make_layout(
-        subject.model, STAGES[options.stage], axes_over(subject.model, world), units, options.precision
-    )
+    traced = trace(*given, dtype=options.dtype, units=units, whole=whole, device=hardware.device)
+    axes = axes_over(subject.model, world)
+    layout = make_layout(subject.model, STAGES[options.stage], axes, units, options.precision, whole)
     schedule = replace(options.schedule, bucket=bucket_for(CPU if hardware.device == CPU.device else GPU))
     return _rewritten(traced, layout, Request(options, schedule), hardware)
 

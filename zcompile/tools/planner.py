@@ -53,6 +53,7 @@ def plan(
     dtypes: Sequence[torch.dtype | None] | None = None,
     replicas: Sequence[int] = (1,),
     units: Sequence[str] | None = None,
+    whole: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Forecast memory and time of a training step of `model(*args, **kwargs)` on each rank, for every choice.
@@ -74,6 +75,7 @@ def plan(
             float16 on hardware without bfloat16.
         replicas: How often shards repeat, to compare: the first of two dimensions of the mesh, 1 for a mesh of one.
         units: As for `zcompile.compile`.
+        whole: Likewise.
         progress: Called with what is done next, how much is done, and how much there is.
 
     Raises:
@@ -91,14 +93,14 @@ def plan(
     for done, choice in enumerate(choices):
         if choice.dtype not in rewriters:
             tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
-            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units, device=device.device)
-            rewriters[choice.dtype] = Rewriter(model, traced, units)
+            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units, whole=whole, device=device.device)
+            rewriters[choice.dtype] = Rewriter(model, traced, units, whole)
         tell(str(choice), done, len(choices))
         forecasts += rewriters[choice.dtype].forecasts(choice, list(dict.fromkeys(worlds)), device)
     tell("done", len(choices), len(choices))
     if not forecasts:
         raise _without_effect(checkpoints)
-    return _planned(model, device, limit, forecasts, (args, dict(kwargs or {})))
+    return replace(_planned(model, device, limit, forecasts, (args, dict(kwargs or {}))), whole=tuple(whole or ()))
 
 
 def _without_effect(checkpoints: Sequence[Checkpoint]) -> OptionError:
@@ -151,8 +153,10 @@ def choices_of(
 class Rewriter:
     """The programs of one traced model; what they have in common is rewritten once."""
 
-    def __init__(self, model: nn.Module, traced: Program, units: Sequence[str] | None) -> None:
-        self.model, self.units = model, units
+    def __init__(
+        self, model: nn.Module, traced: Program, units: Sequence[str] | None, whole: Sequence[str] | None = None
+    ) -> None:
+        self.model, self.units, self.whole = model, units, whole
         self.flops = sum(aten_cost(node)[0] for node in traced.graph.nodes if node.op == "call_function")
         self._traced = Verified.traced(traced)
         self._done: dict[tuple[Any, ...], Verified] = {}
@@ -160,15 +164,16 @@ class Rewriter:
     def forecasts(self, choice: Choice, worlds: Sequence[int], hardware: Hardware) -> Iterator[Forecast]:
         """What each world takes; nothing where the checkpoint setting has no effect."""
         for world in (world for world in worlds if world % choice.replicas == 0):
-            # From two ranks on along each axis, programs differ in the sizes of shards alone.
-            shards, times = min(world // choice.replicas, 2), min(choice.replicas, 2)
+            # From two ranks on along each axis, programs differ in the sizes of shards alone; and in who owns what.
+            most = world if self.whole else 2
+            shards, times = min(world // choice.replicas, most), min(choice.replicas, most)
             try:
                 program = self.program(choice, shards * times, times)
             except OptionError as error:
                 if error.subject != "checkpoint":
                     raise
                 return
-            layout = program.layout.over(world, choice.replicas)
+            layout = program.layout if self.whole else program.layout.over(world, choice.replicas)
             yield self._forecast(replace(program, layout=layout), choice, hardware)
 
     def program(self, choice: Choice, world: int, replicas: int = 1) -> Program:
@@ -189,6 +194,7 @@ class Rewriter:
             axes_over(self.model, world, replicas),
             self.units,
             Precision(choice.dtype),
+            self.whole,
         )
         at_stage = shared.laid_out(layout)
         # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.

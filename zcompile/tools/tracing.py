@@ -51,6 +51,7 @@ def trace(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     units: Sequence[str] | None = None,
+    whole: Sequence[str] | None = None,
     device: str = HOST,
 ) -> Program:
     """The program of `model(*args, **kwargs)` and its backward, laid out for stage 3 in a world of one.
@@ -63,13 +64,13 @@ def trace(
         ModelError: the model has no parameters, is sharded already, or is divided otherwise than by tensor parallelism,
             over a mesh that is not on CPUs, or one whose ranks are not neighbours.
         CaptureError: it cannot be traced into one graph, or takes no gradient.
-        OptionError: `units` match no modules, or the arguments do not fit.
+        OptionError: `units` match no modules or `whole` no parameters, or the arguments do not fit.
     """
     if next(model.parameters(), None) is None:
         raise ModelError(type(model).__name__, "has no parameters", "give a model that has something to train")
     check_kinds(model)
     _check_neighbours(check_divided(model))
-    layout = make_layout(model, STAGES[3], axes_over(model, 1), units, Precision(dtype, reduce_dtype))
+    layout = make_layout(model, STAGES[3], axes_over(model, 1), units, Precision(dtype, reduce_dtype), whole)
 
     def lower(traced: Program) -> Runner:
         options = Options(dtype=dtype, reduce_dtype=reduce_dtype)
