@@ -32,7 +32,9 @@ Values = dict[str, torch.Tensor]
 
 
 class Whitening(torch.optim.Optimizer):
-    """Shampoo of order two (Gupta et al., ICML 2018). Its state has other shapes than the parameter, and none."""
+    """Shampoo of order two (Gupta et al., ICML 2018). Its state has other shapes than the parameter, or none, and it
+    counts steps in its groups, as those of the package pytorch-optimizer do.
+    """
 
     def __init__(self, params: Sequence[torch.Tensor], lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -40,6 +42,7 @@ class Whitening(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
                 if param.grad is None:
                     continue
@@ -53,8 +56,12 @@ class Whitening(torch.optim.Optimizer):
                 mean_.lerp_(param.grad, 0.5)
                 state["left"].add_(param.grad @ param.grad.T)
                 right.add_(param.grad.T @ param.grad)
-                left, right = (torch.linalg.inv(torch.linalg.cholesky(one)) for one in (state["left"], right))
-                param.add_(left @ mean_ @ right.T, alpha=-group["lr"] / state["count"])
+                left, right = (inverse_root(one) for one in (state["left"], right))
+                param.add_(left @ mean_ @ right.T, alpha=-group["lr"] / (state["count"] + group["step"]))
+
+
+def inverse_root(one: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.inv(torch.linalg.cholesky(one + 1e-2 * one.trace() * torch.eye(len(one))))
 
 
 def matrices(model: nn.Module) -> list[str]:
@@ -206,23 +213,29 @@ def test_gradients_are_clipped_by_the_norm_of_all(ranks: Ranks) -> None:
     assert max(ranks.run(3, clipped, 3)) < 1e-6
 
 
-def stepped(rank: int, world: int, kind: str, folder: str) -> list[str]:
-    """Parameters that differ from one process after train steps, clipped and with the state on a disk."""
+def stepped(rank: int, world: int, kind: str, by: type[torch.optim.Optimizer], folder: str) -> list[str]:
+    """Parameters that differ from one process after train steps, with the state in memory and on a disk."""
     found = []
-    for name, options in (("plain", {}), ("a disk", {"offload_optimizer": f"disk:{folder}"})):
+    places = (("memory", {}), ("a disk", {"offload_optimizer": f"disk:{folder}"}))
+    for name, options in places if by is torch.optim.Muon else places[:1]:
         model = make(kind, rank)
-        some = optimizers(model)
+        some = optimizers(model, by)
         loss = None
         step = zcompile.train_step(model, loss, some, whole=matrices(model), backend="eager", **options)
         for number in range(STEPS):
             step(*batch(kind, rank, number))
-        found += [f"{name}: {one}" for one in differing(full_values(step.model), reference(kind, world))]
+        found += [f"{name}: {one}" for one in differing(full_values(step.model), reference(kind, world, by=by))]
     return found
 
 
-@quickly("kind", ["gpt", "mlp"], ["gpt"])
-def test_a_train_step_updates_matrices_where_their_gradients_arrive(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    assert ranks.run(3, stepped, 3, kind, str(tmp_path)) == [[]] * 3
+BY = (torch.optim.Muon, Whitening)
+
+
+@quickly("kind, by", [(kind, by) for kind in ("gpt", "mlp") for by in BY], [("gpt", BY[0]), ("mlp", BY[1])])
+def test_a_train_step_updates_matrices_where_their_gradients_arrive(
+    ranks: Ranks, kind: str, by: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    assert ranks.run(3, stepped, 3, kind, by, str(tmp_path)) == [[]] * 3
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zcompile
 from tests.cases import quickly
-from tests.models import batch, make
+from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from zcompile import OptionError
 from zcompile.cost.memory import peak_bytes
@@ -418,12 +418,22 @@ class Together(torch.optim.SGD):
         return super().step(closure)
 
 
-class Adding(torch.optim.SGD):
-    """Adds to its groups what would have an effect much later."""
+class Busy(torch.optim.SGD):
+    """Counts the steps in which its groups have had a gradient."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
+            group["count"] = group.get("count", 0) + any(param.grad is not None for param in group["params"])
+        return super().step(closure)
+
+
+class Measuring(torch.optim.SGD):
+    """Steps the further, the larger the gradients of the step before were, of all its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            norms = [float(param.grad.norm()) for param in group["params"] if param.grad is not None]
+            group["size"], group["lr"] = sum(norms), 0.01 * (1 + group.get("size", 0.0))
         return super().step(closure)
 
 
@@ -453,8 +463,8 @@ class Proxy(torch.optim.SGD):
     ("kind", "found"),
     [
         (torch.optim.LBFGS, "LBFGS cannot step for some of its parameters alone: TypeError"),
-        (Counting, "changes 'lr' of its group"),
-        (Adding, "changes 'count' of its group"),
+        (Busy, "Busy steps otherwise for some of its parameters alone than for all at once"),
+        (Measuring, "Measuring steps otherwise for some of its parameters alone than for all at once"),
         (Attribute, "changes its attribute 'count'"),
         (Proxy, "Proxy only stands for another optimizer"),
         (Together, "Together steps otherwise for some of its parameters alone than for all at once"),
@@ -467,6 +477,25 @@ def test_an_optimizer_that_steps_all_at_once_is_refused(kind: type[torch.optim.O
     assert not any(isinstance(param, DTensor) for param in model.parameters()), "nothing was sharded"
     step = zcompile.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
     step(*batch("mlp", 0, 0))
+
+
+def test_an_optimizer_that_counts_in_its_groups_counts_steps_not_units() -> None:
+    found = []
+    for by_step in (False, True):
+        model = make("mlp")
+        optimizer = Counting(model.parameters(), lr=0.1)
+        if by_step:
+            step = zcompile.train_step(model, None, optimizer, backend="eager")
+            for number in range(4):
+                step(*batch("mlp", 0, number))
+        else:
+            fit(model, optimizer, [batch("mlp", 0, number) for number in range(4)])
+        (group,) = optimizer.param_groups
+        values = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        found.append((group["lr"], group["count"], [value.detach().clone() for value in values]))
+    (lr, count, want), (got_lr, got_count, got) = found
+    assert (got_lr, got_count) == (lr, count) == (0.1 / 24, 4)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
 def test_a_schedule_that_begins_with_nothing_hides_nothing() -> None:

@@ -39,10 +39,12 @@ class Updater:
     """Steps optimizers for the parameters of one unit at a time.
 
     The step that runs is the optimizer's own, on an object that shares its state and has the groups of the moment with
-    only these parameters in them. So it is as good as one step for all, if that treats each parameter by itself.
+    only these parameters in them. So it is as good as one step for all, if that treats each parameter by itself. What
+    it changes in its groups, such as a count of steps, is dropped: all start from the same, and the optimizer's own
+    step at the end (`finish`) changes them once.
 
     Raises:
-        OptimizerError: an optimizer does not (L-BFGS, those that count in their groups).
+        OptimizerError: an optimizer does not (L-BFGS, those that count in attributes).
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -138,7 +140,7 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
     Returns what the optimizer keeps in the shape of a parameter.
 
     Raises:
-        OptimizerError: they differ, or a step leaves something in its groups.
+        OptimizerError: they differ, in the parameters or in what a step leaves in its groups.
     """
     kind, fix = type(optimizer).__name__, "use the loop: loss.backward(); optimizer.step(); optimizer.zero_grad()"
     groups: list[dict[str, Any]] = []
@@ -150,12 +152,13 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
         options = {key: value for key, value in group.items() if key != "params"}
         for scale in (1.0, 1e3):
             try:
-                together, state = _tried(optimizer, options, scale, apart=False)
-                apart, _ = _tried(optimizer, options, scale, apart=True)
+                together, group, state = _tried(optimizer, options, scale, apart=False)
+                apart, after, _ = _tried(optimizer, options, scale, apart=True)
             except Exception as error:
                 problem = f"{kind} cannot step for some of its parameters alone: {type(error).__name__}: {error}"
                 raise OptimizerError("optimizer", problem, fix) from error
-            if any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
+            same = all(_equal(group.get(key), after.get(key)) for key in {**group, **after})
+            if not same or any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
                 problem = f"{kind} steps otherwise for some of its parameters alone than for all at once"
                 raise OptimizerError("optimizer", problem, fix)
         kept = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
@@ -165,12 +168,11 @@ def _check_separable(optimizer: Optimizer) -> dict[str, torch.dtype]:
 
 def _tried(
     optimizer: Optimizer, options: dict[str, Any], scale: float, *, apart: bool
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Two parameters after three steps, taken at once or one after the other, and the state of the first.
+) -> tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]:
+    """Two parameters after three steps, taken at once or one after the other; options of the group; state of the first.
 
     Raises:
-        ValueError: a step changes its group or an attribute, which one for a part of the group would not keep; or it
-            changes no parameter.
+        ValueError: a step changes an attribute, which one for a part of the group would not keep, or no parameter.
     """
     devices = (p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta)
     device = next(devices, torch.device("cpu"))
@@ -179,7 +181,6 @@ def _tried(
     group = {**copy.deepcopy(options), "params": parameters}
     if "lr" in group:  # a schedule may begin with none
         group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
-    before = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     tried = sharing(optimizer, state=first_state(optimizer, group), param_groups=[group])
     attributes = dict(tried.__dict__)
     for _ in range(3):
@@ -188,16 +189,17 @@ def _tried(
         if apart:
             for parameter in parameters:
                 _step(tried, {0: [parameter]})
+            group["params"] = []
+            unhooked_step(tried)
+            group["params"] = parameters
         else:
             unhooked_step(tried)
-    after = {key: value for key, value in group.items() if key != "params"}
-    if changed := [key for key in {**before, **after} if not _equal(before.get(key), after.get(key))]:
-        raise ValueError(f"it changes {changed[0]!r} of its group")
     if changed := [key for key, value in tried.__dict__.items() if attributes.get(key) is not value]:
         raise ValueError(f"it changes its attribute {changed[0]!r}")
     if all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True)):
         raise ValueError("it changes no parameter")
-    return [parameter.detach() for parameter in parameters], tried.state[parameters[0]]
+    after = {key: value for key, value in group.items() if key != "params"}
+    return [parameter.detach() for parameter in parameters], after, tried.state[parameters[0]]
 
 
 _RATE = 0.01
