@@ -61,8 +61,7 @@ def plan(
     Nothing is run: no process group, no GPU, and no memory for a model on meta.
 
     Args:
-        model: A plain module, on any device or on meta; its forward returns a loss, or what depends on parameters. Of
-            one that `parallelize_module` has divided, be it over a fake process group, this rank's part is planned.
+        model: A plain module, on any device or on meta, or one that `parallelize_module` has divided over any group.
         args: Of one rank's call: one micro-batch. Tensors may be on meta.
         kwargs: Likewise.
         worlds: Numbers of data-parallel ranks.
@@ -71,8 +70,7 @@ def plan(
         stages: ZeRO stages to compare.
         prefetches: Numbers of units gathered ahead to compare.
         checkpoints: Settings of `checkpoint=` to compare; one without effect on this model is left out.
-        dtypes: Dtypes to compute in to compare, None among them for the model's own; by default that and bfloat16, or
-            float16 on hardware without bfloat16.
+        dtypes: Dtypes to compute in to compare, None for the model's own; by default that and the hardware's low one.
         replicas: How often shards repeat, to compare: the first of two dimensions of the mesh, 1 for a mesh of one.
         units: As for `zcompile.compile`.
         whole: Likewise.
@@ -100,7 +98,7 @@ def plan(
     tell("done", len(choices), len(choices))
     if not forecasts:
         raise _without_effect(checkpoints)
-    return replace(_planned(model, device, limit, forecasts, (args, dict(kwargs or {}))), whole=tuple(whole or ()))
+    return _planned(model, device, limit, forecasts, (args, dict(kwargs or {})), tuple(whole or ()))
 
 
 def _without_effect(checkpoints: Sequence[Checkpoint]) -> OptionError:
@@ -108,13 +106,15 @@ def _without_effect(checkpoints: Sequence[Checkpoint]) -> OptionError:
     return OptionError("checkpoints", f"of {list(checkpoints)} none has an effect on this model", fix)
 
 
-def _planned(model: nn.Module, hardware: Hardware, limit: float, forecasts: list[Forecast], given: Any) -> Plan:
+def _planned(
+    model: nn.Module, hardware: Hardware, limit: float, forecasts: list[Forecast], given: Any, whole: tuple[str, ...]
+) -> Plan:
     """The plan of a model that was given these arguments."""
     count = sum(parameter.numel() for parameter in model.parameters())
     parts = max(mesh_size(parameter) for parameter in model.parameters())
     tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
     types = ", ".join(str(TensorType.make(tensor.dtype, tuple(tensor.shape))) for tensor in tensors)
-    return Plan(type(model).__name__, count, hardware, limit, forecasts, types, parts)
+    return Plan(type(model).__name__, count, hardware, limit, forecasts, types, parts, whole)
 
 
 def _low_precision(hardware: Hardware) -> torch.dtype:
