@@ -32,7 +32,14 @@ from benchmarks.worker import run as serve_pipe
 NODES, RANKS = 2, 2
 WORLD = NODES * RANKS
 SIZES = Sizes(blocks=6, width=256, heads=4, vocabulary=4096, sequence=128, batch=2)
-WAYS = ("fsdp2 flat", "fsdp2 hybrid", "zcompile flat", "zcompile hybrid", "zcompile hybrid, stage 2")
+WAYS = (
+    "fsdp2 flat",
+    "fsdp2 hybrid",
+    "zcompile flat",
+    "zcompile hybrid",
+    "zcompile hybrid, stage 2",
+    *(f"zcompile hybrid, {kind} across" for kind in ("bf16", "int8")),
+)
 BASE = "fsdp2 hybrid"
 
 
@@ -90,7 +97,8 @@ def build(way: str) -> Way:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return _loop(model, torch.optim.AdamW(model.parameters(), **ADAMW)), None
-    compiled = zcompile.compile(model, mesh=mesh, stage=2 if "stage 2" in way else 3)
+    across = torch.bfloat16 if "bf16" in way else torch.int8 if "int8" in way else None
+    compiled = zcompile.compile(model, mesh=mesh, stage=2 if "stage 2" in way else 3, outer_dtype=across)
     return _loop(compiled, torch.optim.AdamW(compiled.parameters(), **ADAMW)), compiled
 
 

@@ -74,9 +74,8 @@ def _reduce(
         if group is None:
             return program.add((started,), waits, f"{shards.name}_grads")
         waited = program.add((started,), waits, f"{shards.name}_shard_grads")
-        meta = Data(
-            ReduceReplicas(unit.name, params, op_of(group, Group).axis, dtype), Phase.BACKWARD, source=unit.name
-        )
+        across = ReduceReplicas(unit.name, params, op_of(group, Group).axis, dtype, unit.outer_dtype)
+        meta = Data(across, Phase.BACKWARD, source=unit.name)
         averaged = program.add((shards, waited, group), meta, f"{shards.name}_average")
         return program.add((averaged,), waits, f"{shards.name}_grads")
 

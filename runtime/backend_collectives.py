@@ -16,6 +16,7 @@ from zcompile._torch import close_connections, gather_group, gather_together, gl
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import backend_of, current_stream, is_gpu, is_host, new_stream, on_stream
+from zcompile.runtime.low_precision import decode, encode, mean_of, parts_of
 from zcompile.runtime.stream_watch import StreamWatch
 
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
@@ -121,6 +122,36 @@ class BackendCollectives(Collectives):
         """One collective."""
         work = self._launched(dist.all_reduce, tensor, op=self._op)
         return self._fly(work, (tensor,), lambda: self._divide(tensor))
+
+    def all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
+        """An exchange of parts, and a gather of their averages; of two ranks a gather of all.
+
+        On GPUs on a stream of its own. Hazards: `tensor` is ready when the current stream gets here, which that stream
+        waits for; it is held until the current stream has waited for the end. What is sent, and what arrives, is
+        allocated on that stream, which waits for each collective before it reads or drops what that has used.
+        """
+        if not is_gpu(self.member.device):
+            self._average_in(wire, tensor)
+            return self._follow(lambda: None, "an all_reduce")
+        staging = self._staging = self._staging or new_stream(self.member.device)
+        staging.wait_stream(current_stream(self.member.device))
+        with on_stream(staging):
+            self._average_in(wire, tensor)
+            done = staging.record_event()
+        return self._on_stream(lambda: current_stream(self.member.device).wait_event(done), (tensor,))
+
+    def _average_in(self, wire: torch.dtype, tensor: torch.Tensor) -> None:
+        """On the current stream, which waits for what it launches."""
+        flat = tensor.view(-1)
+        sent = encode(parts_of(flat, self.size), wire)
+        arrived = sent.new_empty(self.size, sent.shape[1])
+        exchange = _all_gather if len(sent) == 1 else dist.all_to_all_single
+        self._launched(exchange, arrived.view(-1), sent.view(-1)).wait()
+        mean = mean_of(arrived, wire, flat.dtype)
+        if len(sent) > 1:
+            self._launched(_all_gather, arrived.view(-1), encode(mean[None], wire).view(-1)).wait()
+            mean = decode(arrived, wire, flat.dtype).view(-1)
+        flat.copy_(mean[: flat.numel()])
 
     def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
         """One collective."""

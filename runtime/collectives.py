@@ -116,3 +116,7 @@ class Collectives(ABC):
 
         Summed as a reduce_scatter sums its shard there: an average does not depend on who has it.
         """
+
+    @abstractmethod
+    def all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
+        """Average a contiguous `tensor` over the ranks in place; it travels as `wire`: see `runtime.low_precision`."""

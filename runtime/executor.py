@@ -285,18 +285,19 @@ def all_reduce(
     replicas: AxisCommunicator | None = None,
     *,
     dtype: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
 ) -> Reduction:
     """Start averaging gradients; each rank gets all. Works in place where it can: gradients are the program's own.
 
     With `replicas`, ranks that have the same shards, over these: what has been averaged over those that shard. It is
-    averaged in the dtype in which that was, `dtype` where one is named.
+    averaged in the dtype in which that was, `dtype` where one is named, and travels as `wire`, where that is.
     """
     if not isinstance(grads, ShardAverages):
         return _reduce(bound, unbox(grads), dtype, scattered=False)
     assert replicas is not None, "a program says over which ranks"
     arrivals: Arrivals = [
         # Empty are averages that another rank owns, and so those of all ranks with the same shards.
-        (message, tensor, replicas.all_reduce(tensor) if replicas.size > 1 and tensor.numel() else None)
+        (message, tensor, replicas.all_reduce(tensor, wire) if replicas.size > 1 and tensor.numel() else None)
         for message, tensor in grads.arrivals
     ]
     return Reduction(bound, arrivals, grads.scattered, replicas)
@@ -308,7 +309,8 @@ def average(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bo
     dtype = bound.unit.reduction_dtype
     averages = reduce(bound, grads, dtype=dtype).wait()
     if isinstance(averages, ShardAverages):
-        averages = all_reduce(bound, averages, bound.shards.communicator.replicas, dtype=dtype).wait()
+        replicas, wire = bound.shards.communicator.replicas, bound.unit.outer_dtype
+        averages = all_reduce(bound, averages, replicas, dtype=dtype, wire=wire).wait()
     assert isinstance(averages, Gradients), "there are two axes at most"
     return averages
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zcompile._torch import close_connections
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, TrafficMeter
 from zcompile.runtime.collectives import Collectives, Member, Piece, Shared
+from zcompile.runtime.low_precision import decode, encode, mean_of, parts_of
 from zcompile.runtime.waits import RankLost
 
 _TAG = 1 << 30
@@ -209,6 +210,27 @@ class GlooCollectives(Collectives):
                 del works, rows, arriving, mean
                 start()
             self._wait_all(returning)
+
+        return self._follow(arrive, "an all_reduce")
+
+    def all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:
+        """By exchanges of parts, then of their averages; between two ranks by one of all."""
+        flat, back = tensor.view(-1), self._own_tag()
+        sent = encode(parts_of(flat, self.size), wire)
+        arriving = torch.empty(self.size, sent.shape[1], dtype=torch.uint8)
+        works = self._exchange([sent[rank % len(sent)] for rank in range(self.size)], list(arriving))
+        arriving[self.rank].copy_(sent[self.rank % len(sent)])
+
+        def arrive() -> None:
+            self._wait_all(works)
+            mean = mean_of(arriving, wire, flat.dtype)
+            if len(sent) > 1:
+                means = arriving  # what has arrived is read
+                means[self.rank].copy_(encode(mean[None], wire)[0])
+                rows = list(means)
+                self._wait_all(self._exchange([rows[self.rank]] * self.size, rows, back, recorded=False))
+                mean = decode(means, wire, flat.dtype).view(-1)
+            flat.copy_(mean[: flat.numel()])
 
         return self._follow(arrive, "an all_reduce")
 

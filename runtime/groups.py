@@ -24,6 +24,7 @@ from zcompile._torch import (
 from zcompile.errors import GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
 from zcompile.ir.layout import Stage
+from zcompile.ir.wire import average_payload
 from zcompile.runtime.async_work import AsyncWork, TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member, Piece
@@ -91,10 +92,13 @@ class AxisCommunicator:
         self._count(shard.nbytes * self.size)
         return self.collectives.reduce_scatter_by_pieces(shard, piece, width)
 
-    def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
-        """Average a contiguous `tensor` over the ranks in place."""
-        self._count(2 * tensor.nbytes)
-        return self.collectives.all_reduce(tensor)
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype | None = None) -> AsyncWork:
+        """Average a contiguous `tensor` over the ranks in place; it travels as `wire`, if not as it is."""
+        if wire is None or wire is tensor.dtype:
+            self._count(2 * tensor.nbytes)
+            return self.collectives.all_reduce(tensor)
+        self._count(average_payload(tensor.numel(), self.size, wire))
+        return self.collectives.all_reduce_in(wire, tensor)
 
     def broadcast_from(self, owner: int, tensor: torch.Tensor) -> AsyncWork:
         """Give all ranks the contiguous `tensor` of rank `owner`, in place."""

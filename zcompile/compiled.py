@@ -43,7 +43,7 @@ from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.placement import ModelParallel
-from zcompile.schedule.option_checks import check_place, offload_of
+from zcompile.schedule.option_checks import check_outer, check_place, offload_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pass, Pipeline
 from zcompile.state.model_state import ModelState, Save
@@ -60,6 +60,7 @@ def compile(
     whole: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    outer_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
     bucket: int | str | None = None,
@@ -74,9 +75,7 @@ def compile(
     record: str | os.PathLike[str] | None = None,
     weights: Source | None = None,
 ) -> CompiledModule:
-    """Shard `model` by ZeRO and compile its training step into a program of regions and communications.
-
-    When this returns, the model holds this rank's shards of rank 0's values: call the returned module. Collective.
+    """Shard `model` by ZeRO, with rank 0's values, into a module that runs its training step as a program. Collective.
 
     Args:
         model: Any module, all on one device or on meta, where its own code gives values. Its code is not touched.
@@ -88,6 +87,7 @@ def compile(
         whole: Parameters (shell wildcards) that one rank each keeps whole, for Muon, Shampoo or SOAP; stages 1 to 3.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
+        outer_dtype: bfloat16 or int8, in which averages travel along a mesh's "replicate"; changes numbers.
         checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
         memory_limit: Bytes, or "2 GiB", beside shards and optimizer state: stage 3 keeps as many units full as fit.
         bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
@@ -123,6 +123,7 @@ def _compiled(
     check_kinds(model)
     parallel = model_parallel(model, mesh)
     communicator = _communicator(model, asked.stage, mesh, parallel)
+    check_outer(asked.outer_dtype, communicator.mesh.ndim)
     layout = make_layout(
         model,
         STAGES[asked.stage],

@@ -53,6 +53,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients.delivery import Refusal
 from zcompile.runtime.groups import Communicator, axes_of_mesh, check_mesh, mesh_of_stage, resolve_mesh
 from zcompile.runtime.shards import UnitShards
+from zcompile.schedule.option_checks import check_outer
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
 
@@ -177,6 +178,7 @@ class Backend:
         options = self.options
         stage = STAGES[options.stage]
         communicator = Communicator(mesh_of_stage(resolve_mesh(self.mesh, device), stage), device)
+        check_outer(options.outer_dtype, communicator.mesh.ndim)
         layout = Layout((), stage, axes_of_mesh(communicator.mesh))
         engine = Engine(ModelRuntime(layout, communicator, Agreement(communicator), options))
         watch_optimizers(self, engine.runtime, {})
@@ -417,6 +419,7 @@ def backend(
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    outer_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
     bucket: int | str | None = None,

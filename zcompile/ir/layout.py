@@ -63,6 +63,8 @@ class Param:
     """In which its gradient is averaged; None: in that of the full parameter."""
     owner: int | None = None
     """The rank, of those that shard, that keeps all of it; None: its rows are divided among them."""
+    outer_dtype: torch.dtype | None = None
+    """In which averages of its gradient travel between replicas; None: in that of the average."""
 
     @property
     def full_dtype(self) -> torch.dtype:
@@ -153,6 +155,11 @@ class Unit:
     def reduction_dtype(self) -> torch.dtype | None:
         """What gradients of this unit are cast to when they are reduced; None if none of them is."""
         return next((param.reduction_dtype for param in self.params if param.reduction_dtype), None)
+
+    @property
+    def outer_dtype(self) -> torch.dtype | None:
+        """In which averages of this unit travel between replicas; None: in that of the averages."""
+        return next((param.outer_dtype for param in self.params if param.outer_dtype), None)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

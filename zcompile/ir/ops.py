@@ -27,6 +27,8 @@ from zcompile.ir.operation import (
     options_of,
     takes,
 )
+from zcompile.ir.tensor_type import dtype_text
+from zcompile.ir.wire import average_payload
 
 ByteRange = tuple[int, int]
 """The bytes [start, stop) of the arena that a line has for what it gathers, or copies to be sent."""
@@ -360,20 +362,30 @@ class ReduceReplicas(Averaging):
     axis: str
     dtype: torch.dtype | None = None
     """As of the reduction before it."""
+    wire: torch.dtype | None = None
+    """In which shards are sent, if not in the dtype in which they are summed: see `zcompile.ir.wire`."""
 
     @property
     def agreed(self) -> tuple[str, str]:
-        """With the axis."""
-        return self.function, f" over {self.axis}"
+        """With the axis, and what is sent."""
+        return self.function, f" over {self.axis}{'' if self.wire is None else f' in {dtype_text(self.wire)}'}"
 
     def message_bytes(self, layout: Layout) -> list[int]:
-        """Of shards."""
-        messages = self.messages(layout)
-        return [sum(p.shard_numel * self.sent_dtype(p).itemsize for p in params) for params in messages]
+        """Of shards, as they are sent."""
+        return [nbytes // 2 for nbytes in self._payloads(layout)]
 
     def payload(self, layout: Layout) -> int:
         """Twice that of the shards."""
-        return 2 * sum(self.message_bytes(layout))
+        return sum(self._payloads(layout))
+
+    def _payloads(self, layout: Layout) -> list[int]:
+        ranks, result = layout.axis(self.axis).size, []
+        for params in self.messages(layout):
+            kind = self.sent_dtype(params[0])
+            numel = sum(param.shard_numel for param in params)
+            as_it_is = self.wire is None or self.wire is kind
+            result.append(2 * numel * kind.itemsize if as_it_is else average_payload(numel, ranks, self.wire))
+        return result
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
         """Over its axis."""

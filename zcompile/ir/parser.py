@@ -456,7 +456,7 @@ def _placeholders_first(graph: fx.Graph) -> None:
 def _param(text: str, axes: tuple[Axis, ...]) -> Param:
     name, _, rest = text.partition(" ")
     type_ = TensorType.parse(rest)
-    dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced) in (\w+)", rest)}
+    dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced|across) in (\w+)", rest)}
     shards = 0 if rest.endswith("whole") else next(axis.size for axis in axes if axis.kind is AxisKind.SHARD)
     return Param(
         unescaped(name),
@@ -467,6 +467,7 @@ def _param(text: str, axes: tuple[Axis, ...]) -> Param:
         dtypes.get("computed"),
         dtypes.get("reduced"),
         int(owner[1]) if (owner := re.search(r" owner (\d+)$", rest)) else None,
+        dtypes.get("across"),
     )
 
 

@@ -104,10 +104,12 @@ class Precision:
 
     `dtype`: in which floating-point parameters are gathered and computed with; None: in their own.
     `reduce_dtype`: in which gradients are averaged; None: float32 where `dtype` is given, else the gradient's own.
+    `outer_dtype`: in which averages travel between replicas; None: as they are.
     """
 
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    outer_dtype: torch.dtype | None = None
 
     def compute(self, param: torch.Tensor) -> torch.dtype | None:
         """What `param` is cast to for a gather; None where it is not."""
@@ -174,7 +176,7 @@ def make_units(
         index = next((i for i, (path, _) in enumerate(groups) if block and path == block), None)
         if index is None and (block or not groups or groups[-1][0]):
             groups.append((block, []))
-        mixed = Precision(None, precision.reduce_dtype) if name in kept else precision
+        mixed = Precision(None, precision.reduce_dtype, precision.outer_dtype) if name in kept else precision
         groups[-1 if index is None else index][1].append(_param(name, param, stage, world, mixed))
     return _named(groups, {*taken})
 
@@ -204,6 +206,7 @@ def _param(name: str, param: torch.Tensor, stage: Stage, world: int, precision: 
         world if sharded else 0,
         compute,
         precision.reduction(param, compute),
+        outer_dtype=precision.outer_dtype if sharded else None,
     )
 
 

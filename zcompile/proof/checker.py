@@ -39,7 +39,7 @@ from zcompile.proof.checker_values import Averages, Begun, Lease, Moved, Proof, 
 
 _RUNTIME = frozenset({"all_gather", "gather_ahead", "reduce_scatter", "all_reduce", "accumulate", "update", "wait"})
 _RUNTIME |= {"release", "copy", "store", "offload", "fetch"}
-_DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16"}
+_DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16", "torch.int8": "i8"}
 
 
 class Evaluation:
@@ -411,17 +411,19 @@ class Evaluation:
         self.terms.routes[term] = {grad.term: grad.via}
         return term
 
-    def across(self, param: ParamText, mean: int, dtype: str) -> int:
-        """The mean over the ranks that have the same shards of what is one over those that shard."""
+    def across(self, param: ParamText, mean: int, dtype: str, wire: str) -> int:
+        """The mean over the ranks that have the same shards of what is one over those that shard, sent as `wire`."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        return self.terms.make("mean of replicas", mean, *cast)
+        return self.terms.make(f"mean of replicas {wire if wire == param.across else '?'}".rstrip(), mean, *cast)
 
     def averages(self, how: str) -> dict[str, tuple[int, Place]]:
         """What the optimizer must get, by the gradients that the traced step gives."""
         pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
         means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
         if self.replicas and how == "scatter":
-            means = [self.across(one, mean, one.reduced) for (one, _), mean in zip(pairs, means, strict=True)]
+            means = [
+                self.across(one, mean, one.reduced, one.across) for (one, _), mean in zip(pairs, means, strict=True)
+            ]
         return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
 
     def _reduce_scatter(self, shards: Any, grads: Any, dtype: str = "", bucket: str = "", at: Any = None) -> Begun:
@@ -430,13 +432,13 @@ class Evaluation:
         self._lay(result.memory, at)
         return Begun([result])
 
-    def _all_reduce(self, shards: Any, grads: Any, group: Any = None, dtype: str = "") -> Begun:
-        dtype = _DTYPES.get(dtype, dtype)
+    def _all_reduce(self, shards: Any, grads: Any, group: Any = None, dtype: str = "", wire: str = "") -> Begun:
+        dtype, wire = (_DTYPES.get(one, one) for one in (dtype, wire))
         if group is None:
             return Begun([self._averaged(shards, grads, "all", dtype)])
         if getattr(grads, "shards", None) is not shards or group.kind != f"group {self.replicas}":
             self.refuse(f"averages over {group.kind} what are not the averages of {shards.unit} over its shards")
-        means = {name: self.across(self.params[name], one, dtype) for name, one in grads.terms.items()}
+        means = {name: self.across(self.params[name], one, dtype, wire) for name, one in grads.terms.items()}
         grads.memory.gone = f"was given away at {self._line()}"
         return Begun([Averages(grads.shards, means, self.terms.here, Storage(""))])
 

@@ -37,6 +37,7 @@ class ParamText(NamedTuple):
     dtype: str
     computed: str
     reduced: str
+    across: str
     flags: list[str]
 
 
@@ -122,11 +123,10 @@ def packet_of(head: str) -> str:
 def param_of(text: str) -> ParamText:
     """From a line of the units: `layers.0.weight f32[4, 4] computed in bf16 unused`."""
     name, _, rest = text.partition(" ")
-    found = dict(re.findall(r"(computed|reduced) in (\w+)", rest))
+    found = dict(re.findall(r"(computed|reduced|across) in (\w+)", rest))
     flags = rest.partition("]")[2].split()
-    return ParamText(
-        _unescaped(name), rest.partition("[")[0], found.get("computed", ""), found.get("reduced", ""), flags
-    )
+    casts = (found.get(kind, "") for kind in ("computed", "reduced", "across"))
+    return ParamText(_unescaped(name), rest.partition("[")[0], *casts, flags)
 
 
 def full(param: ParamText, dtype: str) -> str:

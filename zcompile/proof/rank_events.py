@@ -442,7 +442,7 @@ class _Param:
         type_, _, flags = rest.partition("]")
         self.own, _, dims = type_.partition("[")
         self.shape = f"[{dims}]"
-        dtypes = dict(re.findall(r" (computed|reduced) in (\w+)", flags))
+        dtypes = dict(re.findall(r" (computed|reduced|across) in (\w+)", flags))
         self.computed, self.reduced = dtypes.get("computed"), dtypes.get("reduced")
         self.full = self.computed or self.own
         self.is_whole = flags.endswith(" whole")

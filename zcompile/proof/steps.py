@@ -18,6 +18,7 @@ from zcompile.ir.layout import Param, Unit
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import memory_of_values, root_of
+from zcompile.ir.tensor_type import dtype_text
 from zcompile.proof.operations import AFTER, OperationTerms, UnknownOperationError
 from zcompile.proof.regions import Regions, draw
 
@@ -234,7 +235,16 @@ def _reduce_replicas(step: StepTerms, node: fx.Node) -> Value:
     if not isinstance(found, Mapping):
         return None
     params = {param.name: param for param in step.program.layout.unit(op.unit).params}
-    return Started({name: _mean(step, op, op.axis, params[name], "whole", term) for name, term in found.items()})
+    means = {}
+    for name, term in found.items():
+        how = sent_whole(op.wire if op.wire is params[name].outer_dtype else None)
+        means[name] = _mean(step, op, op.axis, params[name], how, term)
+    return Started(means)
+
+
+def sent_whole(wire: torch.dtype | None) -> str:
+    """How an average is made of all that each rank has, which travels as `wire`, if not as it is summed."""
+    return "whole" if wire is None else f"whole, sent in {dtype_text(wire)}"
 
 
 def _mean(step: StepTerms, op: ops.Averaging, axis: str, param: Param, how: str, gradient: int) -> int:

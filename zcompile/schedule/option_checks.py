@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from zcompile.errors import OptionError, nearest
+from zcompile.ir.wire import WIRE_DTYPES
 
 BACKENDS = ("inductor", "eager")
 
@@ -110,6 +111,28 @@ def check_dtype(option: str, dtype: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         fix = "choose torch.bfloat16, torch.float16 or torch.float32, or None for the model's own"
         raise OptionError(option, f"{dtype!r} is no dtype to compute with", fix)
+
+
+def check_wire(dtype: object, stage: int) -> None:
+    """Raise OptionError for what averages cannot travel in between replicas, or where there are none."""
+    if dtype is None:
+        return
+    if dtype not in WIRE_DTYPES:
+        problem = f"{dtype!r} is no dtype in which averages can travel"
+        raise OptionError(
+            "outer_dtype", problem, "choose torch.bfloat16 or torch.int8, or None to send them as they are"
+        )
+    if stage == 0:
+        problem = "is for what ranks with the same shards average, and stage 0 has no shards"
+        raise OptionError("outer_dtype", problem, "choose stage 1, 2 or 3, or leave it out")
+
+
+def check_outer(dtype: object, dimensions: int) -> None:
+    """Raise OptionError for an `outer_dtype` on a mesh of so few dimensions that none is the outer one."""
+    if dtype is not None and dimensions == 1:
+        example = "init_device_mesh('cuda', (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
+        problem = "is for the outer dimension of a mesh of two, and all ranks shard along one"
+        raise OptionError("outer_dtype", problem, f"give mesh={example}, or leave it out")
 
 
 def check_backend(backend: object) -> None:

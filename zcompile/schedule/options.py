@@ -19,6 +19,7 @@ from zcompile.schedule.option_checks import (
     check_dtype,
     check_prefetch,
     check_stage,
+    check_wire,
     checkpoint_of,
 )
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
@@ -42,6 +43,7 @@ class Options:
     prefetch: int | Literal["auto"] = 2
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    outer_dtype: torch.dtype | None = None
     checkpoint: str | int | float | None = None
     passes: Pipeline | Mapping[str, Pass | None] | None = field(default=None, metadata={_OWN: True})
     """Functions, which cannot be compared; what they make of a program is."""
@@ -64,6 +66,7 @@ class Options:
         check_backend(self.backend)
         check_dtype("dtype", self.dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
+        check_wire(self.outer_dtype, self.stage)
         checkpoint_of(self.checkpoint)
         if self.memory_limit is not None and (option := self._keeps_memory()):
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
@@ -96,7 +99,7 @@ class Options:
 
     @property
     def precision(self) -> Precision:
-        return Precision(self.dtype, self.reduce_dtype)
+        return Precision(self.dtype, self.reduce_dtype, self.outer_dtype)
 
     @property
     def limit(self) -> int | None:

@@ -1,0 +1,58 @@
+"""Averages that travel in fewer bits than they are summed in, as in ZeRO++ (Wang et al. 2023, section 3.3).
+
+    bfloat16    rounded: each element is off by 2^-9 of itself at most
+    int8        in blocks of 256 elements: each is off by 1/254 of the largest of its block at most
+
+What arrives is summed in the dtype of the average, and every rank sums the same: what itself has sent, too, as the
+others got it. Beyond two ranks averages travel so once more. Where a number is not finite, its block is not, so that
+an overflow is still seen.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zcompile.ir.wire import BLOCK, part_numel, wire_bytes
+
+
+def encode(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    """`values`, floating-point [rows, numel] of whole blocks, as bytes, uint8 [rows, wire_bytes(numel, wire)]."""
+    if wire is torch.bfloat16:
+        return values.to(wire).view(torch.uint8)
+    rows, numel = values.shape
+    blocks = values.to(torch.float32).view(rows, numel // BLOCK, BLOCK)
+    scales = blocks.abs().amax(dim=-1, keepdim=True) / torch.iinfo(wire).max
+    # Of a block of zeros nothing is divided by zero; one that is not finite is so by its scale.
+    quantised = (blocks / scales.where(scales > 0, 1.0)).nan_to_num_().round_().to(wire)
+    whole = quantised.view(rows, numel).view(torch.uint8), scales.view(rows, -1).contiguous().view(torch.uint8)
+    return torch.cat(whole, dim=1)
+
+
+def decode(sent: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """What `encode` gave, in `dtype`, [rows, numel]."""
+    if wire is torch.bfloat16:
+        return sent.view(wire).to(dtype)
+    rows = len(sent)
+    count = sent.shape[1] // wire_bytes(BLOCK, wire)
+    numel = count * BLOCK
+    quantised = sent[:, :numel].contiguous().view(wire).view(rows, count, BLOCK)
+    scales = sent[:, numel:].contiguous().view(torch.float32).view(rows, count, 1)
+    return (quantised.to(torch.float32) * scales).view(rows, numel).to(dtype)
+
+
+def parts_of(flat: torch.Tensor, ranks: int) -> torch.Tensor:
+    """1-D `flat` in the parts that ranks average, [ranks, numel], padded with zeros; of two ranks all, [1, numel]."""
+    rows = 1 if ranks == 2 else ranks
+    numel = part_numel(flat.numel(), ranks)
+    padded = flat.new_zeros(rows * numel)
+    padded[: flat.numel()].copy_(flat)
+    return padded.view(rows, numel)
+
+
+def mean_of(sent: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """The average of what ranks have sent of one part, summed in their order, [numel]."""
+    rows = decode(sent, wire, dtype)
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total.div_(len(rows))

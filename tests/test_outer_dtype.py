@@ -1,0 +1,222 @@
+"""Averages that travel between replicas in fewer bits: what that changes, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zcompile
+from benchmarks.mutators import respell
+from tests.cases import quickly
+from tests.models import batch, make
+from tests.ranks import Ranks
+from tests.test_hybrid import STEPS, Shape, Values, adamw, differing, full_values, mean, mesh_of, train
+from zcompile import OptionError, PipelineError, ProgramError
+from zcompile.ir.operation import data
+from zcompile.ir.ops import ReduceReplicas
+from zcompile.ir.wire import padded_to_blocks, wire_bytes
+from zcompile.proof.dumps import prove_dump, rank_folders
+from zcompile.proof.ranks import check_folders
+from zcompile.recording.archive import Archive
+from zcompile.runtime.groups import AxisCommunicator, Communicator
+from zcompile.runtime.low_precision import decode, encode
+from zcompile.tools.replay import Replay, Verdict
+
+WIRES = (torch.bfloat16, torch.int8)
+EACH = 256
+
+
+def rounded(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    """By hand, block by block: the values as others get them."""
+    if wire is torch.bfloat16:
+        return values.to(wire).to(values.dtype)
+    found = []
+    for block in values.flatten().split(EACH):
+        scale = float((block.float().abs().max() / 127).item())
+        found.append(block if scale == 0 else torch.round(block.float() / scale) * torch.tensor(scale))
+    return torch.cat(found).to(values.dtype).view(values.shape)
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=600),
+    st.sampled_from(WIRES),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_what_arrives_is_as_near_as_is_said(numbers: list[float], wire: torch.dtype, dtype: torch.dtype) -> None:
+    values = torch.zeros(1, padded_to_blocks(len(numbers)), dtype=dtype)
+    values[0, : len(numbers)] = torch.tensor(numbers, dtype=torch.float32)
+    sent = encode(values, wire)
+    assert sent.shape == (1, wire_bytes(values.shape[1], wire))
+    assert sent.dtype is torch.uint8
+    found = decode(sent, wire, dtype)
+    largest = values.view(-1, EACH).abs().amax(dim=1, keepdim=True).expand(-1, EACH).reshape(1, -1)
+    limit = values.abs() / 2**8 if wire is torch.bfloat16 else largest / 254 * (1 + 1e-5)
+    assert bool(((found - values).abs() <= limit + 1e-37).all())
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_so(wire: torch.dtype, number: float) -> None:
+    values = torch.ones(1, 2 * EACH)
+    values[0, 3] = number
+    found = decode(encode(values, wire), wire, torch.float32)
+    assert not found[0, 3].isfinite()
+    assert found[0, EACH:].isfinite().all()
+
+
+def averaged(rank: int, wire: torch.dtype, numel: int) -> tuple[torch.Tensor, int]:
+    """The average of what each rank draws, and the payload that is counted."""
+    communicator = Communicator(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), torch.device("cpu"))
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    before = communicator.traffic.payload
+    AxisCommunicator.all_reduce(communicator, values, wire).wait()
+    return values, communicator.traffic.payload - before
+
+
+@quickly("wire, world", [(wire, world) for wire in WIRES for world in (2, 3, 4)], [(WIRES[0], 2), (WIRES[1], 3)])
+def test_every_rank_gets_the_same_average(ranks: Ranks, wire: torch.dtype, world: int) -> None:
+    for numel in (1, 255, 1000):
+        found = ranks.run(world, averaged, wire, numel)
+        drawn = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
+        each = padded_to_blocks(numel if world == 2 else -(-numel // world))
+        want = mean([rounded(torch.cat([one, one.new_zeros(-numel % EACH)]), wire)[:numel] for one in drawn])
+        if world > 2:
+            want = torch.cat([rounded(part, wire) for part in want.split(each)])
+        for values, payload in found:
+            assert torch.equal(values, want)
+            assert payload == 2 * (1 if world == 2 else world) * wire_bytes(each, wire)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def reference(kind: str, shape: Shape, wire: torch.dtype) -> Values:
+    """One process: averages over the ranks that shard travel in bfloat16, twice beyond two replicas."""
+    model = make(kind, 0)
+    optimizer = adamw(model)
+    params = dict(model.named_parameters())
+    ranks = [(outer, inner) for outer in range(shape[0]) for inner in range(shape[1])]
+    for step in range(STEPS):
+        grads = {}
+        for rank in ranks:
+            model(*batch(kind, rank[0] * shape[1] + rank[1], step)).backward()
+            grads[rank] = {name: param.grad for name, param in params.items()}
+            model.zero_grad()
+        for name, param in params.items():
+            rows = [mean([grads[outer, inner][name] for inner in range(shape[1])]) for outer in range(shape[0])]  # type: ignore[misc]
+            wired = param.dim() > 0
+            param.grad = mean([rounded(row, wire) if wired else row for row in rows])
+            if shape[0] > 2 and wired:
+                param.grad = rounded(param.grad, wire)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in params.items()}
+
+
+def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[int, int]]) -> list[str]:
+    want = reference(kind, shape, torch.bfloat16)
+    found = []
+    for stage, prefetch in choices:
+        got = train(rank, kind, shape, stage=stage, prefetch=prefetch, outer_dtype=torch.bfloat16)
+        found += [f"stage {stage} prefetch {prefetch}: {name}" for name in differing(got, want)]
+    return found
+
+
+@quickly("shape, kind", [((2, 2), "gpt"), ((2, 2), "mlp"), ((3, 1), "mlp")], [((2, 2), "gpt"), ((3, 1), "mlp")])
+def test_bfloat16_between_replicas_is_that_rounding_and_no_other(ranks: Ranks, shape: Shape, kind: str) -> None:
+    choices = [(1, 1), (2, 0), (3, 2)] if kind == "mlp" else [(3, 1)]
+    assert ranks.run(shape[0] * shape[1], sweep, kind, shape, choices) == [[]] * (shape[0] * shape[1])
+
+
+def beside(rank: int, folder: str) -> tuple[float, float, dict[str, int], dict[str, int]]:
+    """How far int8 is from float32, how far these move, and bytes along each axis: counted, and as programs say."""
+    compiled = zcompile.compile(
+        make("gpt", 0), mesh=mesh_of((2, 2)), backend="eager", outer_dtype=torch.int8, record=folder
+    )
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    begun = full_values(compiled)
+    before = {name: one.bytes for name, one in compiled.traffic.axes.items()}
+    compiled(*batch("gpt", rank, 0)).backward()
+    sent = {name: one.bytes - before.get(name, 0) for name, one in compiled.traffic.axes.items()}
+    optimizer.step()
+    got = full_values(compiled)
+    compiled.dump(f"{folder}/dump", all_ranks=True)
+    want = zcompile.compile(make("gpt", 0), mesh=mesh_of((2, 2)), backend="eager")
+    optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
+    want(*batch("gpt", rank, 0)).backward()
+    optimizer.step()
+    other = full_values(want)
+    apart = max(float((got[name] - other[name]).abs().max()) for name in got)
+    moved = max(float((begun[name] - other[name]).abs().max()) for name in got)
+    return apart, moved, sent, dict(sum((Counter(one.volumes()) for one in compiled.programs), Counter()))
+
+
+def test_int8_is_proven_replayed_and_counted(ranks: Ranks, tmp_path: Path) -> None:
+    for apart, moved, sent, said in ranks.run(4, beside, str(tmp_path)):
+        assert 0 < apart <= moved / 100
+        assert sent == said
+        psi = 4 * sum(param.numel() for param in make("gpt").parameters())
+        assert sent["replicate"] < 0.3 * psi / 2  # of float32 it would be half of what a node's rank keeps, sent once
+    for rank, folder in rank_folders(tmp_path / "dump").items():
+        (verdict,) = prove_dump(folder)
+        assert verdict.error is None, f"rank {rank}: {verdict.error}"
+    check_folders(rank_folders(tmp_path / "dump"))
+    for rank in range(4):
+        lines = list(Replay(Archive(tmp_path, rank)).lines())
+        assert {value.verdict for line in lines for value in line.values} <= {Verdict.GIVEN, Verdict.EQUAL}
+
+
+def mistaken(rank: int) -> str:
+    """A pass that leaves out in what averages travel."""
+
+    def forget(program: zcompile.Program) -> zcompile.Program:
+        program = program.copy()
+        for node in program.nodes(ReduceReplicas):
+            op = data(node).op
+            assert isinstance(op, ReduceReplicas), "it is one"
+            respell(program, node, replace(op, wire=None))
+        return program
+
+    passes = {"forget": zcompile.Pass("forget", forget)}
+    compiled = zcompile.compile(
+        make("mlp", 0), mesh=mesh_of((2, 1)), backend="eager", outer_dtype=torch.int8, passes=passes
+    )
+    with pytest.raises((ProgramError, PipelineError)) as caught:
+        compiled(*batch("mlp", rank, 0)).backward()
+    return str(caught.value)
+
+
+def test_a_program_that_sends_otherwise_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(2, mistaken):
+        assert "i8" in said
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"outer_dtype": torch.float32}, "is no dtype in which averages can travel"),
+        ({"outer_dtype": torch.int32}, "is no dtype in which averages can travel"),
+        ({"outer_dtype": torch.int8, "stage": 0}, "stage 0 has no shards"),
+        ({"outer_dtype": torch.int8}, "all ranks shard along one"),
+    ],
+)
+def test_what_cannot_be_meant(options: dict[str, object], said: str) -> None:
+    model: nn.Module = make("mlp")
+    with pytest.raises(OptionError, match=said):
+        zcompile.compile(model, **options)  # type: ignore[arg-type]
+    model.zero_grad()

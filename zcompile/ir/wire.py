@@ -1,0 +1,34 @@
+"""What averages take on a wire on which they travel in fewer bits: as bfloat16, or as int8 in blocks with a scale each.
+
+Ranks average parts, each its own, and send each other the averages, both in few bits; two ranks exchange all at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 256
+"""Elements that share a scale, a float32: 1.6% more bytes. Small, so that one large element costs few others."""
+WIRE_DTYPES = (torch.bfloat16, torch.int8)
+
+
+def part_numel(numel: int, ranks: int) -> int:
+    """Elements that a rank averages of `numel`, padding included; of two ranks each averages all."""
+    return padded_to_blocks(numel if ranks == 2 else -(-numel // ranks))
+
+
+def padded_to_blocks(numel: int) -> int:
+    """`numel`, rounded up to whole blocks."""
+    return -(-numel // BLOCK) * BLOCK
+
+
+def wire_bytes(numel: int, wire: torch.dtype) -> int:
+    """Bytes of `numel` elements, which are whole blocks."""
+    scales = numel // BLOCK * torch.float32.itemsize if wire is torch.int8 else 0
+    return numel * wire.itemsize + scales
+
+
+def average_payload(numel: int, ranks: int, wire: torch.dtype) -> int:
+    """What an average of `numel` elements moves over `ranks` ranks, of which a rank sends (ranks-1)/ranks, in bytes."""
+    parts = 1 if ranks == 2 else ranks
+    return 2 * parts * wire_bytes(part_numel(numel, ranks), wire)
