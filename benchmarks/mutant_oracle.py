@@ -367,7 +367,9 @@ class _Machine:
         for name, lanes in averages.tensors.items():
             param = self.layout.param(name)
             cast = op.dtype if param.reduction_dtype is op.dtype else None
-            tensors[name] = self._mean(param, lanes, cast, self._across())
+            wire = op.wire if op.wire is param.outer_dtype else None
+            sent = lanes if wire is None else [_as_sent(lane, wire) for lane in lanes]
+            tensors[name] = self._mean(param, sent, cast, self._across())
             _fill(lanes)
         return Reducing(replace(averages, tensors=tensors), None)
 
@@ -468,6 +470,14 @@ class _Machine:
 
 _MARK = 0xA5
 """What stands at a place while a reduction has it."""
+
+
+def _as_sent(lane: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    """A number of its own for each dtype in which averages may travel: in few bits, by one scale for all."""
+    if wire.is_floating_point:
+        return lane.to(wire).to(lane.dtype)
+    scale = lane.abs().amax().clamp(min=1e-30) / torch.iinfo(wire).max
+    return torch.round(lane / scale) * scale
 
 
 def _fill(lanes: Lanes) -> None:

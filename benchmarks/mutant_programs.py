@@ -180,6 +180,7 @@ PROGRAMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "drawn": ("drawn", {}),
     "hybrid": ("gpt", {"replicas": 2}),
     "hybrid, stage 2, mixed": ("gpt", {"replicas": 2, "stage": 2, **_MIXED}),
+    "hybrid, int8 across": ("gpt", {"replicas": 2, "outer_dtype": torch.int8}),
     "hybrid, train_step": ("gpt", {"replicas": 2, "updates": True}),
     "hybrid, odd, 3 shards": ("odd", {"replicas": 2, "world": 6}),
     "hybrid, no_sync": ("gpt", {"replicas": 2, "stage": 1, "holds_back": True}),

@@ -15,6 +15,7 @@ from zcompile.ir import ops
 from zcompile.ir.layout import Param
 from zcompile.ir.operation import Data, Operation, Phase, data, set_data
 from zcompile.ir.program_graph import after_items
+from zcompile.ir.wire import WIRE_DTYPES
 
 Mutation = Callable[[Random, Program], Program | None]
 """Gives a mutant of a program, whose graph it may change; None where there is nothing of the kind to change."""
@@ -358,6 +359,17 @@ def average_over_another_axis(random: Random, program: Program) -> Program | Non
     return program
 
 
+def send_average_otherwise(random: Random, program: Program) -> Program | None:
+    """What replicas average travels in more or fewer bits than was asked for."""
+    node = pick(random, program.nodes(ops.ReduceReplicas))
+    if node is None:
+        return None
+    op = data(node).op
+    assert isinstance(op, ops.ReduceReplicas), "it is one"
+    respell(program, node, replace(op, wire=pick(random, [w for w in (None, *WIRE_DTYPES) if w is not op.wire])))
+    return program
+
+
 def drop_reduction(random: Random, program: Program) -> Program | None:
     """The gradients of a unit are averaged, and go nowhere: micro-batches are missing from a sum."""
     wait = pick(random, program.results.reduced)
@@ -637,7 +649,7 @@ def _every() -> Iterator[Mutation]:
     yield from (exchange_argument, swap_arguments, exchange_saved, exchange_full, read_stale_copy, exchange_unit)
     yield from (exchange_region, exchange_result, swap_results)
     yield from (exchange_gradient, swap_gradients, drop_gradient, drop_reduction, reduce_twice, hold_back, exchange_end)
-    yield from (skip_replicas, average_over_another_axis)
+    yield from (skip_replicas, average_over_another_axis, send_average_otherwise)
     yield from (
         gather_in_another_dtype,
         reduce_in_another_dtype,

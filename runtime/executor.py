@@ -296,11 +296,20 @@ def all_reduce(
         return _reduce(bound, unbox(grads), dtype, scattered=False)
     assert replicas is not None, "a program says over which ranks"
     arrivals: Arrivals = [
-        # Empty are averages that another rank owns, and so those of all ranks with the same shards.
-        (message, tensor, replicas.all_reduce(tensor, wire) if replicas.size > 1 and tensor.numel() else None)
+        (message, tensor, _across(bound.unit.params[message[0]], tensor, replicas, wire))
         for message, tensor in grads.arrivals
     ]
     return Reduction(bound, arrivals, grads.scattered, replicas)
+
+
+def _across(
+    param: Param, tensor: torch.Tensor, replicas: AxisCommunicator, wire: torch.dtype | None
+) -> AsyncWork | None:
+    """Start averaging a message, of which `param` is the first, over replicas, if there is something to average."""
+    # Empty are averages that another rank owns, and so those of all ranks with the same shards.
+    if replicas.size == 1 or not tensor.numel():
+        return None
+    return replicas.all_reduce(tensor, wire if param.outer_dtype is wire else None)
 
 
 def average(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bool) -> Gradients:

@@ -105,6 +105,8 @@ def _mistaken_replicas(program: Program, node: fx.Node, op: ReduceReplicas) -> I
     _, averages, group = given_to(node)
     if averages != WaitReduce(op.unit, op.params) or group != Group(op.axis):
         yield Violation(node, f"{node.name} averages {op.params} over {op.axis}, and is given {averages} over {group}")
+    if op.wire is not (wanted := program.layout.unit(op.unit).outer_dtype):
+        yield Violation(node, f"{node.name} sends averages of {op.unit} as {op.wire}; want {wanted}")
     if program.layout.replicated is None or program.layout.replicated.name != op.axis:
         yield Violation(node, f"{node.name} averages over {op.axis}, along which ranks have no equal shards")
 

@@ -383,8 +383,10 @@ class ReduceReplicas(Averaging):
         for params in self.messages(layout):
             kind = self.sent_dtype(params[0])
             numel = sum(param.shard_numel for param in params)
-            as_it_is = self.wire is None or self.wire is kind
-            result.append(2 * numel * kind.itemsize if as_it_is else average_payload(numel, ranks, self.wire))
+            if self.wire is None or self.wire is kind or self.wire is not params[0].outer_dtype:
+                result.append(2 * numel * kind.itemsize)
+            else:
+                result.append(average_payload(numel, ranks, self.wire))
         return result
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:

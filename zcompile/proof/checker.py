@@ -414,7 +414,8 @@ class Evaluation:
     def across(self, param: ParamText, mean: int, dtype: str, wire: str) -> int:
         """The mean over the ranks that have the same shards of what is one over those that shard, sent as `wire`."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        return self.terms.make(f"mean of replicas {wire if wire == param.across else '?'}".rstrip(), mean, *cast)
+        sent = wire if wire == param.across else ""  # what is whole on every rank travels as it is
+        return self.terms.make(f"mean of replicas {sent}".rstrip(), mean, *cast)
 
     def averages(self, how: str) -> dict[str, tuple[int, Place]]:
         """What the optimizer must get, by the gradients that the traced step gives."""

@@ -125,8 +125,8 @@ def param_of(text: str) -> ParamText:
     name, _, rest = text.partition(" ")
     found = dict(re.findall(r"(computed|reduced|across) in (\w+)", rest))
     flags = rest.partition("]")[2].split()
-    casts = (found.get(kind, "") for kind in ("computed", "reduced", "across"))
-    return ParamText(_unescaped(name), rest.partition("[")[0], *casts, flags)
+    computed, reduced, across = (found.get(kind, "") for kind in ("computed", "reduced", "across"))
+    return ParamText(_unescaped(name), rest.partition("[")[0], computed, reduced, across, flags)
 
 
 def full(param: ParamText, dtype: str) -> str:

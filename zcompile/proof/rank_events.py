@@ -19,7 +19,7 @@ from typing import Any
 
 from zcompile.errors import ProofError
 from zcompile.ir.axis import Axis, AxisKind
-from zcompile.ir.tensor_type import dtype_of
+from zcompile.ir.tensor_type import dtype_of, dtype_text
 
 
 class Act(StrEnum):
@@ -390,6 +390,7 @@ class _Reader:
         keep = " keep" if call.name == "all_gather" and options.get("keep") == "True" else ""
         by = f" by {options['bucket']}" if "bucket" in options else ""
         by += f" over {self._replicas(call, group)}" if (group := call.argument(2)) else ""
+        by += f" in {dtype_text(dtype_of(options['wire'].removeprefix('torch.')))}" if "wire" in options else ""
         return f"{call.name}{keep} {unit} ({', '.join(texts)}){by}"
 
     def _has_gradient(self, call: _Call, count: int) -> list[bool]:
