@@ -48,7 +48,7 @@ def test_what_a_line_is_given_is_what_the_runtime_takes(row: type[Operation]) ->
         by_name |= {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}.items()
     sharing = [one for one in LINES if set(one.functions) & set(row.functions)]
     assert options_of(row).items() <= by_name
-    assert by_name == {item for one in sharing for item in options_of(one).items()}
+    assert by_name <= {item for one in sharing for item in options_of(one).items()}
 
 
 def test_every_row_says_what_it_does() -> None:
