@@ -325,6 +325,7 @@ def refused(rank: int) -> list[str]:
     params = [param for param in compiled.parameters() if param.ndim == 2]
     one, other = params[0], next(p for p in params if p.zcompile_owner != params[0].zcompile_owner)
     row = next(param for param in compiled.parameters() if param.ndim == 1)
+    replicated = DTensor.from_local(one.full_tensor(), one.device_mesh, [Replicate()])
     tries = [
         lambda: one.detach() @ one.detach().T,
         lambda: one.grad @ one.grad.mT,
@@ -337,6 +338,9 @@ def refused(rank: int) -> list[str]:
         lambda: one.detach() + row.detach(),
         lambda: torch.linalg.qr(one.grad),
         lambda: one.grad.norm(p="nuc"),
+        lambda: one.detach().copy_(replicated),
+        lambda: one.detach() * replicated,
+        lambda: torch._foreach_mul([one.detach()], [replicated]),
         lambda: torch.add(input=one.detach(), other=other.detach()),
         lambda: one.grad.sum(dim=1),
         lambda: one.redistribute(placements=[torch.distributed.tensor.Shard(1)]),
@@ -436,6 +440,50 @@ def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, tmp_path: Path
 def test_patterns_that_match_nothing(whole: object, said: str) -> None:
     with pytest.raises(OptionError, match=said):
         zcompile.compile(make("mlp"), whole=whole)  # type: ignore[arg-type]
+
+
+class Derived(torch.optim.AdamW):
+    """Nothing is known of it."""
+
+
+def in_one_group(rank: int, world: int) -> list[str]:
+    """What differs where an optimizer of elements steps matrices with owners and vectors by rows together."""
+    compiled = compiled_of(rank, "mlp")
+    plain = make("mlp", 0)
+    optimizer, other = (Derived(model.parameters(), lr=1e-2, foreach=True) for model in (compiled, plain))
+    for step in range(2):
+        compiled(*batch("mlp", rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        grads: list[Values] = []
+        for number in range(world):
+            plain(*batch("mlp", number, step)).backward()
+            grads.append({name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+            plain.zero_grad()
+        for name, param in plain.named_parameters():
+            param.grad = averaged(grads, name, 1)
+        other.step()
+        other.zero_grad()
+    return differing(full_values(compiled), {name: param.detach() for name, param in plain.named_parameters()})
+
+
+def test_an_optimizer_of_elements_takes_both_kinds_in_one_group(ranks: Ranks) -> None:
+    assert ranks.run(3, in_one_group, 3) == [[]] * 3
+
+
+def both_kinds(rank: int) -> str:
+    model = make("mlp", 0)
+    compiled = zcompile.compile(model, whole=["layers.0.weight"], backend="eager")
+    first, _ = optimizers(compiled)
+    compiled(*batch("mlp", rank, 0)).backward()
+    with pytest.raises(OptimizerError) as caught:
+        first.step()
+    return str(caught.value)
+
+
+def test_muon_over_whole_matrices_and_rows_is_told_so(ranks: Ranks) -> None:
+    for said in ranks.run(2, both_kinds):
+        assert "beside ones of which each rank has rows" in said
 
 
 def by_rows(rank: int) -> str:

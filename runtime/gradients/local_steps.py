@@ -246,17 +246,20 @@ def _decided(optimizer: Optimizer) -> bool:
 
 
 def _fails_on_shards(optimizer: Optimizer) -> bool:
-    """False if it steps DTensors right; True if it cannot, and treats elements alone.
+    """False if it steps DTensors right; True if it cannot, or also has plain ones, and treats elements alone.
 
     Raises:
         OptimizerError: it steps them otherwise than plain tensors, or cannot, and needs more than the element.
     """
     trials = [trial for group in optimizer.param_groups for trial in _trials(group)]
     failures = [failure for trial in trials if (failure := _failure_on_shards(optimizer, trial))]
-    if failures and not all(_elementwise(optimizer, trial) for trial in trials):
-        what = f"{type(optimizer).__name__} cannot step parameters that are sharded: {failures[0]}"
-        raise OptimizerError("optimizer", what, _FIX)
-    return bool(failures)
+    mixed = any(owner_of(param) is not None for param in _parameters_of(optimizer))
+    if not failures and not mixed:
+        return False
+    if not all(_elementwise(optimizer, trial) for trial in trials):
+        what = f"cannot step parameters that are sharded: {failures[0]}" if failures else _MIXED
+        raise OptimizerError("optimizer", f"{type(optimizer).__name__} {what}", _FIX)
+    return True
 
 
 def _check_flattened(optimizer: Optimizer, params: Sequence[DTensor]) -> None:
@@ -376,6 +379,7 @@ def _failure_on_shards(optimizer: Optimizer, trial: _Trial) -> str:
     return ""
 
 
+_MIXED = "steps parameters that one rank keeps whole beside ones of which each rank has rows, and needs whole ones"
 _FIX = (
     "let one rank keep each of its parameters whole, zcompile.compile(..., whole=[names]), choose stage=0, or an "
     "optimizer that treats each element by itself, as AdamW"
