@@ -101,10 +101,9 @@ class BackendCollectives(Collectives):
         holds them until the current stream has waited for the end. A piece's rows are allocated on the staging stream,
         and dropped once that has waited for their reduction, so only its own later work can get their memory.
         """
-        staging = self._staging = self._staging or new_stream(self.member.device)
-        staging.wait_stream(current_stream(self.member.device))
         on_their_way = deque[tuple[dist.Work, torch.Tensor]]()
-        with on_stream(staging):
+
+        def launch() -> None:
             for begin in range(0, shard.numel(), width):
                 if len(on_their_way) == 2:
                     on_their_way.popleft()[0].wait()
@@ -115,8 +114,17 @@ class BackendCollectives(Collectives):
             while on_their_way:
                 on_their_way.popleft()[0].wait()
             self._divide(shard)
+
+        return self._on_staging(launch, (shard, piece))
+
+    def _on_staging(self, launch: Callable[[], None], alive: Sequence[object]) -> AsyncWork:
+        """What `launch` does on a stream of its own, behind what the current stream has done so far."""
+        staging = self._staging = self._staging or new_stream(self.member.device)
+        staging.wait_stream(current_stream(self.member.device))
+        with on_stream(staging):
+            launch()
             done = staging.record_event()
-        return self._on_stream(lambda: current_stream(self.member.device).wait_event(done), (shard, piece))
+        return self._on_stream(lambda: current_stream(self.member.device).wait_event(done), alive)
 
     def all_reduce(self, tensor: torch.Tensor) -> AsyncWork:
         """One collective."""
@@ -133,12 +141,7 @@ class BackendCollectives(Collectives):
         if not is_gpu(self.member.device):
             self._average_in(wire, tensor)
             return self._follow(lambda: None, "an all_reduce")
-        staging = self._staging = self._staging or new_stream(self.member.device)
-        staging.wait_stream(current_stream(self.member.device))
-        with on_stream(staging):
-            self._average_in(wire, tensor)
-            done = staging.record_event()
-        return self._on_stream(lambda: current_stream(self.member.device).wait_event(done), (tensor,))
+        return self._on_staging(lambda: self._average_in(wire, tensor), (tensor,))
 
     def _average_in(self, wire: torch.dtype, tensor: torch.Tensor) -> None:
         """On the current stream, which waits for what it launches."""

@@ -466,7 +466,7 @@ PAIR = CHAIN.replace(
     [
         (((0,), (2,)), "the messages of a are ((0,), (2,)); want every parameter once"),
         (((0,), (1,), (2,), (0,)), "the messages of a are ((0,), (1,), (2,), (0,)); want every parameter once"),
-        (((0, 1), (2,)), "a message of a mixes dtypes or whole and sharded: ['a.weight', 'a.bias']"),
+        (((0, 1), (2,)), "a message of a mixes dtypes, owners, or whole and sharded: ['a.weight', 'a.bias']"),
         (((0, 2), (1,)), "a message of a is not one run of its shards' memory: (0, 2)"),
     ],
 )

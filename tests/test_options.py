@@ -19,6 +19,7 @@ OTHER: dict[str, Any] = {
     "prefetch": 1,
     "dtype": torch.bfloat16,
     "reduce_dtype": torch.float64,
+    "outer_dtype": torch.int8,
     "checkpoint": "unit",
     "backend": "eager",
     "memory_limit": "1 GiB",
@@ -48,7 +49,7 @@ def test_signatures_have_every_option_with_its_default(function: Any, left_out: 
 
 
 def test_every_option_of_compile_is_one_or_says_what_to_compile() -> None:
-    about = {"model", "optimizer", "mesh", "units", "weights"}
+    about = {"model", "optimizer", "mesh", "units", "whole", "weights"}
     assert defaults_of(zcompile.compile).keys() - FIELDS.keys() == about
 
 

@@ -259,6 +259,7 @@ def counted(rank: int) -> tuple[list[tuple[int, ...]], int, int]:
     compiled = compiled_of(rank, "gpt")
     muon, _ = optimizers(compiled)
     compiled(*batch("gpt", rank, 0)).backward()
+    muon.step()  # at the first one it is tried out
     before = compiled.traffic.payload
     with orthogonalised() as shapes:
         muon.step()
@@ -469,6 +470,88 @@ def in_one_group(rank: int, world: int) -> list[str]:
 
 def test_an_optimizer_of_elements_takes_both_kinds_in_one_group(ranks: Ranks) -> None:
     assert ranks.run(3, in_one_group, 3) == [[]] * 3
+
+
+class First(torch.optim.SGD):
+    """Looks at the first parameter of each group."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert all(group["params"][0].device.type == "cpu" for group in self.param_groups)
+        super().step(closure)
+
+
+class Clipping(torch.optim.SGD):
+    """Clips by the norm of all its gradients."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_([param for param in group["params"] if param.grad is not None], 0.01)
+        super().step(closure)
+
+
+class Adapting(torch.optim.SGD):
+    """Its rate follows from the gradients of all its parameters, as that of D-Adaptation."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] *= 1 + float(sum(param.grad.abs().sum() for param in group["params"]))  # type: ignore[misc]
+        super().step(closure)
+
+
+def of_all(rank: int) -> list[str]:
+    """What is said of optimizers that look at all their parameters; and of one that looks at the first, nothing."""
+    compiled = compiled_of(rank, "mlp")
+    found = []
+    for kind in (Clipping, Adapting, First):
+        optimizer = kind([param for param in compiled.parameters() if param.ndim == 2], lr=0.1)
+        compiled(*batch("mlp", rank, 0)).backward()
+        try:
+            optimizer.step()
+        except OptimizerError as error:
+            found.append(str(error))
+        compiled.zero_grad()
+    return found
+
+
+def test_an_optimizer_that_looks_at_all_matrices_is_refused(ranks: Ranks) -> None:
+    for found in ranks.run(4, of_all):
+        assert len(found) == 2
+        assert all("steps a parameter otherwise beside others" in said for said in found)
+
+
+def normed(rank: int) -> list[float]:
+    compiled = compiled_of(rank, "mlp")
+    compiled(*batch("mlp", rank, 0)).backward()
+    grads = [param.grad for param in compiled.parameters()]
+    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    largest = nn.utils.get_total_norm(grads, norm_type=float("inf"))
+    largest = largest.full_tensor() if isinstance(largest, DTensor) else largest
+    alone = grads[0].norm(float("inf")).full_tensor()
+    off = [largest - max(grad.abs().max() for grad in whole), alone - whole[0].abs().max()]
+    return [float(one) for one in off]
+
+
+def test_the_largest_element_of_what_a_rank_does_not_have(ranks: Ranks) -> None:
+    assert ranks.run(3, normed) == [[0.0, 0.0]] * 3
+
+
+def given_whole(rank: int) -> list[str]:
+    """A gradient that the user has made whole on every rank is the owner's all the same."""
+    values = []
+    for whole in (False, True):
+        compiled = compiled_of(0, "mlp")
+        compiled(*batch("mlp", rank, 0)).backward()
+        for param in compiled.parameters():
+            if whole and param.ndim == 2:
+                param.grad = param.grad.redistribute(placements=[Replicate()])
+        for optimizer in optimizers(compiled):
+            optimizer.step()
+        values.append(full_values(compiled))
+    return differing(*values)
+
+
+def test_a_gradient_may_be_made_whole(ranks: Ranks) -> None:
+    assert ranks.run(2, given_whole) == [[]] * 2
 
 
 def both_kinds(rank: int) -> str:

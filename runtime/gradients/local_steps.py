@@ -28,7 +28,7 @@ from zcompile.errors import OptimizerError, ParameterError
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.tensors.owned import is_here, owner_of
 from zcompile.runtime.tensors.parameter import sharded
-from zcompile.runtime.tensors.placement import Placing
+from zcompile.runtime.tensors.placement import Placing, part_of
 
 _ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
 """Optimizers that are known to treat elements alone; a class derived from one of them may not."""
@@ -76,10 +76,14 @@ class LocalSteps:
             self._found[optimizer] = _decided(optimizer)
         return self._found[optimizer]
 
-    def begin(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> LocalStep:
-        """A step of `optimizer` on local tensors, for the parameters in `groups`."""
+    def begin(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], *, whole: bool = True) -> LocalStep:
+        """A step of `optimizer` on local tensors, for the parameters in `groups`: `whole` if these are all that it has.
+
+        Of such a step every group has a parameter: where other ranks own all of them one that nobody reads, as many
+        optimizers look at their first.
+        """
         with no_torch_function():  # a parameter's own costs more than what it is asked for
-            return LocalStep(optimizer, groups, self._locals, rows=self._steps_rows(optimizer))
+            return LocalStep(optimizer, groups, self._locals, rows=self._steps_rows(optimizer), whole=whole)
 
 
 class LocalStep:
@@ -92,12 +96,20 @@ class LocalStep:
         known: MutableMapping[torch.Tensor, nn.Parameter],
         *,
         rows: bool,
+        whole: bool,
     ) -> None:
         """`known`: what has stood for parameters in steps before. `rows`: also of those whose rows are divided."""
         self._real, self._groups, self._known, self._rows = optimizer, groups, known, rows
         self._locals: list[tuple[torch.Tensor, torch.Tensor]] = []
         here = [[param for param in group["params"] if owner_of(param) is None or is_here(param)] for group in groups]
         local = [{**group, "params": [self._local(p) for p in some]} for group, some in zip(groups, here, strict=True)]
+        self.is_idle = not any(group["params"] for group in local)
+        """True where other ranks own all parameters of the step."""
+        self._unread: set[int] = set()
+        for group, mine in zip(groups, local, strict=True):
+            if whole and group["params"] and not mine["params"]:
+                mine["params"] = [unread := _stand_in(group["params"][0])]
+                self._unread.add(id(unread))
         state: dict[Any, Any] = defaultdict(dict)
         stepped = {id(param) for param, _ in self._locals}
         state |= {key: value for key, value in optimizer.state.items() if id(key) not in stepped}
@@ -144,8 +156,15 @@ class LocalStep:
                 before = self._real.state.get(param, {})
                 kept = {key: _sharded(param, key, value, before.get(key)) for key, value in state[mine].items()}
                 self._real.state[param] = kept
-        local = {mine for _, mine in self._locals}
-        self._real.state.update({key: value for key, value in state.items() if key not in local})
+        local = {id(mine) for _, mine in self._locals} | self._unread
+        self._real.state.update({key: value for key, value in state.items() if id(key) not in local})
+
+
+def _stand_in(like: torch.Tensor) -> nn.Parameter:
+    """A small parameter with a gradient, as those that optimizers are tried on."""
+    made = nn.Parameter(_values((_ROWS, *[_COLUMNS] * (like.ndim - 1)), like))
+    made.grad = made.detach().cos()
+    return made
 
 
 def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -161,6 +180,8 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
         name = getattr(param, "zcompile_name", "a parameter")
         fix = "change the gradient in place, or compute it by operations on it, which give a DTensor"
         raise ParameterError(name, "is a DTensor, and its `.grad` was set to a plain tensor", fix)
+    if owner_of(param) is not None and owner_of(grad) is None:  # every rank has it, or rows of it
+        return part_of(grad.full_tensor(), param)
     if grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
     return local_tensor(grad)
@@ -228,10 +249,8 @@ def _decided(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, LBFGS):
         _check_flattened(optimizer, params)
         return False
-    if all(owner_of(param) is not None for param in params):
-        return False
-    if type(optimizer) in _ELEMENTWISE:
-        return True
+    if not params or type(optimizer) in _ELEMENTWISE:
+        return bool(params)
     everything = list(_parameters_of(optimizer))
     gradients = [param.grad for param in everything]
     devices = [params[0].device] if is_gpu(params[0].device) else []
@@ -239,6 +258,9 @@ def _decided(optimizer: Optimizer) -> bool:
         for param in everything:  # an optimizer within this one is not to step meanwhile
             param.grad = None
         with torch.random.fork_rng(devices):
+            for group in optimizer.param_groups:
+                if owned := [param for param in group["params"] if owner_of(param) is not None]:
+                    _check_alone(optimizer, group, owned[0])
             return _fails_on_shards(optimizer)
     finally:
         for param, gradient in zip(everything, gradients, strict=True):
@@ -253,13 +275,48 @@ def _fails_on_shards(optimizer: Optimizer) -> bool:
     """
     trials = [trial for group in optimizer.param_groups for trial in _trials(group)]
     failures = [failure for trial in trials if (failure := _failure_on_shards(optimizer, trial))]
-    mixed = any(owner_of(param) is not None for param in _parameters_of(optimizer))
+    mixed = bool(trials) and any(owner_of(param) is not None for param in _parameters_of(optimizer))
     if not failures and not mixed:
         return False
     if not all(_elementwise(optimizer, trial) for trial in trials):
         what = f"cannot step parameters that are sharded: {failures[0]}" if failures else _MIXED
         raise OptimizerError("optimizer", f"{type(optimizer).__name__} {what}", _FIX)
     return True
+
+
+def _check_alone(optimizer: Optimizer, group: dict[str, Any], owned: torch.Tensor) -> None:
+    """Compare two parameters like `owned` stepped at once with each stepped by an optimizer that has no other.
+
+    Raises:
+        OptimizerError: they differ, or what the steps leave in their group does.
+    """
+    first = _values((_ROWS, *[_COLUMNS] * (owned.ndim - 1)), owned)
+    values = [first, 3 * first.flip(0)]
+    gradients = [
+        [(scale * one + step).cos() for step in range(_STEPS)] for scale, one in zip((5, 1e-2), values, strict=True)
+    ]
+    try:
+        together, options = _stepped_at_once(optimizer, group, values, gradients)
+        apart = [
+            _stepped_at_once(optimizer, group, [one], [grads]) for one, grads in zip(values, gradients, strict=True)
+        ]
+    except Exception:  # what it needs is not known here
+        return
+    rounding = 16 * torch.finfo(first.dtype).eps
+    equal = all(
+        torch.allclose(whole, alone, rtol=rounding, atol=rounding)
+        for whole, ((alone,), _) in zip(together, apart, strict=True)
+    )
+    if not equal or any(not _same_options(options, own) for _, own in apart):
+        what = f"{type(optimizer).__name__} steps a parameter otherwise beside others, and no rank has all of them"
+        fix = "choose stage=0, or an optimizer that treats each parameter by itself, as Muon, Shampoo or SOAP"
+        raise OptimizerError("optimizer", what, fix)
+
+
+def _same_options(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True for equal options of a group."""
+    pairs = ((one.get(key), other.get(key)) for key in {**one, **other})
+    return all(bool(torch.as_tensor(a == b).all()) for a, b in pairs)
 
 
 def _check_flattened(optimizer: Optimizer, params: Sequence[DTensor]) -> None:
@@ -299,9 +356,13 @@ def _trials(group: dict[str, Any]) -> Iterator[_Trial]:
     for ndim in sorted({param.ndim for param in params}):
         # Rows on every rank: what an optimizer does of none it would do on one rank alone.
         shape = (max(_ROWS, 2 * params[0].device_mesh.size(0) - 1), *[_COLUMNS] * min(ndim - 1, 3))
-        count = torch.arange(torch.Size(shape).numel(), device=params[0].device)
-        values = (1.0 + count * count).sin().view(shape).to(params[0].dtype)  # rows that do not depend on each other
-        yield _Trial(group, values, params[0])
+        yield _Trial(group, _values(shape, params[0]), params[0])
+
+
+def _values(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Values of which no row follows from the others."""
+    count = torch.arange(torch.Size(shape).numel(), device=like.device)
+    return (1.0 + count * count).sin().view(shape).to(like.dtype)
 
 
 def _elementwise(optimizer: Optimizer, trial: _Trial) -> bool:
@@ -333,19 +394,32 @@ def _stepped(
     optimizer: Optimizer, group: dict[str, Any], value: torch.Tensor, gradients: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """A parameter of this value after a step with each of these gradients."""
-    param = value if isinstance(value, nn.Parameter) else nn.Parameter(value.clone())
+    (param,), _ = _stepped_at_once(optimizer, group, [value], [gradients])
+    return param
+
+
+def _stepped_at_once(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    values: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Parameters of these values after a step with each of their gradients, and the options of their group then."""
+    params = [value if isinstance(value, nn.Parameter) else nn.Parameter(value.clone()) for value in values]
     options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     if "lr" in options:  # a schedule may begin with none
         rate = options["lr"]
         options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, torch.Tensor) else _RATE
     kept = {name: copy.copy(value) for name, value in vars(optimizer).items() if isinstance(value, (dict, list, set))}
-    tried_group = {**options, "params": [param]}
+    tried_group = {**options, "params": params}
     state = first_state(optimizer, tried_group)
     tried = sharing(optimizer, **{**kept, "state": state, "param_groups": [tried_group]})
-    for gradient in gradients:
-        param.grad = gradient.clone()
+    for brought in zip(*gradients, strict=True):
+        for param, gradient in zip(params, brought, strict=True):
+            param.grad = gradient.clone()
         unhooked_step(tried)
-    return param.detach()
+    left = {key: value for key, value in tried_group.items() if key != "params"}
+    return [param.detach() for param in params], left
 
 
 def _failure_on_shards(optimizer: Optimizer, trial: _Trial) -> str:

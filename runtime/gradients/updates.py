@@ -129,7 +129,9 @@ def _step(optimizer: Optimizer, groups: dict[int, list[nn.Parameter]], local: Lo
     if local is None:
         unhooked_step(sharing(optimizer, param_groups=narrowed))
         return
-    step = local.begin(optimizer, narrowed)
+    step = local.begin(optimizer, narrowed, whole=False)
+    if step.is_idle:
+        return
     unhooked_step(step.optimizer)
     step.finish()
 

@@ -102,7 +102,7 @@ class ExplainedDTensor(DTensor):
             GroupError: naming the ranks that have not come, and the line that has called it.
             ParameterError: it takes gradients of which some are plain tensors, or such of which one rank has all.
         """
-        given = (*args, *(kwargs or {}).values())
+        args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():
@@ -128,6 +128,22 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
     assert isinstance(tensor, ExplainedDTensor), "its class was set"
     tensor.zcompile_waits = None if waits is None else weakref.ref(waits)
     return tensor
+
+
+def with_rows(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a norm, zeros for a tensor of which this rank has no rows: torch has no maximum of nothing."""
+    if getattr(func, "__name__", "") not in _NORMS:
+        return args
+
+    def filled(one: Any) -> Any:
+        if not isinstance(one, DTensor) or local_tensor(one).numel() or not one.numel():
+            return one
+        return laid_out_like(one, local_tensor(one).new_zeros([max(size, 1) for size in local_tensor(one).shape]))
+
+    return tuple(type(arg)(map(filled, arg)) if type(arg) in (list, tuple) else filled(arg) for arg in args)
+
+
+_NORMS = ("norm", "linalg_vector_norm", "_foreach_norm")
 
 
 def explainer(args: Sequence[Any]) -> Callable[[DTensor], object]:

@@ -30,6 +30,7 @@ from zcompile.runtime.tensors.explained import (
     laid_out_like,
     waits_of,
     watched,
+    with_rows,
 )
 from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of
 from zcompile.runtime.waits import Waits
@@ -63,7 +64,7 @@ class ShardedParameter(ExplainedDTensor):
         """
         if func == _SET_DATA:  # a new object each time
             return _assign(*args)
-        given = (*args, *(kwargs or {}).values())
+        args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():

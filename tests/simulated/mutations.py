@@ -77,10 +77,10 @@ MUTATIONS = (
     Mutation(GPUS, "            while on_their_way:\n                on_their_way.popleft()[0].wait()",
              "            while on_their_way:\n                on_their_way.popleft()", PIECES),
     Mutation(GPUS, "while on_their_way:", "while len(on_their_way) > 1:", PIECES),
-    Mutation(GPUS, "done = staging.record_event()", "done = current_stream(part.device).record_event()", PIECES,
+    Mutation(GPUS, "done = staging.record_event()", "done = current_stream(self.member.device).record_event()", PIECES,
              "within it the current stream is the staging one"),
     Mutation(GPUS, "lambda: current_stream(self.member.device).wait_event(done)", "lambda: None", PIECES),
-    Mutation(GPUS, "wait_event(done), (shard, piece))", "wait_event(done), ())", PIECES),
+    Mutation(GPUS, "self._on_staging(launch, (shard, piece))", "self._on_staging(launch, ())", PIECES),
     # delivery
     Mutation(DELIVERY, "current_stream(event.device).wait_event(event)", "pass",
              ("stage 3, side stream", "stage 1, side stream"),

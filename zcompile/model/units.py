@@ -80,7 +80,8 @@ def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str]) ->
         raise OptionError("whole", f"{patterns!r} is no list of names", fix)
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in params):
-            raise OptionError("whole", f"{pattern!r} matches no parameter", nearest(pattern, params))
+            within = "a wildcard stays within one name, as in 'blocks.*.mlp.*.weight'; "
+            raise OptionError("whole", f"{pattern!r} matches no parameter", within + nearest(pattern, params))
     found = [name for name in params if any(_matches(name, pattern) for pattern in patterns)]
     if divided := next((name for name in found if isinstance(params[name], DTensor)), None):
         problem = f"matches {divided!r}, which tensor parallelism divides: no rank has all of it"

@@ -414,17 +414,14 @@ class Evaluation:
     def across(self, param: ParamText, mean: int, dtype: str, wire: str) -> int:
         """The mean over the ranks that have the same shards of what is one over those that shard, sent as `wire`."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        sent = wire if wire == param.across else ""  # what is whole on every rank travels as it is
-        return self.terms.make(f"mean of replicas {sent}".rstrip(), mean, *cast)
+        return self.terms.make(f"mean of replicas {wire if wire == param.across else ''}".rstrip(), mean, *cast)
 
     def averages(self, how: str) -> dict[str, tuple[int, Place]]:
         """What the optimizer must get, by the gradients that the traced step gives."""
         pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
         means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
         if self.replicas and how == "scatter":
-            means = [
-                self.across(one, mean, one.reduced, one.across) for (one, _), mean in zip(pairs, means, strict=True)
-            ]
+            means = [self.across(one, m, one.reduced, one.across) for (one, _), m in zip(pairs, means, strict=True)]
         return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
 
     def _reduce_scatter(self, shards: Any, grads: Any, dtype: str = "", bucket: str = "", at: Any = None) -> Begun:
