@@ -42,10 +42,10 @@ def failing(name: str) -> Iterator[None]:
     works: Callable[..., Any] = getattr(fault.owner, fault.method)
     calls = itertools.count()
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         if next(calls) == fault.call:
             raise FailedStepError(name)
-        return works(*args)
+        return works(*args, **named)
 
     with mock.patch.object(fault.owner, fault.method, call):
         yield
