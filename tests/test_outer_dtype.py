@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zcompile
 from benchmarks.mutators import respell
 from tests.cases import quickly
+from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.test_hybrid import STEPS, Shape, Values, adamw, differing, full_values, mean, mesh_of, train
@@ -24,12 +25,8 @@ from zcompile import OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import data
 from zcompile.ir.ops import ReduceReplicas
 from zcompile.ir.wire import padded_to_blocks, wire_bytes
-from zcompile.proof.dumps import prove_dump, rank_folders
-from zcompile.proof.ranks import check_folders
-from zcompile.recording.archive import Archive
 from zcompile.runtime.groups import AxisCommunicator, Communicator
 from zcompile.runtime.low_precision import decode, encode
-from zcompile.tools.replay import Replay, Verdict
 
 WIRES = (torch.bfloat16, torch.int8)
 EACH = 256
@@ -169,13 +166,8 @@ def test_int8_is_proven_replayed_and_counted(ranks: Ranks, tmp_path: Path) -> No
         assert sent == said
         psi = 4 * sum(param.numel() for param in make("gpt").parameters())
         assert sent["replicate"] < 0.3 * psi / 2  # of float32 it would be half of what a node's rank keeps, sent once
-    for rank, folder in rank_folders(tmp_path / "dump").items():
-        (verdict,) = prove_dump(folder)
-        assert verdict.error is None, f"rank {rank}: {verdict.error}"
-    check_folders(rank_folders(tmp_path / "dump"))
-    for rank in range(4):
-        lines = list(Replay(Archive(tmp_path, rank)).lines())
-        assert {value.verdict for line in lines for value in line.values} <= {Verdict.GIVEN, Verdict.EQUAL}
+    assert_proven(tmp_path / "dump")
+    assert_replayed(tmp_path, 4)
 
 
 def mistaken(rank: int) -> str:
@@ -234,10 +226,7 @@ def with_a_number(rank: int, folder: str) -> list[str]:
 
 def test_what_is_whole_on_every_rank_travels_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, with_a_number, str(tmp_path)) == [[]] * 2
-    for folder in rank_folders(tmp_path).values():
-        (verdict,) = prove_dump(folder)
-        assert verdict.error is None, verdict.error
-    check_folders(rank_folders(tmp_path))
+    assert_proven(tmp_path)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

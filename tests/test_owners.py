@@ -19,13 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zcompile
 from tests.cases import quickly
+from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import OptimizerError, OptionError, ParameterError
-from zcompile.proof.dumps import prove_dump, rank_folders
-from zcompile.proof.ranks import check_folders
-from zcompile.recording.archive import Archive
-from zcompile.tools.replay import Replay, Verdict
 
 STEPS = 3
 Values = dict[str, torch.Tensor]
@@ -423,13 +420,8 @@ def replayed(rank: int, folder: str) -> None:
 
 def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(3, replayed, str(tmp_path))
-    for rank, folder in rank_folders(tmp_path / "dump").items():
-        (verdict,) = prove_dump(folder)
-        assert verdict.error is None, f"rank {rank}: {verdict.error}"
-    check_folders(rank_folders(tmp_path / "dump"))
-    for rank in range(3):
-        lines = list(Replay(Archive(tmp_path, rank)).lines())
-        assert {value.verdict for line in lines for value in line.values} <= {Verdict.GIVEN, Verdict.EQUAL}
+    assert_proven(tmp_path / "dump")
+    assert_replayed(tmp_path, 3)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

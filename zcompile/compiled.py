@@ -103,7 +103,7 @@ def compile(
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
     Raises:
-        OptionError, PipelineError: an option or a pass that cannot be meant; a limit too low, at the first call.
+        OptionError, PipelineError: an option, weights or a pass that cannot be meant; a limit too low, at first call.
         ModelError: no parameters, several devices, sharded, on meta without values, quantised, or weights of another.
         OptimizerError: `optimizer` holds none of the model's parameters.
         GroupError, AgreementError: no process group, a mesh that does not fit, ranks with other models or options.
