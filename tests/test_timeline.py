@@ -78,7 +78,7 @@ def recorded(rank: int, stage: int, folder: str) -> dict[str, object]:
         "bytes": timeline.nbytes == sent,
         "messages": {message.operation for message in timeline.messages or ()},
         "units": {message.unit for message in timeline.messages or ()} == {u.name for u in compiled.layout.units},
-        "sending": sending == ({u.name for u in compiled.layout.units} if stage else set()),
+        "sending": sending == {u.name for u in compiled.layout.units},
         "spent": all(timeline.spent(on) > 0 for on in Spent),
         "steps": [one.number for one in compiled.timelines],
         "page": all(unit.name in str(timeline) for unit in compiled.layout.units),
