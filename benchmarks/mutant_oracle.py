@@ -359,7 +359,7 @@ class _Machine:
         return result
 
     def _reduce_replicas(self, node: fx.Node) -> Reducing:
-        op, (_, source, group) = op_of(node, ops.ReduceReplicas), node.all_input_nodes
+        op, (_, source, group) = op_of(node, ops.ReduceOutside), node.all_input_nodes
         averages, axis = self.values[source], self.layout.replicated
         if axis is None or op_of(group, ops.Group).axis != axis.name or not isinstance(averages, Averages):
             raise TypeError(f"{node} is not given averages and the group of their replicas")
@@ -522,7 +522,7 @@ _RUN: Mapping[type, Callable[[_Machine, fx.Node], Any]] = {
     ops.WaitFetch: _Machine._wait,
     ops.Release: _Machine._release,
     ops.Reduce: _Machine._reduce,
-    ops.ReduceReplicas: _Machine._reduce_replicas,
+    ops.ReduceOutside: _Machine._reduce_replicas,
     ops.Accumulate: _Machine._accumulate,
     ops.Update: _Machine._update,
     ops.Copy: lambda machine, node: [value.clone() for value in machine._tensors(node.args[0])],

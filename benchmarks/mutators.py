@@ -119,8 +119,8 @@ def move_line(random: Random, program: Program) -> Program | None:
 
 def exchange_lines(random: Random, program: Program) -> Program | None:
     """Two lines of a kind stand where the other one stood."""
-    kinds = (ops.AllGather, ops.Reduce, ops.ReduceReplicas, ops.Release, ops.Update, ops.GatherAhead, *_WAITS)
-    kind = pick(random, [kind for kind in kinds if kind is not ops.ReduceReplicas or program.nodes(kind)])
+    kinds = (ops.AllGather, ops.Reduce, ops.ReduceOutside, ops.Release, ops.Update, ops.GatherAhead, *_WAITS)
+    kind = pick(random, [kind for kind in kinds if kind is not ops.ReduceOutside or program.nodes(kind)])
     assert kind is not None, "there are kinds"
     lines = program.nodes(kind)
     if len(lines) < 2:
@@ -335,7 +335,7 @@ def _behind(node: fx.Node) -> list[fx.Node]:
 
 def skip_replicas(random: Random, program: Program) -> Program | None:
     """Averages over the ranks that shard are used as they are: replicas train apart."""
-    node = pick(random, program.nodes(ops.ReduceReplicas))
+    node = pick(random, program.nodes(ops.ReduceOutside))
     wait = next(iter(node.users), None) if node else None
     if node is None or wait is None:
         return None
@@ -347,11 +347,11 @@ def skip_replicas(random: Random, program: Program) -> Program | None:
 
 def average_over_another_axis(random: Random, program: Program) -> Program | None:
     """What is to be averaged over replicas is averaged over the ranks that shard once more."""
-    node = pick(random, program.nodes(ops.ReduceReplicas))
+    node = pick(random, program.nodes(ops.ReduceOutside))
     if node is None:
         return None
     op, axis = data(node).op, program.layout.sharded.name
-    assert isinstance(op, ops.ReduceReplicas), "it is one"
+    assert isinstance(op, ops.ReduceOutside), "it is one"
     if random.random() < 0.5:
         group = program.add_placeholder(axis, Data(ops.Group(axis)))
         node.replace_input_with(node.all_input_nodes[2], group)
@@ -361,11 +361,11 @@ def average_over_another_axis(random: Random, program: Program) -> Program | Non
 
 def send_average_otherwise(random: Random, program: Program) -> Program | None:
     """What replicas average travels in more or fewer bits than was asked for."""
-    node = pick(random, program.nodes(ops.ReduceReplicas))
+    node = pick(random, program.nodes(ops.ReduceOutside))
     if node is None:
         return None
     op = data(node).op
-    assert isinstance(op, ops.ReduceReplicas), "it is one"
+    assert isinstance(op, ops.ReduceOutside), "it is one"
     respell(program, node, replace(op, wire=pick(random, [w for w in (None, *WIRE_DTYPES) if w is not op.wire])))
     return program
 

@@ -24,8 +24,11 @@ from zcompile.ir.program import Program
 
 def gather_ahead(program: Program) -> Program:
     """A program at whose end the gathers are on their way that its forward begins with."""
-    if program.layout.sharded.size == 1 or not program.layout.stage.optimizer_sharded or not program.nodes(Update):
+    layout = program.layout
+    if layout.sharded.size == 1 or not layout.stage.optimizer_sharded or not program.nodes(Update):
         return program
+    if layout.has_secondary:
+        return program  # a forward begins with gathers outside then, which are not started ahead
     peak = parameter_peak(program)
     updated = {op_of(node, Update).unit for node in program.nodes(Update)}
     for gather in _first_gathers(program):

@@ -10,6 +10,13 @@ the backward. Under stages 1 and 2 the full copy is kept for good (`keep=True`):
 backward, no release. Stage 0 gathers only what it computes with in another dtype, and sends nothing for it: its
 "gather" is a cast.
 
+Where both of two axes divide shards (`Hybrid`), a unit is gathered along the outer one first, once a step, and its
+secondary shards are what is gathered inside, in the backward, too:
+
+    u0_outside = all_gather(u0, replicate)
+    u0_secondary = wait(u0_outside)
+    u0_gather = all_gather(u0, u0_secondary)
+
 A gradient of an input that is a view of a parameter is copied: its memory is released, or gathered into again.
 """
 
@@ -17,13 +24,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from zcompile.ir.operation import Data, Phase, data, op_of
-from zcompile.ir.ops import AllGather, Call, Copy, Item, Release, Shards, WaitGather
+from zcompile.ir.ops import (
+    AllGather,
+    Call,
+    Copy,
+    GatherInside,
+    GatherOutside,
+    Input,
+    Item,
+    Release,
+    Shards,
+    WaitGather,
+    WaitSecondary,
+)
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.shared_memory import memory_of_values
+from zcompile.ir.tensor_type import TensorType
+from zcompile.passes.common.axis_groups import group_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +117,41 @@ def _gather(program: Program, use: _Use, *, keep: bool) -> fx.Node:
     (shards,) = [node for node in program.nodes(Shards) if op_of(node, Shards).unit == use.unit]
     phase = data(use.calls[0]).phase
     dtype = program.layout.unit(use.unit).compute_dtype
-    gather_data = Data(AllGather(use.unit, keep, dtype), phase, source=use.unit)
+    kind: type[AllGather] = AllGather
+    given: tuple[fx.Node, ...] = (shards,)
+    if program.layout.has_secondary and program.layout.unit(use.unit).is_sharded:
+        kind, given = GatherInside, (shards, _secondary(program, shards, use.calls[0]))
+    gather_data = Data(kind(use.unit, keep, dtype), phase, source=use.unit)
     with program.graph.inserting_before(use.calls[0]):
-        gather = program.add((shards,), gather_data, f"{shards.name}_gather")
+        gather = program.add(given, gather_data, f"{shards.name}_gather")
         full = program.add((gather,), Data(WaitGather(use.unit), phase, source=use.unit), f"{shards.name}_full")
     for call in use.calls:
         call.replace_input_with(shards, full)
     return full
+
+
+def _secondary(program: Program, shards: fx.Node, call: fx.Node) -> fx.Node:
+    """The secondary shards of a unit: those that an earlier use has brought, else brought before `call`."""
+    unit, layout = op_of(shards, Shards).unit, program.layout
+    for node in program.nodes(WaitSecondary):
+        if op_of(node, WaitSecondary).unit == unit:
+            return node
+    axis = layout.replicated
+    assert axis is not None, "secondary shards are gathered along the outer axis"
+    op = GatherOutside(unit, axis.name, layout.keeps_secondary, layout.unit(unit).compute_dtype)
+    phase = data(call).phase
+    type_ = TensorType.make(torch.uint8, (op.buffer_bytes(layout),))
+    group = group_of(program, axis)
+    with program.graph.inserting_before(call):
+        started = program.add((shards, group), Data(op, phase, type_, unit), f"{shards.name}_outside")
+        meta = Data(WaitSecondary(unit), phase, type_, unit, view=True)
+        arrived = program.add((started,), meta, f"{shards.name}_secondary")
+    arrived.meta["val"] = _fake(program, op.buffer_bytes(layout))
+    return arrived
+
+
+def _fake(program: Program, nbytes: int) -> object:
+    """A traced tensor of so many bytes, on the device of the model's inputs; None in a program that was not traced."""
+    values = (node.meta.get("val") for node in program.nodes(Input, Call, Item))
+    like = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    return None if like is None else like.new_empty(nbytes, dtype=torch.uint8)

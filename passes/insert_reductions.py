@@ -12,6 +12,9 @@ have the same shards (HSDP; MiCS, Zhang et al. 2022), these are averaged over th
     u0_shard_grads = wait(u0_reduce)
     u0_average = all_reduce(u0, u0_shard_grads, replicate)
     u0_grads = wait(u0_average)
+
+Where that axis divides them further (HFSDP, hpZ), its ranks get their parts: `reduce_scatter(u0, u0_shard_grads,
+replicate)`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from zcompile.ir.ops import (
     Group,
     Item,
     Reduce,
-    ReduceReplicas,
+    ReduceOutside,
     Release,
     Results,
     Shards,
@@ -36,7 +39,7 @@ from zcompile.ir.ops import (
 )
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items, set_results
-from zcompile.ir.spelling import identifier
+from zcompile.passes.common.axis_groups import group_of
 
 
 def insert_reductions(program: Program) -> Program:
@@ -52,7 +55,7 @@ def insert_reductions(program: Program) -> Program:
     nodes = list(program.graph.nodes)
     units = sorted((u for u in program.layout.units if ready[u.name] >= 0), key=lambda unit: ready[unit.name])
     axis = program.layout.replicated
-    group = program.add_placeholder(identifier(axis.name), Data(Group(axis.name))) if axis and units else None
+    group = group_of(program, axis) if axis and units else None
     reduced = [_reduce(program, unit, gradients, nodes[ready[unit.name]], group) for unit in units]
     set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients, reduced=reduced)
     return program
@@ -74,8 +77,9 @@ def _reduce(
         if group is None:
             return program.add((started,), waits, f"{shards.name}_grads")
         waited = program.add((started,), waits, f"{shards.name}_shard_grads")
-        across = ReduceReplicas(unit.name, params, op_of(group, Group).axis, dtype, unit.outer_dtype)
-        meta = Data(across, Phase.BACKWARD, source=unit.name)
+        axis, scatter = op_of(group, Group).axis, program.layout.has_secondary
+        outside = ReduceOutside(unit.name, params, axis, scatter, dtype, unit.outer_dtype)
+        meta = Data(outside, Phase.BACKWARD, source=unit.name)
         averaged = program.add((shards, waited, group), meta, f"{shards.name}_average")
         return program.add((averaged,), waits, f"{shards.name}_grads")
 

@@ -12,6 +12,9 @@ With prefetch=1:
 
 While a unit computes, the gathers of the next `prefetch` units are in flight; a gather never moves above the release
 that makes room for it, nor from the backward into the forward.
+
+Secondary shards come along the outer axis, whose links are the slowest, once a step, and all of them are there at the
+turn anyway: their gathers start at once, in the order of their uses.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.operation import Phase, data
-from zcompile.ir.ops import Call, WaitGather
+from zcompile.ir.ops import Call, GatherOutside, WaitGather, WaitSecondary
 from zcompile.ir.program import Program
 
 
@@ -32,8 +35,28 @@ def schedule_prefetch(program: Program, *, prefetch: int = 2) -> Program:
         begins = [full if data(full).phase is phase else call for full, call in uses]
         for index, (full, _) in enumerate(uses):
             if data(full).phase is phase:
-                begins[max(index - prefetch, 0)].prepend(full.all_input_nodes[0])
+                for node in _started_for(full, phase):
+                    begins[max(index - prefetch, 0)].prepend(node)
+        if prefetch:
+            _start_outside(program, phase)
     return program
+
+
+def _started_for(full: fx.Node, phase: Phase) -> list[fx.Node]:
+    """The gather of a unit, behind the wait for its secondary shards where this is their first use."""
+    (gather,) = full.all_input_nodes
+    secondary = [node for node in gather.all_input_nodes if isinstance(data(node).op, WaitSecondary)]
+    first = [node for node in secondary if data(node).phase is phase and next(iter(node.users)) is gather]
+    return [*first, gather]
+
+
+def _start_outside(program: Program, phase: Phase) -> None:
+    """Move the gathers of secondary shards to the begin of `phase`, in their order."""
+    others = (node for node in program.body(phase) if not isinstance(data(node).op, GatherOutside))
+    begin = next(others, None)
+    for node in program.nodes(GatherOutside, phase=phase):
+        assert begin is not None, "what is gathered is waited for"
+        begin.prepend(node)
 
 
 def _first_uses(program: Program, phase: Phase) -> list[tuple[fx.Node, fx.Node]]:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Reduce, ReduceReplicas, Results, WaitReduce
+from zcompile.ir.ops import Reduce, ReduceOutside, Results, WaitReduce
 from zcompile.ir.program import Program
 
 
@@ -33,10 +33,10 @@ def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> P
         bounded = consumed or op_of(reduction, Reduce).scatter
         anchor = _later(reductions, index + depth, end) if bounded else end
         wait = _wait_of(reduction)
-        following = [user for user in wait.users if isinstance(data(user).op, ReduceReplicas)]
+        following = [user for user in wait.users if isinstance(data(user).op, ReduceOutside)]
         for node in (wait, *following):
             anchor.prepend(node)
-    replicas = program.nodes(ReduceReplicas)
+    replicas = program.nodes(ReduceOutside)
     for index, reduction in enumerate(replicas):
         anchor = _later(replicas, index + depth, end) if consumed else end
         anchor.prepend(_wait_of(reduction))

@@ -96,6 +96,20 @@ class AsyncWork(ABC):
         """
 
 
+class AllWork(AsyncWork):
+    """Several that are waited for as one."""
+
+    def __init__(self, works: Sequence[AsyncWork]) -> None:
+        super().__init__()
+        self.started, self._works = works[0].started, works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+        self.ended = self._works[-1].ended
+
+
 class StreamWork(AsyncWork):
     """A collective on a stream of its group, as NCCL's are: the current stream waits for it, the host does not.
 

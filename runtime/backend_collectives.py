@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from zcompile._torch import close_connections, gather_group, gather_together, gloo_of, group_timeout, reduce_together
-from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
+from zcompile.runtime.async_work import AllWork, AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import backend_of, current_stream, is_gpu, is_host, new_stream, on_stream
-from zcompile.runtime.low_precision import decode, encode, mean_of, parts_of
+from zcompile.runtime.low_precision import decode, encode, mean_of, padded_rows, parts_of
 from zcompile.runtime.stream_watch import StreamWatch
 
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
@@ -51,36 +51,64 @@ class BackendCollectives(Collectives):
     def stamp(self, run: int) -> None:
         """Messages cannot tell."""
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
-        """One collective."""
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int = 1) -> AsyncWork:
+        """One collective a part; on GPUs by one launch."""
+        if parts > 1:
+            return self.all_gather_many([full], [shard], parts)[0]
         work = self._launched(_all_gather, full, shard, gathers=True)
         return self._fly(work, (full, shard))
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
-        """One collective; where the backend has no average, it sums, and the sum is divided."""
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int = 1) -> AsyncWork:
+        """One collective a part; where the backend has no average, it sums, and the sum is divided."""
+        if parts > 1:
+            return self.reduce_scatter_many([shard], [full], parts)[0]
         work = self._launched(_reduce_scatter, shard, full, op=self._op)
         return self._fly(work, (shard, full), lambda: self._divide(shard))
 
-    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[AsyncWork]:
+    def all_gather_many(
+        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int = 1
+    ) -> list[AsyncWork]:
         """On GPUs one launch, whose works are one."""
-        if len(fulls) < 2 or not is_gpu(self.member.device):
+        if len(fulls) * parts < 2:
             return super().all_gather_many(fulls, shards)
+        wholes, mine = ([row for one in some for row in one.view(parts, -1)] for some in (fulls, shards))
+        if not is_gpu(self.member.device):
+            return _by_parts([self.all_gather(*pair) for pair in zip(wholes, mine, strict=True)], parts)
         with self.member.waits.explained("a collective"):
-            work = gather_together(self._gathers, fulls, shards)
+            work = gather_together(self._gathers, wholes, mine)
         return [self._fly(work, (*fulls, *shards))] * len(fulls)
 
-    def reduce_scatter_many(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[AsyncWork]:
+    def reduce_scatter_many(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int = 1
+    ) -> list[AsyncWork]:
         """On GPUs one launch, whose works are one."""
-        if len(fulls) < 2 or not is_gpu(self.member.device):
+        if len(fulls) * parts < 2:
             return super().reduce_scatter_many(shards, fulls)
+        mine, wholes = ([row for one in some for row in one.view(parts, -1)] for some in (shards, fulls))
+        if not is_gpu(self.member.device):
+            return _by_parts([self.reduce_scatter(*pair) for pair in zip(mine, wholes, strict=True)], parts)
         with self.member.waits.explained("a collective"):
-            work = reduce_together(self.member.group, shards, fulls, self._op)
+            work = reduce_together(self.member.group, mine, wholes, self._op)
 
         def finish() -> None:
             for shard in shards:
                 self._divide(shard)
 
         return [self._fly(work, (*shards, *fulls), finish)] * len(fulls)
+
+    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        """An exchange of parts; on GPUs on a stream of its own, whose hazards are those of an `all_reduce_in`."""
+
+        def scatter() -> None:
+            sent = encode(padded_rows(full.view(self.size, -1)), wire)
+            arrived = torch.empty_like(sent)
+            self._launched(dist.all_to_all_single, arrived.view(-1), sent.view(-1)).wait()
+            shard.copy_(mean_of(arrived, wire, full.dtype)[: shard.numel()])
+
+        if is_gpu(self.member.device):
+            return self._on_staging(scatter, (shard, full))
+        scatter()
+        return self._follow(lambda: None, "a reduction")
 
     def rows_staged(self, *, packed: bool) -> int:
         """What is packed."""
@@ -225,6 +253,11 @@ class BackendCollectives(Collectives):
     @property
     def _op(self) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+
+
+def _by_parts(works: Sequence[AsyncWork], parts: int) -> list[AsyncWork]:
+    """One work for the parts of each tensor."""
+    return [AllWork(works[start : start + parts]) for start in range(0, len(works), parts)]
 
 
 def _ended(work: dist.Work) -> None:

@@ -75,20 +75,27 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
-        """Gather equal 1-D shards of every rank into `full`, [size * shard.numel()]; `shard` may be its place there."""
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int = 1) -> AsyncWork:
+        """Gather equal 1-D shards of every rank into `full`; `shard` may be its place there.
+
+        `full`: [parts * size * n], the parts of all ranks' shards, [parts * n], behind each other part by part.
+        """
 
     @abstractmethod
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
-        """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`."""
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int = 1) -> AsyncWork:
+        """Average `full` over the ranks; each gets its `shard`. They lie as in an `all_gather`."""
 
-    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[AsyncWork]:
+    def all_gather_many(
+        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int = 1
+    ) -> list[AsyncWork]:
         """`all_gather` of each of several, which may go as one."""
-        return [self.all_gather(full, shard) for full, shard in zip(fulls, shards, strict=True)]
+        return [self.all_gather(full, shard, parts) for full, shard in zip(fulls, shards, strict=True)]
 
-    def reduce_scatter_many(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[AsyncWork]:
+    def reduce_scatter_many(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int = 1
+    ) -> list[AsyncWork]:
         """`reduce_scatter` of each of several, which may go as one."""
-        return [self.reduce_scatter(shard, full) for shard, full in zip(shards, fulls, strict=True)]
+        return [self.reduce_scatter(shard, full, parts) for shard, full in zip(shards, fulls, strict=True)]
 
     @abstractmethod
     def rows_staged(self, *, packed: bool) -> int:
@@ -116,6 +123,10 @@ class Collectives(ABC):
 
         Summed as a reduce_scatter sums its shard there: an average does not depend on who has it.
         """
+
+    @abstractmethod
+    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        """`reduce_scatter` of what travels as `wire`: see `runtime.low_precision`."""
 
     @abstractmethod
     def all_reduce_in(self, wire: torch.dtype, tensor: torch.Tensor) -> AsyncWork:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from zcompile.ir.layout import Param, Unit
+from zcompile.ir.secondary import message_places, secondary_bytes
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.device import current_stream, stream_number
 from zcompile.runtime.groups import AxisCommunicator
-from zcompile.runtime.messages import flattened, pack, part_of, piece_of, sent_in_place, unpack
+from zcompile.runtime.messages import flattened, pack, part_of, piece_inside, sent_in_place, unpack
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
-from zcompile.runtime.shards import Full, UnitShards
+from zcompile.runtime.shards import Full, Secondary, UnitShards
 
 Arrivals = list[tuple[list[int], torch.Tensor, AsyncWork | None]]
 """Per message the parameters that it is of, where it arrives, and what brings it, if it has to come."""
@@ -46,6 +47,11 @@ class BoundUnit:
     def __getitem__(self, index: int) -> torch.Tensor:
         """A whole parameter, for regions of a program that gathers nothing (stage 0)."""
         return self.shards.local(self.unit.params[index])
+
+    def sharded_messages(self) -> list[list[Param]]:
+        """The sharded parameters, by the messages that they travel in."""
+        messages = self.messages(lambda index: bool(self.unit.params[index].shards))
+        return [[self.unit.params[index] for index in message] for message in messages]
 
     def messages(self, wanted: Callable[[int], bool]) -> list[list[int]]:
         """The parameters that travel together, as indices, those not wanted left out."""
@@ -74,7 +80,7 @@ class Gather:
         if self.done is not None:
             return self.done
         unit, shards = self.bound.unit, self.bound.shards
-        ranks = shards.communicator.sharded
+        ranks = shards.communicator.inside
         if stream_number(ranks.device) != self.stream:  # a step's on its stream, for the next on another
             for _, arrived, _ in self.arrivals:
                 arrived.record_stream(current_stream(arrived.device))
@@ -100,6 +106,28 @@ class Gather:
 
 
 @dataclass
+class OutsideGather:
+    """Secondary shards in flight: where they arrive, and what brings each message."""
+
+    bound: BoundUnit
+    secondary: Secondary
+    works: Sequence[AsyncWork]
+    keep: bool
+
+    def wait(self) -> torch.Tensor:
+        """The secondary shards of the unit, as the bytes of one tensor."""
+        ranks = self.bound.shards.communicator.outside
+        assert ranks is not None or not self.works, "what is gathered outside is so along the outer axis"
+        for work, (_, arrived) in zip(self.works, self.secondary.messages, strict=False):
+            if ranks is not None:
+                _land(work, "all_gather", self.bound.unit.name, ranks, arrived.nbytes, ranks.axis)
+        self.works = ()
+        if self.keep:
+            self.bound.shards.secondary[self.bound.unit.names] = self.secondary
+        return self.secondary.memory
+
+
+@dataclass
 class Reduction:
     """A reduction in flight: per message what arrives and which gradients it brings."""
 
@@ -109,39 +137,51 @@ class Reduction:
     ranks: AxisCommunicator
     """Those over which it averages."""
 
-    def wait(self) -> Gradients | ShardAverages:
-        """The averaged gradients; where ranks of another axis have the same shards, those of this axis alone."""
-        unit, of_shards = self.bound.unit, self.ranks is self.bound.shards.communicator.sharded
+    def wait(self) -> Gradients | InsideAverages:
+        """The averaged gradients; of two axes those over the inner one, until they have been averaged over both."""
+        unit, communicator = self.bound.unit, self.bound.shards.communicator
+        inside = self.ranks is communicator.inside
+        divided = inside or communicator.parts > 1
         for message, arrived, work in self.arrivals:
-            if work is not None and self.scattered and of_shards and unit.params[message[0]].shards:
-                nbytes = sum(unit.params[index].padded_numel for index in message) * arrived.itemsize
-                _land(work, "reduce_scatter", unit.name, self.ranks, nbytes)
-            elif work is not None:
-                _land(
-                    work, "all_reduce", unit.name, self.ranks, 2 * arrived.nbytes, "" if of_shards else self.ranks.axis
-                )
-        averages = ShardAverages(self.bound, [(one, arrived) for one, arrived, _ in self.arrivals], self.scattered)
+            scattered = self.scattered and divided and bool(unit.params[message[0]].shards)
+            operation, payload = "all_reduce", 2 * arrived.nbytes
+            if scattered:
+                numel = sum(unit.params[index].padded_numel for index in message)
+                operation = "reduce_scatter"
+                payload = (numel if inside else arrived.numel() * self.ranks.size) * arrived.itemsize
+            if work is not None:
+                _land(work, operation, unit.name, self.ranks, payload, "" if inside else self.ranks.axis)
+        landed = [(one, arrived) for one, arrived, _ in self.arrivals]
         self.arrivals = []
-        replicas = self.bound.shards.communicator.replicas
-        return averages.gradients() if replicas is None or self.ranks is replicas else averages
+        if inside and communicator.outside is not None:
+            return InsideAverages(self.bound, landed, self.scattered, communicator.parts if self.scattered else 1)
+        return InsideAverages(self.bound, landed, self.scattered).gradients()
 
 
 @dataclass
-class ShardAverages:
-    """Averaged gradients of a unit, per message as they were sent; they may be those over one of two axes."""
+class InsideAverages:
+    """Averaged gradients of a unit, per message as they were sent; they may be those over the inner one of two axes."""
 
     bound: BoundUnit
     arrivals: Sequence[tuple[list[int], torch.Tensor]]
     scattered: bool
+    primary: int = 1
+    """Of how many shards there are averages: of several where the outer axis divides them further."""
 
     def parts(self) -> Iterator[tuple[Param, torch.Tensor]]:
-        """Each parameter, and the average shaped like this rank's part of it, a view of what has arrived."""
-        params, rank = self.bound.unit.params, self.bound.shards.communicator.sharded.rank
+        """Each parameter, and the average shaped like this rank's part of it, a view of what has arrived.
+
+        Of several shards they are rows of elements, padding included.
+        """
+        params, rank = self.bound.unit.params, self.bound.shards.communicator.dividing.rank
         for message, arrived in self.arrivals:
             offset = 0
             for param in (params[index] for index in message):
                 scattered = self.scattered and bool(param.shards)
-                yield param, part_of(arrived, offset, param, rank if scattered else None)
+                if scattered and self.primary > 1:
+                    yield param, arrived.view(self.primary, -1)[:, offset : offset + param.shard_numel]
+                else:
+                    yield param, part_of(arrived, offset, param, rank if scattered else None)
                 offset += param.kept_numel(rank) if scattered else param.numel
 
     def gradients(self) -> Gradients:
@@ -168,19 +208,64 @@ def unbox(box: list[Any]) -> list[Any]:
 
 
 def all_gather(
-    bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None, at: torch.Tensor | None = None
-) -> Gather:
+    bound: BoundUnit,
+    given: AxisCommunicator | torch.Tensor | None = None,
+    *,
+    keep: bool = False,
+    dtype: torch.dtype | None = None,
+    at: torch.Tensor | None = None,
+) -> Gather | OutsideGather:
     """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.stale_copies`).
 
     With `dtype`, shards that the layout computes with in it are cast before they are sent. `at`: where it arrives.
+    `given`: the ranks outside, for its secondary shards; or what these are, for its full parameters.
     """
+    if isinstance(given, AxisCommunicator):
+        return _gather_outside(bound, given, keep=keep, dtype=dtype)
     ahead: Gather | None = bound.shards.ahead.pop(bound.unit.names, None) if bound.updater is not None else None
     if ahead is not None:
         return ahead
     kept = bound.kept if keep else None
     if kept is not None and not kept.is_stale:
         return Gather(bound, [], keep, done=kept)
-    return _start(bound, keep, dtype, kept, at=at)
+    return _start(bound, keep, dtype, kept, at=at, secondary=given)
+
+
+def _gather_outside(
+    bound: BoundUnit, outside: AxisCommunicator, *, keep: bool, dtype: torch.dtype | None
+) -> OutsideGather:
+    """Start gathering secondary shards, unless they, or the full copy that comes of them, are kept and current."""
+    shards, device = bound.shards, outside.device
+    if (kept := shards.secondary.get(bound.unit.names)) is not None:
+        return OutsideGather(bound, kept, (), keep)
+    if (full := bound.kept) is not None and not full.is_stale:
+        return OutsideGather(bound, Secondary(torch.empty(0, dtype=torch.uint8, device=device), []), (), keep=False)
+    shards.memory.before(bound.unit.name)
+    secondary = _secondary_of(bound, dtype, None)
+    secondary.writes = shards.writes() if keep else 0
+    sent, arrived = [shards.wire(params) for params, _ in secondary.messages], [one for _, one in secondary.messages]
+    with shards.memory.sending():
+        sent = sent_in_place(sent, arrived, [None] * len(sent), outside, always=shards.memory.is_away)
+        works = outside.all_gather_many(arrived, sent)
+    return OutsideGather(bound, secondary, works, keep)
+
+
+def _secondary_of(bound: BoundUnit, dtype: torch.dtype | None, memory: torch.Tensor | None) -> Secondary:
+    """The secondary shards that lie in `memory`, or are to arrive in new one."""
+    inside = bound.shards.communicator.inside
+    params = bound.sharded_messages()
+    kinds = [_sent_dtype(some, dtype) for some in params]
+    counts = [sum(param.padded_numel for param in some) // inside.size for some in params]
+    sizes = [count * kind.itemsize for count, kind in zip(counts, kinds, strict=True)]
+    if memory is None:
+        memory = torch.empty(secondary_bytes(sizes), dtype=torch.uint8, device=inside.device)
+    places = zip(message_places(sizes), kinds, strict=True)
+    return Secondary(memory, list(zip(params, [memory[a:b].view(kind) for (a, b), kind in places], strict=True)))
+
+
+def _sent_dtype(params: list[Param], dtype: torch.dtype | None) -> torch.dtype:
+    """In which a message is gathered by a line that says `dtype`."""
+    return dtype if dtype is not None and params[0].compute_dtype is dtype else params[0].dtype
 
 
 def gather_ahead(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None) -> None:
@@ -200,18 +285,27 @@ def _start(
     *,
     copies: bool = False,
     at: torch.Tensor | None = None,
+    secondary: torch.Tensor | None = None,
 ) -> Gather:
-    """Start gathering, into the memory of `kept` where there is one. `copies`: what is sent may be written to."""
+    """Start gathering, into the memory of `kept` where there is one. `copies`: what is sent may be written to.
+
+    `secondary`: what is sent, if that is not what this rank keeps.
+    """
     shards, unit = bound.shards, bound.unit
-    communicator, memory = shards.communicator.sharded, shards.memory
-    memory.before(unit.name)
+    communicator, memory = shards.communicator.inside, shards.memory
+    if secondary is None:
+        memory.before(unit.name)
     places = Places(at, communicator.device)
     messages = bound.messages(lambda index: bool(unit.params[index].shards))
-    params = [[unit.params[index] for index in message] for message in messages]
-    sent, owners = [shards.wire(some) for some in params], [some[0].owner for some in params]
-    kinds = [dtype if dtype is not None and some[0].compute_dtype is dtype else some[0].dtype for some in params]
+    params = bound.sharded_messages()
+    owners, kinds = [some[0].owner for some in params], [_sent_dtype(some, dtype) for some in params]
+    if secondary is None:
+        sent = [shards.wire(some) for some in params]
+    else:
+        sent = [tensor for _, tensor in _secondary_of(bound, dtype, secondary).messages]
+    away = memory.is_away and secondary is None
     arrivals: Arrivals
-    if communicator.size == 1 and not memory.is_away:
+    if communicator.size == 1 and not away:
         arrivals = [(message, shard.to(kind), None) for message, shard, kind in zip(messages, sent, kinds, strict=True)]
     else:
         arrived = []
@@ -223,10 +317,11 @@ def _start(
             numel = sum(param.padded_numel for param in some)
             arrived.append(places.empty(numel, kind) if stale is None else stale)
         with memory.sending():
-            sent = sent_in_place(sent, arrived, owners, communicator, always=copies or memory.is_away)
+            if secondary is None:
+                sent = sent_in_place(sent, arrived, owners, communicator, always=copies or away)
             works: Sequence[AsyncWork | None]
             if communicator.size > 1:
-                works = _gathered(communicator, arrived, sent, owners)
+                works = _gathered(communicator, arrived, sent, owners, shards.communicator.parts)
             else:
                 works = [memory.copied(full) for full in arrived]
         arrivals = list(zip(messages, arrived, works, strict=True))
@@ -238,11 +333,15 @@ def _start(
 
 
 def _gathered(
-    ranks: AxisCommunicator, arrived: list[torch.Tensor], sent: list[torch.Tensor], owners: list[int | None]
+    ranks: AxisCommunicator,
+    arrived: list[torch.Tensor],
+    sent: list[torch.Tensor],
+    owners: list[int | None],
+    parts: int,
 ) -> list[AsyncWork]:
     """Start what brings each message: from all ranks, or from its owner, which has put it where it arrives."""
     divided = [index for index, owner in enumerate(owners) if owner is None]
-    works = ranks.all_gather_many([arrived[index] for index in divided], [sent[index] for index in divided])
+    works = ranks.all_gather_many([arrived[index] for index in divided], [sent[index] for index in divided], parts)
     started = dict(zip(divided, works, strict=True))
     return [
         started[index] if owner is None else ranks.broadcast_from(owner, arrived[index])
@@ -264,62 +363,85 @@ def _whole(bound: BoundUnit) -> Iterator[tuple[list[int], torch.Tensor, AsyncWor
 
 def reduce_scatter(
     bound: BoundUnit,
-    grads: list[torch.Tensor | None],
+    grads: list[torch.Tensor | None] | InsideAverages,
+    outside: AxisCommunicator | None = None,
     *,
     dtype: torch.dtype | None = None,
     bucket: int | None = None,
     at: torch.Tensor | None = None,
+    wire: torch.dtype | None = None,
 ) -> Reduction:
     """Start averaging gradients; each rank gets its shard (all of it, of a parameter that is not sharded).
 
     With `dtype`, gradients that the layout reduces in it are cast before they are sent. What takes memory beside
     gradients and shards is sent in pieces of at most `bucket` bytes, or of one row of the parameter for each rank. What
-    is copied as a whole is copied to `at`.
+    is copied as a whole is copied to `at`. With `outside`, the ranks of the outer axis: of averages inside.
     """
+    if isinstance(grads, InsideAverages):
+        return _reduce_outside(bound, grads, outside, wire, scatter=True)
     return _reduce(bound, unbox(grads), dtype, scattered=True, bucket=bucket, at=at)
 
 
 def all_reduce(
     bound: BoundUnit,
-    grads: list[torch.Tensor | None] | ShardAverages,
-    replicas: AxisCommunicator | None = None,
+    grads: list[torch.Tensor | None] | InsideAverages,
+    outside: AxisCommunicator | None = None,
     *,
     dtype: torch.dtype | None = None,
     wire: torch.dtype | None = None,
 ) -> Reduction:
     """Start averaging gradients; each rank gets all. Works in place where it can: gradients are the program's own.
 
-    With `replicas`, ranks that have the same shards, over these: what has been averaged over those that shard. It is
-    averaged in the dtype in which that was, `dtype` where one is named, and travels as `wire`, where that is.
+    With `outside`, the ranks of the outer axis: of averages inside. They are averaged in the dtype in which these were,
+    `dtype` where one is named, and travel as `wire`, where that is.
     """
-    if not isinstance(grads, ShardAverages):
-        return _reduce(bound, unbox(grads), dtype, scattered=False)
-    assert replicas is not None, "a program says over which ranks"
-    arrivals: Arrivals = [
-        (message, tensor, _across(bound.unit.params[message[0]], tensor, replicas, wire))
-        for message, tensor in grads.arrivals
-    ]
-    return Reduction(bound, arrivals, grads.scattered, replicas)
+    if isinstance(grads, InsideAverages):
+        return _reduce_outside(bound, grads, outside, wire, scatter=False)
+    return _reduce(bound, unbox(grads), dtype, scattered=False)
 
 
-def _across(
-    param: Param, tensor: torch.Tensor, replicas: AxisCommunicator, wire: torch.dtype | None
+def _reduce_outside(
+    bound: BoundUnit,
+    averages: InsideAverages,
+    outside: AxisCommunicator | None,
+    wire: torch.dtype | None,
+    *,
+    scatter: bool,
+) -> Reduction:
+    """Start averaging over the ranks of the outer axis what has been averaged inside."""
+    assert outside is not None, "a program says over which ranks"
+    params, arrivals = bound.unit.params, Arrivals()
+    for message, tensor in averages.arrivals:
+        first = params[message[0]]
+        scatters = scatter and bool(first.shards) and outside.size > 1
+        arrived = tensor.new_empty(tensor.numel() // outside.size) if scatters else tensor
+        arrivals.append((message, arrived, _outside(first, arrived, tensor, outside, wire)))
+    return Reduction(bound, arrivals, averages.scattered, outside)
+
+
+def _outside(
+    first: Param, arrived: torch.Tensor, tensor: torch.Tensor, outside: AxisCommunicator, wire: torch.dtype | None
 ) -> AsyncWork | None:
-    """Start averaging a message, of which `param` is the first, over replicas, if there is something to average."""
+    """Start averaging a message, of which `first` is the first parameter, into `arrived`, if there is something to."""
     # Empty are averages that another rank owns, and so those of all ranks with the same shards.
-    if replicas.size == 1 or not tensor.numel():
+    if outside.size == 1 or not tensor.numel():
         return None
-    return replicas.all_reduce(tensor, wire if param.outer_dtype is wire else None)
+    sent_as = wire if first.outer_dtype is wire and wire is not tensor.dtype else None
+    if arrived is tensor:
+        return outside.all_reduce(tensor, sent_as)
+    if sent_as is not None:
+        return outside.reduce_scatter_in(sent_as, arrived, tensor)
+    return outside.reduce_scatter_many([arrived], [tensor])[0]
 
 
 def average(bound: BoundUnit, grads: list[torch.Tensor | None], *, scattered: bool) -> Gradients:
     """The averages of gradients over all ranks, now: for those that are reduced outside of a program."""
-    reduce = reduce_scatter if scattered else all_reduce
+    reduce, communicator = reduce_scatter if scattered else all_reduce, bound.shards.communicator
     dtype = bound.unit.reduction_dtype
     averages = reduce(bound, grads, dtype=dtype).wait()
-    if isinstance(averages, ShardAverages):
-        replicas, wire = bound.shards.communicator.replicas, bound.unit.outer_dtype
-        averages = all_reduce(bound, averages, replicas, dtype=dtype, wire=wire).wait()
+    if isinstance(averages, InsideAverages):
+        reduce = reduce_scatter if scattered and communicator.parts > 1 else all_reduce
+        averages = reduce(bound, averages, communicator.outside, dtype=dtype, wire=bound.unit.outer_dtype).wait()
     assert isinstance(averages, Gradients), "there are two axes at most"
     return averages
 
@@ -339,8 +461,8 @@ def update(bound: BoundUnit, grads: Gradients) -> None:
     grads.tensors.clear()
 
 
-def wait(started: Gather | Reduction | Arrival) -> Full | Gradients | ShardAverages | torch.Tensor:
-    """The full parameters of a gather, averaged gradients in the dtype of their shards, or an activation."""
+def wait(started: Gather | OutsideGather | Reduction | Arrival) -> Full | Gradients | InsideAverages | torch.Tensor:
+    """What a gather brings, averaged gradients in the dtype of their shards, or an activation."""
     return started.wait()
 
 
@@ -387,11 +509,12 @@ def _reduce(
     at: torch.Tensor | None = None,
 ) -> Reduction:
     places = Places(at, bound.shards.communicator.device)
-    communicator, params = bound.shards.communicator.sharded, bound.unit.params
+    whole, params = bound.shards.communicator, bound.unit.params
+    communicator, shards = whole.inside, whole.dividing.size
     grads = [grad if grad is None else bound.shards.with_held(p, grad) for p, grad in zip(params, grads, strict=True)]
     arrivals: Arrivals = []
     messages = bound.messages(lambda index: grads[index] is not None)
-    if communicator.size == 1:  # nothing is sent, so nothing is packed
+    if shards == 1:  # nothing is sent, so nothing is packed
         messages = [[index] for message in messages for index in message]
     together = []
     for message in messages:
@@ -403,11 +526,11 @@ def _reduce(
             arrivals.append((message, *_to_owner(communicator, first.owner, flattened([g for _, g in parts], cast))))
             continue
         if scattered and first.shards:
-            pieces = _by_pieces(communicator, parts, cast, bucket)
+            pieces = _by_pieces(communicator, whole.parts, parts, cast, bucket)
             if pieces is not None:
                 arrivals.append((message, *pieces))
                 continue
-            arrived = pack(parts, communicator.size, cast, places)
+            arrived = pack(parts, shards, cast, places)
             if communicator.size > 1:
                 together.append((message, arrived))
                 continue
@@ -416,7 +539,7 @@ def _reduce(
             work = None if communicator.size == 1 else communicator.all_reduce(arrived)
         arrivals.append((message, arrived, work))
     mine = [torch.empty(s.numel() // communicator.size, dtype=s.dtype, device=s.device) for _, s in together]
-    works = communicator.reduce_scatter_many(mine, [sent for _, sent in together])
+    works = communicator.reduce_scatter_many(mine, [sent for _, sent in together], whole.parts)
     arrivals += [(message, shard, work) for (message, _), shard, work in zip(together, mine, works, strict=True)]
     return Reduction(bound, arrivals, scattered, communicator)
 
@@ -429,11 +552,15 @@ def _to_owner(ranks: AxisCommunicator, owner: int, sent: torch.Tensor) -> tuple[
 
 def _by_pieces(
     communicator: AxisCommunicator,
+    primary: int,
     parts: list[tuple[Param, torch.Tensor | None]],
     dtype: torch.dtype | None,
     bucket: int | None,
 ) -> tuple[torch.Tensor, AsyncWork] | None:
-    """Where this rank's shard of a gradient's average arrives, and the work that brings it; None if it goes whole."""
+    """Where this rank's part of a gradient's average arrives, and the work that brings it; None if it goes whole.
+
+    `primary`: how many shards of the parameter that part has.
+    """
     size, (param, grad) = communicator.size, parts[0]
     assert grad is not None, "messages hold parameters with gradients only"
     kind = dtype or grad.dtype
@@ -444,8 +571,8 @@ def _by_pieces(
         return None
     row = param.row_numel
     width = max(bucket // (staged * row * kind.itemsize), 1) * row
-    arrived = torch.empty(param.shard_numel, dtype=kind, device=grad.device)
-    piece = functools.partial(piece_of, param, grad, kind, packed)
+    arrived = torch.empty(primary * param.shard_numel, dtype=kind, device=grad.device)
+    piece = functools.partial(piece_inside, param, grad, kind, size, packed=packed)
     return arrived, communicator.reduce_scatter_by_pieces(arrived, piece, width)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zcompile._torch import close_connections
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, TrafficMeter
 from zcompile.runtime.collectives import Collectives, Member, Piece, Shared
-from zcompile.runtime.low_precision import decode, encode, mean_of, parts_of
+from zcompile.runtime.low_precision import decode, encode, mean_of, padded_rows, parts_of
 from zcompile.runtime.waits import RankLost
 
 _TAG = 1 << 30
@@ -62,31 +62,49 @@ class GlooCollectives(Collectives):
         self._tag = _TAG + (run % _RUNS) * _MESSAGES
         self._tags = itertools.cycle(range(1, _MESSAGES))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int = 1) -> AsyncWork:
         """To every rank, from every rank."""
-        rows = list(full.view(self.size, -1))
-        works = self._exchange([shard] * self.size, rows)
+        works, own = Works(), list[tuple[torch.Tensor, torch.Tensor]]()
+        for rows, part in zip(full.view(parts, self.size, -1), shard.view(parts, -1), strict=True):
+            works += self._exchange([part] * self.size, list(rows))
+            if rows[self.rank].data_ptr() != part.data_ptr():
+                own.append((rows[self.rank], part))
 
         def arrive() -> None:
-            if rows[self.rank].data_ptr() != shard.data_ptr():
-                rows[self.rank].copy_(shard)
+            for place, part in own:
+                place.copy_(part)
             self._wait_all(works)
 
         return self._follow(arrive, "a gather")
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int = 1) -> AsyncWork:
         """Each rank gets the others' parts of its shard, and sums them in the order of ranks.
 
         The result does not depend on how gradients are packed into messages, and what is sent is half of what gloo's
         own would send.
         """
-        rows = full.view(self.size, -1)
-        arriving = self._arriving(shard, rows)
-        works = self._exchange(list(rows), arriving)
+        works, arriving = Works(), list[tuple[torch.Tensor, list[torch.Tensor]]]()
+        for rows, part in zip(full.view(parts, self.size, -1), shard.view(parts, -1), strict=True):
+            arriving.append((part, self._arriving(part, rows)))
+            works += self._exchange(list(rows), arriving[-1][1])
 
         def arrive() -> None:
             self._wait_all(works)
-            _average(shard, arriving)
+            for part, rows in arriving:
+                _average(part, rows)
+
+        return self._follow(arrive, "a reduction")
+
+    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        """An exchange of parts, all of them at once."""
+        sent = encode(padded_rows(full.view(self.size, -1)), wire)
+        arriving = torch.empty_like(sent)
+        works = self._exchange(list(sent), list(arriving))
+        arriving[self.rank].copy_(sent[self.rank])
+
+        def arrive() -> None:
+            self._wait_all(works)
+            shard.copy_(mean_of(arriving, wire, full.dtype)[: shard.numel()])
 
         return self._follow(arrive, "a reduction")
 

@@ -23,8 +23,8 @@ from zcompile._torch import (
 )
 from zcompile.errors import GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
-from zcompile.ir.layout import Stage
-from zcompile.ir.wire import average_payload
+from zcompile.ir.layout import Hybrid
+from zcompile.ir.wire import average_payload, padded_to_blocks, wire_bytes
 from zcompile.runtime.async_work import AsyncWork, TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member, Piece
@@ -70,22 +70,26 @@ class AxisCommunicator:
         self._count(full.nbytes)
         return self.collectives.all_gather(full, shard)
 
-    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> list[AsyncWork]:
-        """`all_gather` of each of several, which may go as one."""
+    def all_gather_many(
+        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], parts: int = 1
+    ) -> list[AsyncWork]:
+        """`Collectives.all_gather` of each of several, which may go as one."""
         for full in fulls:
-            self._count(full.nbytes)
-        return self.collectives.all_gather_many(fulls, shards)
+            self._count(full.nbytes, parts)
+        return self.collectives.all_gather_many(fulls, shards, parts)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
-        """Average `full`, [size * shard.numel()], over the ranks; each gets its `shard`."""
-        self._count(full.nbytes)
-        return self.collectives.reduce_scatter(shard, full)
-
-    def reduce_scatter_many(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[AsyncWork]:
-        """`reduce_scatter` of each of several, which may go as one."""
+    def reduce_scatter_many(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], parts: int = 1
+    ) -> list[AsyncWork]:
+        """`Collectives.reduce_scatter` of each of several, which may go as one."""
         for full in fulls:
-            self._count(full.nbytes)
-        return self.collectives.reduce_scatter_many(shards, fulls)
+            self._count(full.nbytes, parts)
+        return self.collectives.reduce_scatter_many(shards, fulls, parts)
+
+    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        """`reduce_scatter` of what travels as `wire`."""
+        self._count(self.size * wire_bytes(padded_to_blocks(full.numel() // self.size), wire))
+        return self.collectives.reduce_scatter_in(wire, shard, full)
 
     def reduce_scatter_by_pieces(self, shard: torch.Tensor, piece: Piece, width: int) -> AsyncWork:
         """`reduce_scatter` of what `piece` gives, at most `width` elements of each rank's shard at a time."""
@@ -118,27 +122,29 @@ class AxisCommunicator:
         """Whatever was begun and not waited for ends before what the current stream does from here on."""
         self.collectives.order_all()
 
-    def _count(self, payload: int) -> None:
+    def _count(self, payload: int, messages: int = 1) -> None:
         axis = self.traffic.along(self.axis, self.size)
         axis.payload += payload
-        axis.messages += 1
+        axis.messages += messages
 
 
 class Communicator(AxisCommunicator):
     """All ranks that train the same model on other data, and of these the groups along each axis.
 
     Args:
-        mesh: Of one dimension, or of two, whose names say along which shards repeat: see `data_axes`.
+        mesh: Of one dimension, or of two, whose names say along which shards repeat, or are divided further: see
+            `data_axes`.
         device: Where the tensors are.
+        hybrid: What the two dimensions divide.
     """
 
-    replicas: AxisCommunicator | None = None
-    """The ranks that have the same shards, if they are others than this one alone."""
-    _sharded: AxisCommunicator | None = None
+    outside: AxisCommunicator | None = None
+    """The ranks of the outer axis, if there are two."""
+    _inside: AxisCommunicator | None = None
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, mesh: DeviceMesh, device: torch.device, hybrid: Hybrid = Hybrid.HSDP) -> None:
         forget_meshes()
-        super().__init__(mesh if mesh.ndim == 1 else flattened(mesh), device)
+        super().__init__(as_one(mesh), device)
         self.mesh = mesh
         self.control: GlooCollectives | None = None
         """What the hosts tell each other, past the streams of any GPU; None where there are no others."""
@@ -148,12 +154,24 @@ class Communicator(AxisCommunicator):
             self.control = GlooCollectives(replace(self._member, traffic=TrafficMeter()), _hosts(self._member))
         if mesh.ndim > 1:
             axes = {kind: AxisCommunicator(mesh[name], device, self) for kind, name in data_axes(mesh).items()}
-            self._sharded, self.replicas = axes[AxisKind.SHARD], axes[AxisKind.REPLICATE]
+            self._inside, self.outside = axes[AxisKind.SHARD], axes[AxisKind.REPLICATE]
+        self.parts: int = 1 if hybrid is Hybrid.HSDP or self.outside is None else self.outside.size
+        """How many primary shards a secondary one has; 1 where there are none."""
 
     @property
-    def sharded(self) -> AxisCommunicator:
-        """The ranks among which parameters are sharded."""
-        return self if self._sharded is None else self._sharded
+    def inside(self) -> AxisCommunicator:
+        """The ranks among which parameters are gathered."""
+        return self if self._inside is None else self._inside
+
+    @property
+    def dividing(self) -> AxisCommunicator:
+        """The ranks among which what a rank keeps is divided."""
+        return self if self.parts > 1 else self.inside
+
+    @property
+    def dividing_mesh(self) -> DeviceMesh:
+        """The mesh that parameters are placed on: of one dimension, where both axes divide them."""
+        return as_one(self.mesh) if self.parts > 1 else self.mesh
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -197,7 +215,7 @@ class Communicator(AxisCommunicator):
 
     @property
     def _parts(self) -> list[AxisCommunicator]:
-        return [part for part in (self._sharded, self.replicas) if part is not None]
+        return [part for part in (self._inside, self.outside) if part is not None]
 
 
 def _hosts(member: Member) -> Any:
@@ -281,9 +299,9 @@ def data_axes(mesh: DeviceMesh) -> dict[AxisKind, str]:
 _DATA_KINDS = (AxisKind.REPLICATE, AxisKind.SHARD)
 
 
-def mesh_of_stage(mesh: DeviceMesh, stage: Stage) -> DeviceMesh:
-    """The data-parallel mesh as a stage takes it: where nothing is sharded, all ranks as one dimension. Collective."""
-    return mesh if stage.optimizer_sharded or mesh.ndim == 1 else flattened(mesh)
+def as_one(mesh: DeviceMesh) -> DeviceMesh:
+    """The data-parallel mesh as one dimension of all its ranks. Collective."""
+    return mesh if mesh.ndim == 1 else flattened(mesh)
 
 
 def axes_of_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> tuple[Axis, ...]:

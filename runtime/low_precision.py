@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from zcompile.ir.wire import BLOCK, part_numel, wire_bytes
+from zcompile.ir.wire import BLOCK, padded_to_blocks, part_numel, wire_bytes
 
 
 def encode(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
@@ -47,6 +47,13 @@ def parts_of(flat: torch.Tensor, ranks: int) -> torch.Tensor:
     padded = flat.new_zeros(rows * numel)
     padded[: flat.numel()].copy_(flat)
     return padded.view(rows, numel)
+
+
+def padded_rows(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, [ranks, numel], each padded with zeros to whole blocks."""
+    padded = rows.new_zeros(len(rows), padded_to_blocks(rows.shape[1]))
+    padded[:, : rows.shape[1]].copy_(rows)
+    return padded
 
 
 def mean_of(sent: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:

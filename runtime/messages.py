@@ -45,21 +45,40 @@ def _place(full: torch.Tensor, owner: int | None, communicator: AxisCommunicator
     return full if owner == communicator.rank else full[:0]
 
 
-def piece_of(param: Param, grad: torch.Tensor, dtype: torch.dtype, packed: bool, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of each rank's padded shard of a gradient, [ranks, stop - start]: whole rows of dim 0."""
+def piece_inside(
+    param: Param, grad: torch.Tensor, dtype: torch.dtype, size: int, start: int, stop: int, *, packed: bool
+) -> torch.Tensor:
+    """Elements [start, stop) of what each of `size` ranks gets inside of a gradient, [size, stop - start].
+
+    That is a padded shard, or, end to end, those of the ranks at its place outside: of every `size`-th rank.
+    """
+    each, found = param.shard_numel, []
+    for first in range(start // each, -(-stop // each)):
+        begin, end = (min(max(edge - first * each, 0), each) for edge in (start, stop))
+        ranks = range(first * size, (first + 1) * size)
+        found.append(piece_of(param, grad, dtype, ranks, begin, end, packed=packed))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def piece_of(
+    param: Param, grad: torch.Tensor, dtype: torch.dtype, ranks: range, start: int, stop: int, *, packed: bool
+) -> torch.Tensor:
+    """Elements [start, stop) of some ranks' padded shards of a gradient, [ranks, stop - start]: whole rows of dim 0."""
     if not packed:
-        return grad.view(param.shards, -1)[:, start:stop]
+        return grad.view(param.shards, -1)[ranks.start : ranks.stop, start:stop]
     row = param.row_numel
-    begin, end, whole = start // row, stop // row, param.shape[0] // param.rows
-    rows = torch.empty(param.shards, end - begin, *param.shape[1:], dtype=dtype, device=grad.device)
+    begin, end = start // row, stop // row
+    rows = torch.empty(len(ranks), end - begin, *param.shape[1:], dtype=dtype, device=grad.device)
+    mine = grad[ranks.start * param.rows : ranks.stop * param.rows]
+    whole = len(mine) // param.rows
     if whole:  # the ranks that have as many rows as the first: by one kernel, however many they are
-        rows[:whole].copy_(grad[: whole * param.rows].unflatten(0, (whole, param.rows))[:, begin:end])
-    if whole < param.shards:
-        rest = grad[whole * param.rows :][begin:end]
+        rows[:whole].copy_(mine[: whole * param.rows].unflatten(0, (whole, param.rows))[:, begin:end])
+    if whole < len(ranks):
+        rest = mine[whole * param.rows :][begin:end]
         rows[whole, : len(rest)].copy_(rest)
         rows[whole, len(rest) :].zero_()
         rows[whole + 1 :].zero_()
-    return rows.view(param.shards, -1)
+    return rows.view(len(ranks), -1)
 
 
 def flattened(grads: list[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor:

@@ -52,6 +52,18 @@ class Full:
 
 
 @dataclass
+class Secondary:
+    """What a rank has of a unit inside: the primary shards of the ranks at its place outside, itself included."""
+
+    memory: torch.Tensor
+    """All of it, uint8 [n]: see `zcompile.ir.secondary`."""
+    messages: list[tuple[list[Param], torch.Tensor]]
+    """Parameters that travel together, and what is there of them, 1-D, in the dtype in which it is sent."""
+    writes: int = 0
+    """What `UnitShards.writes` said when it was gathered."""
+
+
+@dataclass
 class HeldGradient:
     """This rank's own gradient of a parameter, held back by `no_sync` until a later backward reduces it."""
 
@@ -73,7 +85,7 @@ class UnitShards:
         self.unit = unit
         self.communicator = communicator
         self.memory = memory or ShardMemory(communicator.device)
-        sizes, self.offsets = _sizes(unit, communicator.sharded.rank)
+        sizes, self.offsets = _sizes(unit, communicator.dividing.rank)
         self.buffers = {dtype: self.memory.zeros(unit.name, size, dtype) for dtype, size in sizes.items()}
         self.parameters: dict[str, nn.Parameter] = {}
         self._adopted: dict[str, int] = {}
@@ -82,6 +94,8 @@ class UnitShards:
         """Of parameters that are DTensors."""
         self.kept: dict[tuple[str, ...], Full] = {}
         """Full copies that stages 1 and 2 keep between programs, by the parameters that they hold; also stale ones."""
+        self.secondary: dict[tuple[str, ...], Secondary] = {}
+        """Secondary shards that are kept until parameters change, by the parameters that they are of."""
         self.ahead: dict[tuple[str, ...], Any] = {}
         """Gathers (`executor.Gather`) on their way for the next step, by the parameters that they bring."""
         self.twins: dict[str, nn.Parameter] = {}
@@ -94,7 +108,7 @@ class UnitShards:
         `source` keeps its memory until the caller frees it. Collective.
         `parallel`: what the model is divided over already.
         """
-        value, mesh = local_tensor(source), self.communicator.mesh
+        value, mesh = local_tensor(source), self.communicator.dividing_mesh
         self.communicator.broadcast(value)
         self._placings[param.name] = along(param, mesh) if parallel is None else parallel.sharded(param, source)
         return self._adopt(param, self._distributed(param, value))
@@ -111,7 +125,7 @@ class UnitShards:
         return parameter
 
     def _distributed(self, param: Param, value: torch.Tensor) -> nn.Parameter:
-        start, stop = param.shard_rows(self.communicator.sharded.rank)
+        start, stop = param.shard_rows(self.communicator.dividing.rank)
         if param.shards:
             flat = self.padded_shard(param)[: (stop - start) * param.row_numel]
             local = flat.view(stop - start, *param.shape[1:])
@@ -130,18 +144,18 @@ class UnitShards:
     def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
         """This rank's part of `full`, which is shaped like the full parameter `name`, in memory of its own."""
         param = self.unit.params[self.unit.index(name)]
-        start, stop = param.shard_rows(self.communicator.sharded.rank)
+        start, stop = param.shard_rows(self.communicator.dividing.rank)
         mine = full[start:stop] if param.shards else full
         return self._placings[name].place(self.memory.own(mine))
 
     def padded_shard(self, param: Param) -> torch.Tensor:
         """This rank's padded shard of `param`, 1-D, as it lies in the buffer."""
         offset = self.offsets[param.name]
-        return self.buffers[param.dtype][offset : offset + param.kept_numel(self.communicator.sharded.rank)]
+        return self.buffers[param.dtype][offset : offset + param.kept_numel(self.communicator.dividing.rank)]
 
     def wire(self, params: list[Param]) -> torch.Tensor:
         """The padded shards of `params` end to end: as they lie where they are neighbours, else a copy."""
-        first, last, rank = params[0], params[-1], self.communicator.sharded.rank
+        first, last, rank = params[0], params[-1], self.communicator.dividing.rank
         start, stop = self.offsets[first.name], self.offsets[last.name] + last.kept_numel(rank)
         if stop - start == sum(param.kept_numel(rank) for param in params):
             return self.buffers[first.dtype][start:stop]
@@ -181,9 +195,9 @@ class UnitShards:
         """Add an averaged gradient to this rank's own, so that the average of the sum holds it once."""
         param = self.unit.params[self.unit.index(name)]
         if param.shards:
-            start, stop = param.shard_rows(self.communicator.sharded.rank)
-            # Once among the ranks that shard; replicas, whose average is that of equal parts, each do so.
-            gradient[start:stop].add_(local_tensor(averaged), alpha=self.communicator.sharded.size)
+            start, stop = param.shard_rows(self.communicator.dividing.rank)
+            # Once among the ranks that divide it; replicas, whose average is that of equal parts, each do so.
+            gradient[start:stop].add_(local_tensor(averaged), alpha=self.communicator.dividing.size)
         else:
             gradient.add_(local_tensor(averaged))
 
@@ -236,16 +250,17 @@ class UnitShards:
 
     @property
     def may_differ(self) -> bool:
-        """True if a full copy, kept or on its way, that is taken to be up to date may be so no longer."""
+        """True if a copy, kept or on its way, that is taken to be up to date may be so no longer."""
         if not self.has_current:
             return False
-        copies = [*(full for full in self.kept.values() if not full.is_stale), *self.ahead.values()]
+        current = (full for full in self.kept.values() if not full.is_stale)
+        copies = [*current, *self.secondary.values(), *self.ahead.values()]
         exposed = (p.zcompile_exposed for p in self.parameters.values() if isinstance(p, ShardedParameter))
         return any(exposed) or {copy.writes for copy in copies} != {self.writes()}
 
     def compared(self) -> None:
         """The copies that are left equal the shards as they are now."""
-        for copy in [*self.kept.values(), *self.ahead.values()]:
+        for copy in [*self.kept.values(), *self.secondary.values(), *self.ahead.values()]:
             copy.writes = self.writes()
 
     def outgrow_kept(self) -> None:
@@ -253,19 +268,27 @@ class UnitShards:
         self.kept = {names: full for names, full in self.kept.items() if not full.is_stale}
         for full in self.kept.values():
             full.is_stale = True
+        self.secondary.clear()
+
+    def drop_copies(self) -> None:
+        """Let every copy go, kept or on its way."""
+        for gather in self.ahead.values():
+            gather.wait()  # on CUDA: its memory must not be used again while it is still being filled
+        for copies in (self.ahead, self.kept, self.secondary):
+            copies.clear()
 
     @property
     def has_current(self) -> bool:
-        """True if a full copy, kept or on its way, is taken to be up to date."""
-        return bool(self.ahead) or any(not full.is_stale for full in self.kept.values())
+        """True if a copy, kept or on its way, is taken to be up to date."""
+        return bool(self.ahead or self.secondary) or any(not full.is_stale for full in self.kept.values())
 
     def copies_differ(self) -> torch.Tensor:
-        """1 if this rank's part of a full copy, kept or on its way, no longer equals its shard, else 0.
+        """1 if this rank's part of a copy, kept or on its way, no longer equals its shard, else 0.
 
         An int32 [] on the device. The host does not wait for it: on CUDA all units are compared before the first
         answer is read.
         """
-        rank = self.communicator.sharded.rank
+        rank = self.communicator.dividing.rank
         result = [torch.zeros((), dtype=torch.bool, device=self.communicator.device)]
         for full in (full for full in self.kept.values() if not full.is_stale):
             for index, param in enumerate(full.unit.params):
@@ -273,6 +296,12 @@ class UnitShards:
                     start, stop = param.shard_rows(rank)
                     kept = full[index][start:stop] if param.shape else full[index]
                     result.append(torch.ne(kept, self.local(param).to(kept, non_blocking=True)).any())
+        for secondary in self.secondary.values():
+            assert self.communicator.outside is not None, "they are gathered along the outer axis"
+            place, parts = self.communicator.outside.rank, self.communicator.parts
+            for params, sent in secondary.messages:
+                mine = sent.view(parts, -1)[place]
+                result.append(torch.ne(mine, self.wire(params).to(mine, non_blocking=True)).any())
         for gather in self.ahead.values():
             result += [
                 torch.ne(sent, self.wire(params).to(sent, non_blocking=True)).any() for params, sent in gather.sent

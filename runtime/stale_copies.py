@@ -1,4 +1,4 @@
-"""Freshness: whether full copies still equal the shards: those that stages 1 and 2 keep, those gathered ahead.
+"""Freshness: whether copies still equal the shards: full ones, secondary shards, and what is gathered ahead.
 
 An optimizer step says that it has changed parameters. Where none came in between (gradient accumulation, evaluation,
 the next train step), a parameter says whether it may have been written to: by version counters, by operations that
@@ -62,9 +62,6 @@ class Freshness:
         kept = [unit for unit in self.units.values() if unit.has_current]
         differ = self.communicator.any_rank(torch.stack([unit.copies_differ() for unit in kept]).cpu())
         for unit in itertools.compress(kept, differ.tolist()):
-            for gather in unit.ahead.values():
-                gather.wait()  # on CUDA: its memory must not be used again while it is still being filled
-            unit.ahead.clear()
-            unit.kept.clear()
+            unit.drop_copies()
         for unit in kept:
             unit.compared()

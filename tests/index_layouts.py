@@ -27,6 +27,7 @@ from zcompile.runtime.executor import (
     BoundUnit,
     Full,
     Gradients,
+    InsideAverages,
     accumulate,
     all_gather,
     all_reduce,
@@ -34,7 +35,7 @@ from zcompile.runtime.executor import (
     reduce_scatter,
     wait,
 )
-from zcompile.runtime.groups import Communicator
+from zcompile.runtime.groups import AxisCommunicator, Communicator
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
 
@@ -110,20 +111,25 @@ class LocalCollectives(Collectives):
     def _sends(self, rows: Sequence[torch.Tensor]) -> None:
         self.switch.sent += [(self.rank, to, row.clone()) for to, row in enumerate(rows)]
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> AsyncWork:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, parts: int = 1) -> AsyncWork:
         check_sizes(full, shard, self.size)
         self._sends([shard] * self.size)
-        return self._join(shard, lambda all_: full.copy_(torch.cat(all_)))
-
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
-        check_sizes(full, shard, self.size)
-        self._sends(full.chunk(self.size) if full.numel() else [full] * self.size)
 
         def arrive(all_: list[torch.Tensor]) -> None:
-            width = shard.numel()
-            shard.copy_(mean([one[self.rank * width : (self.rank + 1) * width] for one in all_]))
+            full.copy_(
+                torch.cat([row for rows in zip(*(one.chunk(parts) for one in all_), strict=True) for row in rows])
+            )
 
-        return self._join(full, arrive)
+        return self._join(shard, arrive)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, parts: int = 1) -> AsyncWork:
+        check_sizes(full, shard, self.size)
+        sent = [torch.cat([part.chunk(self.size)[to] for part in full.chunk(parts)]) for to in range(self.size)]
+        self._sends(sent if full.numel() else [full] * self.size)
+        return self._join(sent, lambda all_: shard.copy_(mean([one[self.rank] for one in all_])))
+
+    def reduce_scatter_in(self, wire: torch.dtype, shard: torch.Tensor, full: torch.Tensor) -> AsyncWork:
+        raise NotImplementedError
 
     def rows_staged(self, *, packed: bool) -> int:
         """As gloo's."""
@@ -182,16 +188,27 @@ class LocalWaits:
     explained = staticmethod(contextlib.nullcontext)
 
 
-class LocalCommunicator(Communicator):
-    """One of several ranks of this process."""
+class LocalAxis(AxisCommunicator):
+    """A rank of this process among those of one axis."""
 
-    def __init__(self, switch: Switch, rank: int) -> None:
-        self.switch, self.size, self.rank, self.device = switch, switch.size, rank, CPU
-        self.mesh = DeviceMesh("cpu", torch.arange(switch.size), _init_backend=False, _rank=rank)
+    def __init__(self, switch: Switch, rank: int, axis: str) -> None:
+        self.switch, self.size, self.rank, self.device, self.axis = switch, switch.size, rank, CPU, axis
         self.collectives = LocalCollectives(switch, rank)
-        self.traffic, self.recorder, self.is_fake, self.control = TrafficMeter(), Recorder(), False, None
-        self.axis = "dp"
+        self.traffic, self.recorder, self.is_fake = TrafficMeter(), Recorder(), False
         self.waits = LocalWaits()  # type: ignore[assignment]
+
+
+class LocalCommunicator(LocalAxis, Communicator):
+    """One of several ranks of this process; with switches for its places inside and outside, of two axes."""
+
+    def __init__(self, switch: Switch, rank: int, inside: Switch | None = None, outside: Switch | None = None) -> None:
+        super().__init__(switch, rank, "dp")
+        self.mesh = DeviceMesh("cpu", torch.arange(switch.size), _init_backend=False, _rank=rank)
+        self.control, self.parts = None, 1
+        if inside is not None and outside is not None:
+            self._inside = LocalAxis(inside, rank % inside.size, "shard")
+            self.outside = LocalAxis(outside, rank // inside.size, "replicate")
+            self.parts = outside.size
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """The first rank comes first."""
@@ -239,6 +256,8 @@ class Case:
     """The only rank that has gradients that are not zero, where dtypes hold few numbers."""
     held: bool = False
     """True if each gradient is the sum of one that was held back and one more."""
+    outer: int = 1
+    """The ranks of an outer axis, over which shards are divided, too."""
 
     @property
     def total(self) -> int:
@@ -346,13 +365,21 @@ def gathering(case: Case, bound: BoundUnit) -> Steps[list[str]]:
             found += wrong(f"padding of {param.name}", rest, torch.zeros_like(rest))
     at = place(case)
     for keeps, ahead, changed in ((False, False, 0), (True, False, 0), (True, False, 1), (False, True, 1)):
+        if ahead and case.outer > 1:
+            continue  # what is gathered outside first is not gathered ahead
         if changed:
             negate(bound)
         bound.shards.outgrow_kept()
         if ahead:
             gather_ahead(bound, dtype=case.dtype)
             negate(bound)  # what is on its way stays as it was: a copy is sent
-        gather = all_gather(bound, keep=keeps, dtype=case.dtype, at=None if keeps else at)
+        secondary = None
+        if case.outer > 1 and case.unit.is_sharded:
+            outside = all_gather(bound, bound.shards.communicator.outside, keep=not keeps, dtype=case.dtype)
+            yield
+            secondary = wait(outside)
+            assert isinstance(secondary, torch.Tensor)
+        gather = all_gather(bound, secondary, keep=keeps, dtype=case.dtype, at=None if keeps else at)
         yield
         full = wait(gather)
         assert isinstance(full, Full)
@@ -388,6 +415,11 @@ def reducing(case: Case, bound: BoundUnit, *, scattered: bool) -> Steps[list[str
     assert box == []
     yield
     result = wait(reduction)
+    if isinstance(result, InsideAverages):
+        reduce = reduce_scatter if scattered else all_reduce
+        reduction = reduce(bound, result, bound.shards.communicator.outside, dtype=case.reduce_dtype)
+        yield
+        result = wait(reduction)
     assert isinstance(result, Gradients)
     wanted = {p.name: average for i, p in enumerate(params) if (average := case.average(i)) is not None}
     found += [] if result.tensors.keys() == wanted.keys() else [f"gradients of {sorted(result.tensors)}"]
@@ -408,9 +440,13 @@ def battery(case: Case, communicator: Communicator) -> Steps[list[str]]:
     return found
 
 
-def local_ranks(world: int) -> tuple[Switch, list[LocalCommunicator]]:
-    switch = Switch(world)
-    return switch, [LocalCommunicator(switch, rank) for rank in range(world)]
+def local_ranks(world: int, outer: int = 1) -> tuple[Switch, list[LocalCommunicator]]:
+    switch, inner = Switch(world), world // outer
+    if outer == 1:
+        return switch, [LocalCommunicator(switch, rank) for rank in range(world)]
+    inside, outside = [Switch(inner) for _ in range(outer)], [Switch(outer) for _ in range(inner)]
+    pairs = [(inside[rank // inner], outside[rank % inner]) for rank in range(world)]
+    return switch, [LocalCommunicator(switch, rank, *pair) for rank, pair in enumerate(pairs)]
 
 
 def numbers(tensors: Iterable[torch.Tensor]) -> list[float]:

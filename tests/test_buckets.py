@@ -68,23 +68,23 @@ def largest(rank: int, rows: int) -> tuple[int, int]:
     params = tuple(replace(one.unit.params[0], name=name) for name in "pqr")
     unit = BoundUnit(UnitShards(Unit("u", params), one.shards.communicator), Unit("u", params))
     unit.shards.parameters.update({name: nn.Parameter(torch.zeros(1)) for name in "pqr"})
-    make_piece, alive, most = executor.piece_of, [0], [0]
+    make_piece, alive, most = executor.piece_inside, [0], [0]
 
-    def counted(*args: Any) -> torch.Tensor:
-        made = make_piece(*args)
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        made = make_piece(*args, **options)
         storage = made.untyped_storage()
         alive[0] += storage.nbytes()
         most[0] = max(most[0], alive[0])
         weakref.finalize(storage, lambda nbytes: alive.__setitem__(0, alive[0] - nbytes), storage.nbytes())
         return made
 
-    executor.piece_of = counted
+    executor.piece_inside = counted
     try:
         reductions = [reduce_scatter(unit, [grad] * 3, dtype=torch.float32, bucket=2**16) for _ in range(2)]
         for reduction in reductions:
             reduction.wait()
     finally:
-        executor.piece_of = make_piece
+        executor.piece_inside = make_piece
     return most[0], 2 * grad.nbytes
 
 

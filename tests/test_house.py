@@ -31,7 +31,9 @@ ROOMS = {
     "runtime.offload": "ir runtime",
     "cost": "ir runtime",
     "facts": "ir cost",
-    "proof.checker": "proof.checker_grammar proof.checker_terms proof.checker_texts proof.checker_values",
+    "proof.checker": "proof.checker_grammar proof.checker_runtime proof.checker_terms proof.checker_texts "
+    "proof.checker_values",
+    "proof.checker_runtime": "proof.checker_terms proof.checker_texts proof.checker_values",
     "proof.checker_terms": "proof.checker_texts",
     "proof.checker_texts": "proof.checker_grammar",
     "proof.checker_grammar": "",
@@ -160,6 +162,7 @@ def test_runtime_knows_no_programs() -> None:
         "zcompile.ir.axis",
         "zcompile.ir.layout",
         "zcompile.ir.packing",
+        "zcompile.ir.secondary",
         "zcompile.ir.tensor_type",
         "zcompile.ir.wire",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +24,7 @@ from tests.ranks import Ranks
 from zcompile import AgreementError, GroupError
 from zcompile.engine.calibration import measure
 from zcompile.ir.axis import Axis, AxisKind
-from zcompile.ir.ops import ReduceReplicas
+from zcompile.ir.ops import ReduceOutside
 from zcompile.runtime.groups import Communicator
 
 STEPS = 3
@@ -157,7 +158,7 @@ def looked_at(rank: int) -> dict[str, object]:
         "volumes": compiled.programs[0].volumes(),
         "step": compiled._engine.runtime.steps[0].program.volumes(),
         "sent": {name: axis.bytes - before.get(name, 0) for name, axis in compiled.traffic.axes.items()},
-        "averages": len(backward.nodes(ReduceReplicas)),
+        "averages": len(backward.nodes(ReduceOutside)),
         "norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
         "explained": compiled.explain(),
         "axes": compiled.layout.axes,
@@ -178,9 +179,9 @@ def test_shards_repeat_along_one_dimension_and_traffic_is_counted_by_axis(ranks:
     assert len({one["norm"] for one in found}) == 1
 
 
-def accumulated(rank: int, stage: int, shape: Shape, synchronised: list[bool]) -> list[str]:
+def accumulated(rank: int, stage: int, shape: Shape, synchronised: list[bool], shard: str | None = None) -> list[str]:
     """Several micro-batches a step, of which some are held back where the stage keeps full gradients."""
-    compiled = zcompile.compile(make("mlp", seed=rank), mesh=mesh_of(shape), backend="eager", stage=stage)
+    compiled = zcompile.compile(make("mlp", seed=rank), mesh=mesh_of(shape), backend="eager", stage=stage, shard=shard)
     optimizer, count = adamw(compiled), len(synchronised)
     for step in range(STEPS):
         for micro, averages in enumerate(synchronised):
@@ -206,17 +207,17 @@ def test_gradients_are_accumulated(ranks: Ranks, stage: int, shape: Shape, synch
     assert ranks.run(4, accumulated, stage, shape, synchronised) == [[]] * 4
 
 
-def stepped(rank: int, stage: int, prefetch: int) -> Values:
-    mesh = mesh_of((2, 2))
-    model = zcompile.compile(make("mlp", seed=rank), mesh=mesh, backend="eager", stage=stage, prefetch=prefetch)
+def stepped(rank: int, **options: Any) -> Values:
+    model = zcompile.compile(make("mlp", seed=rank), mesh=mesh_of((2, 2)), backend="eager", **options)
     step = zcompile.train_step(model, lambda model, *batch: model(*batch), adamw(model))
     for number in range(STEPS):
         step(*batch("mlp", rank, number))
     return full_values(model)
 
 
-def compare_steps(rank: int, stage: int, prefetch: int) -> list[str]:
-    return differing(stepped(rank, stage, prefetch), train(rank, "mlp", (2, 2), stage=stage, prefetch=prefetch))
+def compare_steps(rank: int, stage: int, prefetch: int, shard: str | None = None) -> list[str]:
+    options: dict[str, Any] = {"stage": stage, "prefetch": prefetch, "shard": shard}
+    return differing(stepped(rank, **options), train(rank, "mlp", (2, 2), **options))
 
 
 @quickly("stage, prefetch", [(stage, prefetch) for stage in (1, 2, 3) for prefetch in (0, 2)], [(3, 2)])
@@ -237,21 +238,22 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-def beside(rank: int, name: str, folder: str) -> list[str]:
-    """What differs from stage 1 in the same precision, which shares no gather with stage 3, and of recordings."""
+def beside(rank: int, name: str, shard: str | None = None) -> list[str]:
+    """What differs from stage 1 in the same precision, whose shards repeat: it shares no gather with stage 3."""
     options = OPTIONS[name]
     want = train(rank, "gpt", (2, 2), stage=1, **{k: v for k, v in options.items() if k in ("dtype", "reduce_dtype")})
-    return differing(train(rank, "gpt", (2, 2), stage=3, **options), want)
+    return differing(train(rank, "gpt", (2, 2), stage=3, shard=shard, **options), want)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_other_options_change_no_bits(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    assert ranks.run(4, beside, name, str(tmp_path)) == [[]] * 4
+def test_other_options_change_no_bits(ranks: Ranks, name: str) -> None:
+    assert ranks.run(4, beside, name) == [[]] * 4
 
 
-def on_a_disk(rank: int, folder: str) -> list[str]:
-    got = train(rank, "mlp", (2, 2), offload_parameters=f"disk:{folder}", offload_activations=f"disk:{folder}")
+def on_a_disk(rank: int, folder: str, shard: str | None = None) -> list[str]:
+    place = f"disk:{folder}"
+    got = train(rank, "mlp", (2, 2), offload_parameters=place, offload_activations=place, shard=shard)
     return differing(got, reference("mlp", (2, 2)))
 
 
@@ -297,11 +299,11 @@ class Breaking(nn.Module):
         return ((self.last(x) * self.scale - y) ** 2).mean()
 
 
-def broken(rank: int) -> list[str]:
+def broken(rank: int, shard: str | None = None) -> list[str]:
     torch.manual_seed(0)
     model = Breaking()
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}
-    compiled = zcompile.compile(model, mesh=mesh_of((2, 2)), backend="eager")
+    compiled = zcompile.compile(model, mesh=mesh_of((2, 2)), backend="eager", shard=shard)
     compiled(*batch("mlp", rank, 0)).backward()
     grads = {n: p.grad for n, p in compiled.named_parameters() if p.grad is not None}
     torch.manual_seed(0)
@@ -321,9 +323,9 @@ def test_what_runs_as_plain_python_is_averaged_over_both_axes(ranks: Ranks) -> N
     assert ranks.run(4, broken) == [[]] * 4
 
 
-def through_torch_compile(rank: int) -> list[str]:
+def through_torch_compile(rank: int, shard: str | None = None) -> list[str]:
     model = make("mlp", seed=0)
-    backend = zcompile.backend(stage=3, mesh=mesh_of((2, 2)), backend="eager")
+    backend = zcompile.backend(stage=3, mesh=mesh_of((2, 2)), backend="eager", shard=shard)
     optimizer = adamw(model)
     step = torch.compile(model, backend=backend)
     for number in range(STEPS):
@@ -343,8 +345,8 @@ def test_the_backend_of_torch_compile_takes_the_mesh(ranks: Ranks) -> None:
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def saved(rank: int, folder: str) -> Values:
-    compiled = zcompile.compile(make("mlp", seed=rank), mesh=mesh_of((2, 2)), backend="eager")
+def saved(rank: int, folder: str, shard: str | None = None) -> Values:
+    compiled = zcompile.compile(make("mlp", seed=rank), mesh=mesh_of((2, 2)), backend="eager", shard=shard)
     optimizer = adamw(compiled)
     for step in range(2):
         compiled(*batch("mlp", rank, step)).backward()
@@ -355,10 +357,10 @@ def saved(rank: int, folder: str) -> Values:
     return full_values(compiled)
 
 
-def loaded(rank: int, folder: str, shape: Shape | None) -> tuple[Values, Values]:
+def loaded(rank: int, folder: str, shape: Shape | None, shard: str | None = None) -> tuple[Values, Values]:
     """What a checkpoint gives in another layout, and the parameters after one more step on the same batch."""
-    mesh = None if shape is None else mesh_of(shape)
-    compiled = zcompile.compile(make("mlp", seed=5), mesh=mesh, backend="eager", stage=2 if shape is None else 3)
+    mesh, stage = None if shape is None else mesh_of(shape), 2 if shape is None else 3
+    compiled = zcompile.compile(make("mlp", seed=5), mesh=mesh, backend="eager", stage=stage, shard=shard)
     optimizer = adamw(compiled)
     compiled.load_checkpoint(folder, optimizer)
     found = full_values(compiled)
@@ -380,8 +382,8 @@ def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, tmp_path: Path) -> No
         assert all(torch.allclose(one[name], after[0][name], atol=1e-6) for name in one)
 
 
-def replayed(rank: int, folder: str) -> None:
-    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", record=folder)
+def replayed(rank: int, folder: str, **options: Any) -> None:
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", record=folder, **options)
     optimizer = adamw(compiled)
     compiled(*batch("mlp", rank, 0)).backward()
     optimizer.step()
@@ -400,9 +402,8 @@ def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, tmp_path: Path
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def divided(rank: int, shape: tuple[int, int, int], suffix: str, stage: int) -> list[str]:
-    """DTensor remembers meshes of processes whose groups are gone by their names: `suffix` makes new ones."""
-    names = (f"dp{suffix}_replicate", f"dp{suffix}_shard", f"tp{suffix}")
+def divided(rank: int, shape: tuple[int, int, int], stage: int, shard: str | None = None) -> list[str]:
+    names = ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
 
     def small() -> nn.Module:
@@ -413,7 +414,7 @@ def divided(rank: int, shape: tuple[int, int, int], suffix: str, stage: int) -> 
         return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + index))
 
     model = parallelize_module(small(), mesh[names[2]], PLAN)
-    compiled = zcompile.compile(model, mesh=mesh[names[:2]], backend="eager", stage=stage)
+    compiled = zcompile.compile(model, mesh=mesh[names[:2]], backend="eager", stage=stage, shard=shard)
     plain = small()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (compiled, plain)]
     data = shape[0] * shape[1]
@@ -429,21 +430,20 @@ def divided(rank: int, shape: tuple[int, int, int], suffix: str, stage: int) -> 
 
 
 @quickly(
-    "shape, suffix, stage",
-    [((2, 1, 2), "_a", 3), ((1, 2, 2), "_b", 3), ((2, 2, 1), "_c", 3), ((2, 1, 2), "_d", 0), ((2, 1, 2), "_e", 2)],
-    [((2, 1, 2), "_a", 3)],
+    "shape, stage",
+    [((2, 1, 2), 3), ((1, 2, 2), 3), ((2, 2, 1), 3), ((2, 1, 2), 0), ((2, 1, 2), 2)],
+    [((2, 1, 2), 3)],
 )
-def test_it_stands_beside_tensor_parallelism(
-    ranks: Ranks, shape: tuple[int, int, int], suffix: str, stage: int
-) -> None:
-    assert ranks.run(4, divided, shape, suffix, stage) == [[]] * 4
+def test_it_stands_beside_tensor_parallelism(ranks: Ranks, shape: tuple[int, int, int], stage: int) -> None:
+    assert ranks.run(4, divided, shape, stage) == [[]] * 4
 
 
 @pytest.mark.slow
-def test_all_three_dimensions_of_two() -> None:
+@pytest.mark.parametrize("shard", ["hsdp", "hfsdp", "hpz", "flat"])
+def test_all_three_dimensions_of_two(shard: str) -> None:
     pool = Ranks(8)
     try:
-        assert pool.run(8, divided, (2, 2, 2), "_f", 3) == [[]] * 8
+        assert pool.run(8, divided, (2, 2, 2), 3, shard) == [[]] * 8
     finally:
         pool.close()
 

@@ -59,7 +59,7 @@ LAYOUTS = ("contiguous", "transposed", "strided", "expanded", "none")
 
 
 @st.composite
-def params(draw: st.DrawFn, world: int, low: torch.dtype | None) -> tuple[Param, ...]:
+def params(draw: st.DrawFn, world: int, low: torch.dtype | None, *, owned: bool = True) -> tuple[Param, ...]:
     """Some parameters, of few elements where they are cast to a dtype that holds few numbers exactly."""
     found: list[Param] = []
     left = 250 if low else 60_000
@@ -76,15 +76,18 @@ def params(draw: st.DrawFn, world: int, low: torch.dtype | None) -> tuple[Param,
         dtype = torch.float32 if casts or low else draw(st.sampled_from([torch.float32, torch.float64]))
         shards = world if shape and numel and draw(st.integers(0, 4)) < 4 else 0
         mixed = (low, reduced) if casts else (None, None)
-        owner = draw(st.integers(0, world - 1)) if shards and draw(st.integers(0, 2)) == 0 else None
+        owner = draw(st.integers(0, world - 1)) if owned and shards and draw(st.integers(0, 2)) == 0 else None
         found.append(Param(f"p{number}", shape, dtype, True, shards, *mixed, owner))
     return tuple(found) or (Param("p", (3, 2), torch.float32, True, world),)
 
 
 @st.composite
-def cases(draw: st.DrawFn, least: int = 1, most: int = 8) -> Case:
+def cases(draw: st.DrawFn, least: int = 1, most: int = 8, *, levels: bool = False) -> Case:
+    """`levels`: of two axes, of powers of two ranks: averages along each of them are then divided without rounding."""
     world, low = draw(st.integers(least, most)), draw(st.sampled_from([None, None, *LOW]))
-    given_ = draw(params(world, low))
+    outer = draw(st.sampled_from([2, 4])) if levels else 1
+    world = outer * draw(st.sampled_from([1, 2, 4])) if levels else world
+    given_ = draw(params(world, low, owned=not levels))
     kinds: dict[tuple[object, ...], list[list[int]]] = {}
     for index, param in enumerate(given_):
         kind = (param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards), param.owner)
@@ -104,11 +107,12 @@ def cases(draw: st.DrawFn, least: int = 1, most: int = 8) -> Case:
         gradients=layouts,
         hot=draw(st.integers(0, world - 1)) if low else None,
         held=low is None and draw(st.booleans()),
+        outer=outer,
     )
 
 
 def run(case: Case) -> list[str]:
-    _, ranks = local_ranks(case.world)
+    _, ranks = local_ranks(case.world, case.outer)
     found = together([battery(case, communicator) for communicator in ranks])
     return [f"rank {rank}: {problem}" for rank, problems in enumerate(found) for problem in problems]
 
@@ -117,6 +121,26 @@ def run(case: Case) -> list[str]:
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_every_element_arrives_where_it_belongs(case: Case) -> None:
     assert run(case) == []
+
+
+@given(cases(levels=True))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_every_element_arrives_over_two_axes(case: Case) -> None:
+    assert run(case) == []
+
+
+@pytest.mark.slow
+@given(cases(levels=True))
+@settings(max_examples=2500, suppress_health_check=[HealthCheck.too_slow])
+def test_every_element_of_many_cases_arrives_over_two_axes(case: Case) -> None:
+    assert run(case) == []
+
+
+@given(cases(levels=True).filter(lambda case: case.hot is None))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_packed_at_once_as_on_gpus_arrives_over_two_axes(case: Case) -> None:
+    with mock.patch.object(messages, "is_gpu", return_value=True):
+        assert run(case) == []
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from zcompile.tools import command_line
 FIELDS = {field.name: field for field in fields(Options)}
 OTHER: dict[str, Any] = {
     "stage": 2,
+    "shard": "hpz",
     "prefetch": 1,
     "dtype": torch.bfloat16,
     "reduce_dtype": torch.float64,

@@ -23,7 +23,7 @@ from tests.ranks import Ranks
 from tests.test_hybrid import STEPS, Shape, Values, adamw, differing, full_values, mean, mesh_of, train
 from zcompile import OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import data
-from zcompile.ir.ops import ReduceReplicas
+from zcompile.ir.ops import ReduceOutside
 from zcompile.ir.wire import padded_to_blocks, wire_bytes
 from zcompile.runtime.groups import AxisCommunicator, Communicator
 from zcompile.runtime.low_precision import decode, encode
@@ -175,9 +175,9 @@ def mistaken(rank: int) -> str:
 
     def forget(program: zcompile.Program) -> zcompile.Program:
         program = program.copy()
-        for node in program.nodes(ReduceReplicas):
+        for node in program.nodes(ReduceOutside):
             op = data(node).op
-            assert isinstance(op, ReduceReplicas), "it is one"
+            assert isinstance(op, ReduceOutside), "it is one"
             respell(program, node, replace(op, wire=None))
         return program
 

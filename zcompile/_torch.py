@@ -841,6 +841,13 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
+def with_joined_dims(mesh: DeviceMesh, joined: DeviceMesh, last: DeviceMesh) -> DeviceMesh:
+    """`mesh` with all dimensions but the last as one, by the groups of `joined`, which they are, and of `last`."""
+    names = (*(joined.mesh_dim_names or ("dp",)), *(last.mesh_dim_names or ("tp",)))
+    groups = [joined.get_group(), last.get_group()]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh.flatten(0, -2), mesh_dim_names=names)
+
+
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks of a mesh as one dimension. Collective over the mesh that it was sliced from.
 

@@ -36,14 +36,14 @@ from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.gradients.outside import Outside
-from zcompile.runtime.groups import Communicator, axes_of_mesh, default_device, mesh_of_stage, resolve_mesh
+from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, default_device, resolve_mesh
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.offload.shard_file import ShardFile
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.placement import ModelParallel
-from zcompile.schedule.option_checks import check_outer, check_place, offload_of
+from zcompile.schedule.option_checks import check_axes, check_outer, check_place, offload_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pass, Pipeline
 from zcompile.state.model_state import ModelState, Save
@@ -56,6 +56,7 @@ def compile(
     stage: int = 3,
     prefetch: int | Literal["auto"] = 2,
     mesh: DeviceMesh | None = None,
+    shard: str | None = None,
     units: Sequence[str] | None = None,
     whole: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
@@ -83,6 +84,7 @@ def compile(
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
         mesh: The data-parallel `DeviceMesh`, by default all ranks; of two dimensions, "replicate" repeats the shards.
+        shard: What its two dimensions divide: "hsdp" (default), "hfsdp", "hpz" (docs/stages.md), or "flat", as if one.
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         whole: Parameters (shell wildcards) that one rank each keeps whole, for Muon, Shampoo or SOAP; stages 1 to 3.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
@@ -104,9 +106,7 @@ def compile(
 
     Raises:
         OptionError, PipelineError: an option, weights or a pass that cannot be meant; a limit too low, at first call.
-        ModelError: no parameters, several devices, sharded, on meta without values, quantised, or weights of another.
-        OptimizerError: `optimizer` holds none of the model's parameters.
-        GroupError, AgreementError: no process group, a mesh that does not fit, ranks with other models or options.
+        ModelError, OptimizerError, GroupError, AgreementError: a model, optimizer, mesh or ranks that do not fit.
     """
     return _compiled(model, Options.among(locals()), mesh, units, whole, _optimizers(optimizer, model), weights)
 
@@ -121,9 +121,10 @@ def _compiled(
     weights: Source | None,
 ) -> CompiledModule:
     check_kinds(model)
-    parallel = model_parallel(model, mesh)
-    communicator = _communicator(model, asked.stage, mesh, parallel)
+    parallel = model_parallel(model, mesh, flat=asked.divides_outside)
+    communicator = _communicator(model, asked, mesh, parallel)
     check_outer(asked.outer_dtype, communicator.mesh.ndim)
+    check_axes(asked.shard, communicator.mesh.ndim, whole=bool(whole))
     layout = make_layout(
         model,
         STAGES[asked.stage],
@@ -131,6 +132,7 @@ def _compiled(
         units,
         asked.precision,
         whole,
+        asked.hybrid,
     )
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
@@ -166,11 +168,11 @@ def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> 
 
 
 def _communicator(
-    model: nn.Module, stage: int, mesh: DeviceMesh | None, parallel: ModelParallel | None
+    model: nn.Module, asked: Options, mesh: DeviceMesh | None, parallel: ModelParallel | None
 ) -> Communicator:
     device = _device(model, mesh)
     mesh = resolve_mesh(mesh, device, None if parallel is None else parallel.mesh)
-    return Communicator(mesh_of_stage(mesh, STAGES[stage]), device)
+    return Communicator(as_one(mesh) if asked.has_one_axis else mesh, device, asked.hybrid)
 
 
 def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> ShardMemory:
@@ -179,7 +181,7 @@ def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> Shard
     if place is None:
         return ShardMemory(device)
     check_place("offload_parameters", place, device)
-    rank = agreement.communicator.sharded.rank
+    rank = agreement.communicator.dividing.rank
     sizes = {unit.name: shard_bytes(unit, rank) for unit in layout.units}
     if not isinstance(place, Path):
         return agreement.attempt("the memory of parameters", lambda: HostShards(device, sizes))[0]

@@ -51,9 +51,9 @@ from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients.delivery import Refusal
-from zcompile.runtime.groups import Communicator, axes_of_mesh, check_mesh, mesh_of_stage, resolve_mesh
+from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_mesh, resolve_mesh
 from zcompile.runtime.shards import UnitShards
-from zcompile.schedule.option_checks import check_outer
+from zcompile.schedule.option_checks import check_axes, check_outer
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
 
@@ -177,9 +177,11 @@ class Backend:
     def _make_engine(self, device: torch.device) -> Engine:
         options = self.options
         stage = STAGES[options.stage]
-        communicator = Communicator(mesh_of_stage(resolve_mesh(self.mesh, device), stage), device)
+        mesh = resolve_mesh(self.mesh, device)
+        communicator = Communicator(as_one(mesh) if options.has_one_axis else mesh, device, options.hybrid)
         check_outer(options.outer_dtype, communicator.mesh.ndim)
-        layout = Layout((), stage, axes_of_mesh(communicator.mesh))
+        check_axes(options.shard, communicator.mesh.ndim)
+        layout = Layout((), stage, axes_of_mesh(communicator.mesh), hybrid=options.hybrid)
         engine = Engine(ModelRuntime(layout, communicator, Agreement(communicator), options))
         watch_optimizers(self, engine.runtime, {})
         return engine
@@ -215,7 +217,7 @@ class Backend:
         layout, communicator = engine.runtime.layout, engine.runtime.communicator
         blocks, precision = blocks_of_names(fresh), self.options.precision
         taken = {identifier(unit.name) for unit in layout.units}
-        units = list(make_units(fresh, blocks, layout.stage, layout.sharded.size, precision, kept=kept, taken=taken))
+        units = list(make_units(fresh, blocks, layout.stage, layout.shards, precision, kept=kept, taken=taken))
         plain = not layout.stage.optimizer_sharded
         shards: dict[str, UnitShards] = {}
         made: dict[int, _Known] = {}
@@ -417,6 +419,7 @@ def backend(
     stage: int = 3,
     prefetch: int | Literal["auto"] = 2,
     mesh: DeviceMesh | None = None,
+    shard: str | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     outer_dtype: torch.dtype | None = None,

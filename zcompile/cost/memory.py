@@ -125,7 +125,7 @@ class ModelStateBytes:
 
     parameters: int
     copies: int
-    """Full parameters that stages 0 to 2 keep beside the shards, in the dtype that is computed with."""
+    """Full parameters that stages 0 to 2 keep beside the shards, or secondary shards, in the dtype computed with."""
     gradients: int
     moments: int
 
@@ -139,10 +139,12 @@ def model_state(layout: Layout) -> ModelStateBytes:
 
     Where some own more than others, it is the rank that keeps most.
     """
-    shards = most_kept(layout.params, layout.sharded.size)
-    trained = most_kept(layout.trainable.values(), layout.sharded.size)
+    shards = most_kept(layout.params, layout.shards)
+    trained = most_kept(layout.trainable.values(), layout.shards)
     kept = () if layout.stage.parameters_sharded else layout.units
-    return ModelStateBytes(shards, sum(layout.gathered_bytes(unit.name) for unit in kept), trained, 2 * trained)
+    copies = sum(layout.gathered_bytes(unit.name) for unit in kept)
+    copies += sum(layout.secondary_bytes(unit.name) for unit in layout.units) if layout.keeps_secondary else 0
+    return ModelStateBytes(shards, copies, trained, 2 * trained)
 
 
 def most_kept(params: Iterable[Param], ranks: int) -> int:

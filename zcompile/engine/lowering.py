@@ -24,6 +24,7 @@ from zcompile.ir.ops import (
     AllGather,
     Away,
     Call,
+    GatherOutside,
     Group,
     Input,
     Kind,
@@ -33,6 +34,7 @@ from zcompile.ir.ops import (
     Stack,
     Store,
     WaitGather,
+    WaitSecondary,
 )
 from zcompile.ir.packing import aligned
 from zcompile.ir.printer import inputs_of
@@ -98,7 +100,9 @@ class CompiledStep:
         ]
         self._graphs = session.graphs if program.is_captured else None
         tensors = [node for node in self.saved if not is_symbolic(node.meta.get("val"))]
-        self._made = next((i for i, node in enumerate(tensors) if not isinstance(data(node).op, Input)), None)
+        self._made = next(
+            (i for i, node in enumerate(tensors) if not isinstance(data(node).op, (Input, WaitSecondary))), None
+        )
         """Which of the tensors that are saved is the first that the forward has made."""
         inputs = traced.nodes(Parameter, Input)
         primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
@@ -116,7 +120,7 @@ class CompiledStep:
         self._digest = program.digest()
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in Phase}
         self._flows = Flows(traced)
-        keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
+        keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
         self._has_copies = keeps or (session.updater is not None and program.layout.stage.optimizer_sharded)
         stacked = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
         self._lender = Lender(session.arenas, arena_bytes(program), stacked)
@@ -160,7 +164,7 @@ class CompiledStep:
     def _loan(self, op: Lent, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
         if isinstance(op, Group) and op.axis == getattr(self.program.layout.replicated, "name", None):
-            return self.session.lockstep.communicator.replicas
+            return self.session.lockstep.communicator.outside
         if isinstance(op, (Away, Group)):
             return self.session.offloads[op]
         if isinstance(op, Stack):

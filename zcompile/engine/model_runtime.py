@@ -71,7 +71,7 @@ class ModelRuntime:
         shared = self.tensor if options.partition_activations else None
         self.offloads = make_offloads(options, communicator, agreement, shared)
         self.graphs = make_graphs(options, communicator.device)
-        origin = Origin(communicator.waits.rank, communicator.sharded.rank, options.backend, communicator.device)
+        origin = Origin(communicator.waits.rank, communicator.dividing.rank, options.backend, communicator.device)
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
         self.accumulates = False
         """True within `no_sync`."""

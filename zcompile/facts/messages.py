@@ -13,13 +13,15 @@ from zcompile.ir.ops import (
     Averaging,
     Call,
     GatherAhead,
+    GatherOutside,
     Reduce,
-    ReduceReplicas,
+    ReduceOutside,
     Release,
     Shards,
     Update,
     WaitGather,
     WaitReduce,
+    WaitSecondary,
 )
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import reads_of
@@ -31,11 +33,11 @@ def _gathered_before_use(program: Program) -> Iterator[Violation]:
             found = data(argument).op
             if isinstance(found, Shards) and program.layout.must_gather(found.unit):
                 yield Violation(node, f"{label(node)} reads {found.unit} before it is gathered")
-            elif isinstance(found, AllGather):
+            elif isinstance(found, (AllGather, GatherOutside)):
                 yield Violation(node, f"{label(node)} reads {found.unit} without waiting for {argument.name}")
-    for node in program.nodes(AllGather, GatherAhead):
+    for node in program.nodes(AllGather, GatherOutside, GatherAhead):
         op = data(node).op
-        assert isinstance(op, (AllGather, GatherAhead)), "these are asked for"
+        assert isinstance(op, (AllGather, GatherOutside, GatherAhead)), "these are asked for"
         if op.dtype != (casts := program.layout.unit(op.unit).compute_dtype):
             yield Violation(node, f"{node.name} says that it casts {op.unit} to {op.dtype}; want {casts}")
 
@@ -55,6 +57,9 @@ def _released_once(program: Program) -> Iterator[Violation]:
         if len(releases) != want:
             problem = f"{len(releases)} releases of {waits[0].name}"
             yield Violation(gather, f"{problem}; want {(want and 'one, after its last use') or 'none, it is kept'}")
+    for gather in program.nodes(GatherOutside):
+        if (count := sum(isinstance(data(user).op, WaitSecondary) for user in gather.users)) != 1:
+            yield Violation(gather, f"{gather.name} is waited for {count} times; want once")
     for release in program.nodes(Release):
         if not isinstance(data(release.all_input_nodes[0]).op, WaitGather):
             yield Violation(release, f"{release.all_input_nodes[0].name} is released, but is not a full parameter")
@@ -63,7 +68,7 @@ def _released_once(program: Program) -> Iterator[Violation]:
 def _reduced_once(program: Program) -> Iterator[Violation]:
     for name in program.results.gradients:
         yield Violation(None, f"the gradient of {name} is returned unreduced")
-    used = [node.all_input_nodes[1] for node in program.nodes(Update, ReduceReplicas)]
+    used = [node.all_input_nodes[1] for node in program.nodes(Update, ReduceOutside)]
     delivered = Counter([*program.results.reduced, *used])
     for node in program.nodes(Averaging):
         op = op_of(node, Averaging)
@@ -133,9 +138,12 @@ def _message_violations(unit: Unit, message: tuple[int, ...]) -> Iterator[Violat
 
 
 def _volume_right(program: Program) -> Iterator[Violation]:
-    """A gather once a phase at most and a reduction once: 2Ψ, or 3Ψ under stage 3."""
+    """A gather once a phase at most and a reduction once: 2Ψ, or 3Ψ under stage 3; outside a gather once a step."""
     if not (stage := program.layout.stage).optimizer_sharded:
         return
+    outside = Counter(op_of(node, GatherOutside).unit for node in program.nodes(GatherOutside))
+    if (name := next((name for name, times in outside.items() if times > 1), None)) is not None:
+        yield Violation(None, f"{name} is gathered outside {outside[name]} times; want once")
     for phase in Phase if stage.parameters_sharded else (None,):
         found = program.nodes(AllGather, phase=phase)
         for unit in program.layout.units:

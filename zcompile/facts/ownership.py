@@ -8,7 +8,7 @@ from torch import fx
 
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.operation import Phase, data
-from zcompile.ir.ops import Accumulate, Fetch, Input, Placeholder, Reduce, ReduceReplicas, Release, Results
+from zcompile.ir.ops import Accumulate, Fetch, Input, Placeholder, Reduce, ReduceOutside, Release, Results
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import Memory, memory_of_values
 
@@ -27,7 +27,7 @@ def _owned(program: Program) -> Iterator[Violation]:
             gone[memory[node.all_input_nodes[0]]] = f"{node.all_input_nodes[0].name} is released"
         elif isinstance(op, Fetch):
             gone[memory[node.all_input_nodes[0]]] = f"{node.name} brings it back, and who keeps it lets it go"
-        elif isinstance(op, ReduceReplicas):
+        elif isinstance(op, ReduceOutside):
             gone[memory[node.all_input_nodes[1]]] = f"{node.name} works in it"
         elif isinstance(op, (Reduce, Accumulate)):
             yield from _taken(node, memory, gone)

@@ -18,6 +18,8 @@ from zcompile.ir.ops import (
     Arena,
     Call,
     Compute,
+    GatherInside,
+    GatherOutside,
     Group,
     Input,
     Item,
@@ -25,20 +27,22 @@ from zcompile.ir.ops import (
     Parameter,
     Placeholder,
     Reduce,
-    ReduceReplicas,
+    ReduceOutside,
     Results,
     Shards,
     Update,
     WaitFetch,
     WaitGather,
     WaitReduce,
+    WaitSecondary,
 )
 from zcompile.ir.parameter_views import derived_values
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
 from zcompile.ir.tensor_type import TensorType
 
-WAITS = (WaitGather, WaitReduce, WaitFetch)
+WAITS = (WaitGather, WaitSecondary, WaitReduce, WaitFetch)
+_OF_UNITS = (Shards, AllGather, WaitGather, GatherOutside, WaitSecondary)
 
 
 def _well_formed(program: Program) -> Iterator[Violation]:
@@ -52,7 +56,7 @@ def _well_formed(program: Program) -> Iterator[Violation]:
         yield from _built_as_meant(program, node)
         yield from _spelled_as_meant(node)
     for value in program.results.outputs:
-        if isinstance(value, fx.Node) and isinstance(data(value).op, (Shards, AllGather, WaitGather)):
+        if isinstance(value, fx.Node) and isinstance(data(value).op, _OF_UNITS):
             yield Violation(value, f"{value.name} is returned, but is no value of the model's")
     for value in program.results.reduced:
         if not isinstance(data(value).op, (WaitReduce, Accumulate)):
@@ -90,25 +94,52 @@ def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:
     unit = getattr(op, "unit", None)
     if unit is not None and unit not in {known.name for known in program.layout.units}:
         yield Violation(node, f"{node.name} names the unit {unit!r}, which is not there")
-    elif isinstance(op, (Reduce, Accumulate, WaitReduce, ReduceReplicas, Update)):
+    elif isinstance(op, (Reduce, Accumulate, WaitReduce, ReduceOutside, Update)):
         yield from _mistaken_gradients(program, node, op)
-        if isinstance(op, ReduceReplicas):
-            yield from _mistaken_replicas(program, node, op)
+        if isinstance(op, ReduceOutside):
+            yield from _mistaken_outside(program, node, op)
+    elif isinstance(op, (AllGather, GatherOutside)):
+        yield from _mistaken_gather(program, node, op)
     elif isinstance(op, Call):
         yield from _mistaken_call(program, node, op)
     elif isinstance(op, Item) and program.regions:
         yield from _mistaken_item(program, node, op)
 
 
-def _mistaken_replicas(program: Program, node: fx.Node, op: ReduceReplicas) -> Iterator[Violation]:
-    """What is averaged over replicas has been over shards, of the same parameters; the axis is one of theirs."""
+def _mistaken_outside(program: Program, node: fx.Node, op: ReduceOutside) -> Iterator[Violation]:
+    """What is averaged outside has been inside, of the same parameters; the axis is the outer one."""
     _, averages, group = given_to(node)
     if averages != WaitReduce(op.unit, op.params) or group != Group(op.axis):
         yield Violation(node, f"{node.name} averages {op.params} over {op.axis}, and is given {averages} over {group}")
     if op.wire is not (wanted := program.layout.unit(op.unit).outer_dtype):
         yield Violation(node, f"{node.name} sends averages of {op.unit} as {op.wire}; want {wanted}")
-    if program.layout.replicated is None or program.layout.replicated.name != op.axis:
-        yield Violation(node, f"{node.name} averages over {op.axis}, along which ranks have no equal shards")
+    yield from _mistaken_axis(program, node, op.axis)
+    if op.scatter is not program.layout.has_secondary:
+        gets, wants = ("its part", "all") if op.scatter else ("all", "its part")
+        yield Violation(node, f"{node.name} gives each rank outside {gets} of {op.unit}; want {wants}")
+
+
+def _mistaken_axis(program: Program, node: fx.Node, axis: str) -> Iterator[Violation]:
+    if program.layout.replicated is None or program.layout.replicated.name != axis:
+        yield Violation(node, f"{node.name} sends over {axis}, which is not the outer one of two axes of data")
+
+
+def _mistaken_gather(program: Program, node: fx.Node, op: AllGather | GatherOutside) -> Iterator[Violation]:
+    """Primary shards are gathered outside, and inside what that gives."""
+    layout, (_, *beside) = program.layout, given_to(node)
+    if isinstance(op, GatherOutside):
+        yield from _mistaken_axis(program, node, op.axis)
+        if beside != [Group(op.axis)]:
+            yield Violation(node, f"{node.name} gathers over {op.axis}, and is given {beside}")
+        if op.keep is not layout.keeps_secondary:
+            problem = "keeps" if op.keep else "does not keep"
+            yield Violation(node, f"{node.name} {problem} secondary shards of {op.unit} beyond the step")
+    elif isinstance(op, AllGather):
+        if (wanted := layout.has_secondary and layout.unit(op.unit).is_sharded) is not isinstance(op, GatherInside):
+            what = "secondary shards" if wanted else "shards, of which there are no secondary ones"
+            yield Violation(node, f"{node.name} gathers {op.unit} from what are not its {what}")
+        elif beside and beside != [WaitSecondary(op.unit)]:
+            yield Violation(node, f"{node.name} gathers {op.unit}, and is given secondary shards of {beside[0].unit}")
 
 
 def _lists_gradients(given: Any) -> bool:
@@ -117,7 +148,7 @@ def _lists_gradients(given: Any) -> bool:
 
 
 def _mistaken_gradients(
-    program: Program, node: fx.Node, op: Reduce | Accumulate | WaitReduce | ReduceReplicas | Update
+    program: Program, node: fx.Node, op: Reduce | Accumulate | WaitReduce | ReduceOutside | Update
 ) -> Iterator[Violation]:
     params = [param.name for param in program.layout.unit(op.unit).params]
     if unknown := set(op.params).difference(params):

@@ -13,7 +13,7 @@ class AxisKind(StrEnum):
     SHARD = "shard"
     """Other data, and other shards of the same parameters."""
     REPLICATE = "replicate"
-    """Other data, and the same shards."""
+    """Other data, and the same shards, or other parts of them: see `zcompile.ir.layout.Hybrid`."""
     TENSOR = "tensor"
     """The same data, and other parts of each parameter."""
     PIPELINE = "pipeline"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 
 import torch
@@ -42,6 +43,21 @@ STAGES = (
     Stage(2, optimizer_sharded=True, gradients_sharded=True, parameters_sharded=False),
     Stage(3, optimizer_sharded=True, gradients_sharded=True, parameters_sharded=True),
 )
+
+
+class Hybrid(StrEnum):
+    """What two axes divide, where one of them repeats what the other one shards.
+
+    A *primary shard* is what a rank keeps of parameters and their optimizer state. A *secondary shard* is what a rank
+    has of them while they are gathered inside only: the primary shards of the ranks that are at its place outside.
+    """
+
+    HSDP = "hsdp"
+    """All is sharded inside and repeated outside (MiCS, Zhang et al. 2022): there are no secondary shards."""
+    HFSDP = "hfsdp"
+    """All is sharded over both axes; secondary shards are kept until parameters change."""
+    HPZ = "hpz"
+    """The same, with secondary shards from a forward to its backward alone (ZeRO++, Wang et al. 2023, section 3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +163,11 @@ class Unit:
         return sum(param.nbytes for param in self.params)
 
     @property
+    def is_sharded(self) -> bool:
+        """False where every rank has all parameters of this unit whole."""
+        return any(param.shards for param in self.params)
+
+    @property
     def compute_dtype(self) -> torch.dtype | None:
         """What parameters of this unit are cast to when it is gathered; None if none of them is."""
         return next((param.compute_dtype for param in self.params if param.compute_dtype), None)
@@ -173,8 +194,8 @@ class Unit:
 class Layout:
     """All units of a model in the order of its modules, and the stage and axes they are laid out for.
 
-    One axis shards, and one may repeat the shards. With one of tensor parallelism, this is the layout of one part of
-    the model.
+    One axis shards, and one may repeat the shards, or divide them further. With one of tensor parallelism, this is the
+    layout of one part of the model.
     """
 
     units: tuple[Unit, ...]
@@ -182,6 +203,8 @@ class Layout:
     axes: tuple[Axis, ...] = axes_of(1)
     away: bool = False
     """True if shards are in the memory of the host, from which a gather copies them to the device first."""
+    hybrid: Hybrid = Hybrid.HSDP
+    """What the two axes divide, where one repeats shards."""
     _by_name: dict[str, Unit] = field(init=False, repr=False, compare=False)
     _by_param: dict[str, Unit] = field(init=False, repr=False, compare=False)
 
@@ -200,6 +223,29 @@ class Layout:
     def replicated(self) -> Axis | None:
         """The axis whose ranks have the same shards and other data, if there is one."""
         return next((axis for axis in self.axes if axis.kind is AxisKind.REPLICATE), None)
+
+    @property
+    def has_secondary(self) -> bool:
+        """True if primary shards are gathered outside before what that gives is gathered inside."""
+        return self.replicated is not None and self.replicated.size > 1 and self.hybrid is not Hybrid.HSDP
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """True if secondary shards are kept until parameters change; stages 1 and 2 keep full copies instead."""
+        return self.has_secondary and self.hybrid is Hybrid.HFSDP and self.stage.parameters_sharded
+
+    def secondary_bytes(self, unit: str) -> int:
+        """Bytes of the secondary shards of `unit`, as they are gathered inside."""
+        return sum(self.numel_inside(p) * p.full_dtype.itemsize for p in self._by_name[unit].params if p.shards)
+
+    @property
+    def shards(self) -> int:
+        """In how many shards parameters are divided."""
+        return self.world if self.has_secondary else self.sharded.size
+
+    def numel_inside(self, param: Param) -> int:
+        """Elements of what a rank sends of `param` inside, padding included: its shard, or its secondary shard."""
+        return -(-param.padded_numel // self.sharded.size) if param.shards else param.numel
 
     @property
     def averaged(self) -> tuple[Axis, ...]:
@@ -264,7 +310,7 @@ class Layout:
         The owners follow each other in a unit, so that what one of them sends of it lies side by side.
         """
         shapes = {param.name: param.shape for param in self.params if param.name in names and param.shards}
-        owners = choose_owners({name: cost_of(shape) for name, shape in shapes.items()}, self.sharded.size)
+        owners = choose_owners({name: cost_of(shape) for name, shape in shapes.items()}, self.shards)
 
         def place(param: Param) -> tuple[int, bool]:
             return (-1 if param.owner is None else param.owner), not param.shards
@@ -284,7 +330,7 @@ class Layout:
         sizes = {axis.kind: axis for axis in axes_of(world, parts, replicas=replicas)}
         axes = tuple(replace(sizes[axis.kind], name=axis.name) for axis in self.axes if axis.kind in sizes)
         assert len(axes) == len(sizes), "replicas are those of a layout that has some"
-        shards = sizes[AxisKind.SHARD].size
+        shards = world if self.has_secondary and replicas > 1 else sizes[AxisKind.SHARD].size
         units = tuple(
             replace(unit, params=tuple(replace(p, shards=shards) if p.shards else p for p in unit.params))
             for unit in self.units

@@ -5,7 +5,19 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Averaging, Call, Input, Item, Reduce, Store, WaitReduce
+from zcompile.ir.ops import (
+    Averaging,
+    Call,
+    GatherInside,
+    GatherOutside,
+    Input,
+    Item,
+    Reduce,
+    ReduceOutside,
+    Results,
+    Store,
+    WaitReduce,
+)
 from zcompile.ir.program_graph import ProgramGraph
 from zcompile.ir.region import Region
 
@@ -20,6 +32,9 @@ def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
         if isinstance(data(node).op, Item):
             beside = (item for item in node.all_input_nodes[0].users if item in last)
             needs += [last[item] for item in beside if may_show(program, item, node)]
+        op = data(node).op
+        if isinstance(op, GatherOutside) and op.keep:
+            needs += program.nodes(Results)
         last[node] = max(needs, key=position.__getitem__)
     return {node: end for node, end in last.items() if _comes_and_goes(node)}
 
@@ -34,8 +49,12 @@ def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
     match data(user).op:
         case Averaging():
             return True  # its result arrives when it has been waited for
+        case GatherInside():
+            return True  # it is being sent
         case WaitReduce():
             reduction = data(node).op
+            if isinstance(reduction, ReduceOutside):
+                return not reduction.scatter
             return alone or not (isinstance(reduction, Reduce) and reduction.scatter)  # an all_reduce averages in place
         case Call():
             return data(user).view or any(data(item).view for item in user.users)

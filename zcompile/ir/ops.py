@@ -27,8 +27,9 @@ from zcompile.ir.operation import (
     options_of,
     takes,
 )
+from zcompile.ir.secondary import secondary_bytes
 from zcompile.ir.tensor_type import dtype_text
-from zcompile.ir.wire import average_payload
+from zcompile.ir.wire import average_payload, padded_to_blocks, wire_bytes
 
 ByteRange = tuple[int, int]
 """The bytes [start, stop) of the arena that a line has for what it gathers, or copies to be sent."""
@@ -116,7 +117,7 @@ class Away(Lent):
 
 @dataclass(frozen=True, slots=True)
 class Group(Lent):
-    """The ranks of an axis: of tensor parallelism, which keep shards of activations, or those with the same shards."""
+    """The ranks of an axis: of tensor parallelism, which keep shards of activations, or of the outer one of two."""
 
     label = "group"
 
@@ -199,8 +200,10 @@ class Communication(Operation):
         return sum(param.padded_bytes for param in layout.unit(self.unit).params if param.shards)
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """Over the axis that shards."""
-        return Traffic(layout.sharded, self.payload(layout), len(self.messages(layout)), self.copied(layout))
+        """Over the axis that shards, along which each primary shard is a message of its own."""
+        times = layout.replicated.size if layout.replicated is not None and layout.has_secondary else 1
+        count = sum(times if params[0].shards else 1 for params in self.messages(layout))
+        return Traffic(layout.sharded, self.payload(layout), count, self.copied(layout))
 
     def copied(self, layout: Layout) -> int:
         """Bytes of shards that are copied from the host first."""
@@ -213,7 +216,7 @@ class AllGather(Communication):
 
     role = Role.GATHER
     functions = ("all_gather",)
-    takes = ((Shards,),)
+    takes: ClassVar[tuple[tuple[type, ...], ...]] = ((Shards,),)
 
     unit: str
     keep: bool = False
@@ -233,6 +236,74 @@ class AllGather(Communication):
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """None in the arena, which is there anyway."""
         return 0 if self.at is not None else layout.gathered_bytes(self.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOutside(Communication):
+    """Start gathering the secondary shards of a unit: this rank's part of it inside, over the ranks of `axis`.
+
+    `keep`: they outlive the program, and are gathered again only after a change. Where the full copy does, as in stages
+    1 and 2, that is what is gathered again, here and inside.
+    """
+
+    role = Role.GATHER
+    functions = ("all_gather",)
+    takes = ((Shards,), (Group,))
+
+    unit: str
+    axis: str
+    keep: bool = False
+    dtype: torch.dtype | None = None
+    """As of an `AllGather`."""
+
+    @property
+    def agreed(self) -> tuple[str, str]:
+        """With what is kept, and the axis."""
+        return ("all_gather keep" if self.keep else "all_gather"), f" over {self.axis}"
+
+    def sent_dtype(self, param: Param) -> torch.dtype:
+        """That of the shard, unless the line names the one computed in."""
+        return param.full_dtype if self.dtype is param.compute_dtype else param.dtype
+
+    def message_bytes(self, layout: Layout) -> list[int]:
+        """Of secondary shards."""
+        messages = self.messages(layout)
+        return [sum(layout.numel_inside(p) * self.sent_dtype(p).itemsize for p in params) for params in messages]
+
+    def payload(self, layout: Layout) -> int:
+        """That of the secondary shards."""
+        return sum(self.message_bytes(layout))
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        """Bytes of the tensor that they arrive in."""
+        return secondary_bytes(self.message_bytes(layout))
+
+    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
+        """Over its axis."""
+        axis, payload = layout.axis(self.axis), self.payload(layout)
+        return Traffic(axis, payload, len(self.messages(layout)), payload // axis.size if layout.away else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSecondary(Operation):
+    """The secondary shards of a unit, once they have arrived, as the bytes of one tensor."""
+
+    role = Role.WAIT
+    functions = ("wait",)
+    takes = ((GatherOutside,),)
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatherInside(AllGather):
+    """Start gathering a unit from its secondary shards."""
+
+    takes = ((Shards,), (WaitSecondary,))
+
+    def copied(self, layout: Layout) -> int:
+        """Secondary shards are on the device."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +391,7 @@ class Reduce(Averaging):
         return sum(p.padded_numel * p.reduce_dtype.itemsize * f for p, f in zip(params, factors, strict=True))
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """This rank's shards of the averages; alone, a gradient is its own average."""
+        """This rank's part of the averages inside; alone, a gradient is its own average."""
         if not self.scatter or layout.sharded.size == 1:
             return 0
         params = [layout.param(name) for name in self.params]
@@ -349,21 +420,38 @@ class WaitReduce(Operation):
     unit: str
     params: tuple[str, ...]
 
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """What has been averaged inside is freed, where the ranks outside have got parts of it."""
+        (started,) = node.all_input_nodes
+        op = data(started).op
+        return -op.inside_bytes(layout) if isinstance(op, ReduceOutside) else 0
+
 
 @dataclass(frozen=True, slots=True)
-class ReduceReplicas(Averaging):
-    """Of shards that have been averaged over the ranks that shard, over those of `axis`, which have the same shards."""
+class ReduceOutside(Averaging):
+    """Over the ranks of `axis`: of averages over the ranks inside; `scatter`: each gets those of its primary shard."""
 
-    functions = ("all_reduce",)
+    functions = ("all_reduce", "reduce_scatter")
     takes = ((Shards,), (WaitReduce,), (Group,))
 
     unit: str
     params: tuple[str, ...]
     axis: str
+    scatter: bool
     dtype: torch.dtype | None = None
     """As of the reduction before it."""
     wire: torch.dtype | None = None
-    """In which shards are sent, if not in the dtype in which they are summed: see `zcompile.ir.wire`."""
+    """In which averages are sent, if not in the dtype in which they are summed: see `zcompile.ir.wire`."""
+
+    @property
+    def function(self) -> str:
+        """The second where it scatters."""
+        return self.functions[1 if self.scatter else 0]
+
+    @classmethod
+    def meant_by(cls, function: str) -> dict[str, Any]:
+        """Whether it scatters."""
+        return {"scatter": function == cls.functions[1]}
 
     @property
     def agreed(self) -> tuple[str, str]:
@@ -371,20 +459,27 @@ class ReduceReplicas(Averaging):
         return self.function, f" over {self.axis}{'' if self.wire is None else f' in {dtype_text(self.wire)}'}"
 
     def message_bytes(self, layout: Layout) -> list[int]:
-        """Of shards, as they are sent."""
-        return [nbytes // 2 for nbytes in self._payloads(layout)]
+        """Of what a rank has inside, as it is sent."""
+        messages = zip(self._payloads(layout), self.messages(layout), strict=True)
+        return [nbytes // (1 if self._scatters(params) else 2) for nbytes, params in messages]
 
     def payload(self, layout: Layout) -> int:
-        """Twice that of the shards."""
+        """That of what a rank has inside; twice that of what every rank gets whole."""
         return sum(self._payloads(layout))
+
+    def _scatters(self, params: list[Param]) -> bool:
+        """Whether ranks get parts of the message with these."""
+        return self.scatter and bool(params[0].shards)
 
     def _payloads(self, layout: Layout) -> list[int]:
         ranks, result = layout.axis(self.axis).size, []
         for params in self.messages(layout):
-            kind = self.sent_dtype(params[0])
-            numel = sum(param.shard_numel for param in params)
+            kind, scatters = self.sent_dtype(params[0]), self._scatters(params)
+            numel = sum(layout.numel_inside(param) for param in params)
             if self.wire is None or self.wire is kind or self.wire is not params[0].outer_dtype:
-                result.append(2 * numel * kind.itemsize)
+                result.append((1 if scatters else 2) * numel * kind.itemsize)
+            elif scatters:
+                result.append(ranks * wire_bytes(padded_to_blocks(numel // ranks), self.wire))
             else:
                 result.append(average_payload(numel, ranks, self.wire))
         return result
@@ -394,8 +489,15 @@ class ReduceReplicas(Averaging):
         return Traffic(layout.axis(self.axis), self.payload(layout), len(self.messages(layout)))
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """None: it works in place."""
-        return 0
+        """This rank's part of the averages; none where it works in place."""
+        return self.inside_bytes(layout) // layout.axis(self.axis).size
+
+    def inside_bytes(self, layout: Layout) -> int:
+        """Bytes of the averages inside that it scatters, which are free once it has been waited for."""
+        if not self.scatter or layout.axis(self.axis).size == 1:
+            return 0
+        params = [param for name in self.params if (param := layout.param(name)).shards]
+        return sum(layout.numel_inside(param) * param.reduce_dtype.itemsize for param in params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,8 +534,9 @@ class Update(Operation):
     params: tuple[str, ...]
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
-        """What their reductions have taken."""
-        return -sum(data(one).op.memory(one, layout) for one in reductions_of(node.all_input_nodes[1]))
+        """What is left of what their reductions have taken."""
+        grads = node.all_input_nodes[1]
+        return -sum(data(one).op.memory(one, layout) for one in (grads, *reductions_of(grads)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,7 +630,10 @@ _LINES: tuple[type[Operation], ...] = (
     Reduce,
     WaitGather,
     WaitReduce,
-    ReduceReplicas,
+    ReduceOutside,
+    GatherOutside,
+    WaitSecondary,
+    GatherInside,
     Release,
     Update,
     Accumulate,
@@ -587,7 +693,7 @@ def operation(name: str, given: Sequence[Any], keywords: Mapping[str, Any], layo
 def reductions_of(averages: fx.Node) -> list[fx.Node]:
     """The reductions behind which a `WaitReduce` stands, the last one first: one for each axis."""
     (last,) = averages.all_input_nodes
-    return [last, *reductions_of(last.all_input_nodes[1])] if isinstance(data(last).op, ReduceReplicas) else [last]
+    return [last, *reductions_of(last.all_input_nodes[1])] if isinstance(data(last).op, ReduceOutside) else [last]
 
 
 def items_of(node: fx.Node) -> list[fx.Node]:

@@ -22,7 +22,7 @@ from zcompile.errors import ParseError
 from zcompile.ir import ops
 from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.bundles import member_name
-from zcompile.ir.layout import STAGES, Layout, Param, Unit
+from zcompile.ir.layout import STAGES, Hybrid, Layout, Param, Unit
 from zcompile.ir.liveness import memory_of_result
 from zcompile.ir.operation import Data, Operation, Phase, data, given_to, op_of, set_data
 from zcompile.ir.operators import known
@@ -155,17 +155,24 @@ class _Parser:
 
     def _layout(self) -> Layout:
         axes, stage = self._axes(), STAGES[self.constants.get("stage", 3)]
+        empty = Layout((), stage, axes, self.constants.get("shards") == "cpu", self._hybrid())
         packed = self.constants.get("packed", {})
         units = []
         for name, texts in self.constants.get("units", {}).items():
-            params = tuple(_param(text, axes) for text in texts)
+            params = tuple(_param(text, empty.shards) for text in texts)
             unit = Unit(name, params, _modules(name, params))
             if name in packed:
                 together = [tuple(message) for message in packed[name]]
                 alone = [(i,) for i in range(len(params)) if not any(i in message for message in together)]
                 unit = replace(unit, messages=tuple(sorted((*alone, *together))))
             units.append(unit)
-        return Layout(tuple(units), stage, axes, self.constants.get("shards") == "cpu")
+        return empty.with_units(tuple(units))
+
+    def _hybrid(self) -> Hybrid:
+        said = self.constants.get("hybrid", Hybrid.HSDP)
+        if said not in list(Hybrid):
+            raise ParseError("hybrid", f"{said!r} is unknown", f"write one of {', '.join(Hybrid)}")
+        return Hybrid(said)
 
     def _axes(self) -> tuple[Axis, ...]:
         try:
@@ -453,17 +460,16 @@ def _placeholders_first(graph: fx.Graph) -> None:
         last = node
 
 
-def _param(text: str, axes: tuple[Axis, ...]) -> Param:
+def _param(text: str, shards: int) -> Param:
     name, _, rest = text.partition(" ")
     type_ = TensorType.parse(rest)
     dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced|across) in (\w+)", rest)}
-    shards = 0 if rest.endswith("whole") else next(axis.size for axis in axes if axis.kind is AxisKind.SHARD)
     return Param(
         unescaped(name),
         type_.shape,
         type_.dtype,
         "frozen" not in rest,
-        shards,
+        0 if rest.endswith("whole") else shards,
         dtypes.get("computed"),
         dtypes.get("reduced"),
         int(owner[1]) if (owner := re.search(r" owner (\d+)$", rest)) else None,

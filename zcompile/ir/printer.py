@@ -43,6 +43,7 @@ from zcompile.ir.ops import (
     Results,
     Shards,
     WaitGather,
+    WaitSecondary,
     is_part,
     items_of,
 )
@@ -55,6 +56,9 @@ _TEMPLATE = """\
 {%- if units %}
 axes = {{ axes }}
 stage = {{ units.stage.number }}
+{%- if units.has_secondary %}
+hybrid = "{{ units.hybrid }}"
+{%- endif %}
 {%- if units.away %}
 shards = "cpu"
 {%- endif %}
@@ -310,6 +314,8 @@ def _argument(program: ProgramGraph, node: fx.Node) -> TextLine:
             return TextLine(f"{node.name},", _type_text(meta), source=f"parameter {escaped(name)}")
         case WaitGather(unit):
             return TextLine(f"{node.name},", source=f"full unit {escaped(unit)}")
+        case WaitSecondary(unit):
+            return TextLine(f"{node.name},", _type_text(meta), source=f"secondary unit {escaped(unit)}")
         case Lent() as lent:
             type_ = _type_text(meta) if meta.type else ""
             return TextLine(f"{node.name},", type_, source=" ".join([lent.label, *map(escaped, astuple(lent))]))  # type: ignore[call-overload]

@@ -16,6 +16,7 @@ from zcompile.ir.ops import (
     AllGather,
     Call,
     Communication,
+    GatherOutside,
     Input,
     Item,
     Kind,
@@ -204,7 +205,7 @@ def after_items(call: fx.Node) -> fx.Node:
 
 def reads_of(shards: fx.Node) -> list[fx.Node]:
     """The lines that read a unit's parameters: its gathers, until they have arrived, and the calls of regions."""
-    reads = [user for user in shards.users if isinstance(data(user).op, (AllGather, Call))]
+    reads = [user for user in shards.users if isinstance(data(user).op, (AllGather, GatherOutside, Call))]
     full = [user for gather in reads for user in gather.users if isinstance(data(user).op, WaitGather)]
     return [*reads, *full, *(user for node in full for user in node.users if isinstance(data(user).op, Call))]
 

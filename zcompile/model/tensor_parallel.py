@@ -19,17 +19,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from zcompile._torch import flattened, joint_mesh, local_tensor
+from zcompile._torch import flattened, joint_mesh, local_tensor, with_joined_dims
 from zcompile.errors import GroupError, ModelError
 from zcompile.ir.axis import AxisKind
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.groups import Communicator, data_axes
+from zcompile.runtime.groups import Communicator, as_one, data_axes
 from zcompile.runtime.tensors.parameter import ShardedParameter
 from zcompile.runtime.tensors.placement import ModelParallel
 
 
-def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel | None:
+def model_parallel(model: nn.Module, mesh: DeviceMesh | None, *, flat: bool = False) -> ModelParallel | None:
     """The mesh over which parameters of `model` are divided beside the data-parallel `mesh`; None if none is.
+
+    `flat`: shards are divided over all dimensions of `mesh`, as if it had one. Collective.
 
     Raises:
         ModelError: parameters that are divided otherwise than `parallelize_module` does it, or over several meshes.
@@ -43,6 +45,8 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None) -> ModelParallel |
             fix = "give the model values before zcompile.compile: model.to_empty(device=...), and its init_weights()"
             raise ModelError(name, "is on the meta device, and the model is tensor-parallel", fix)
     joint, ranks, data = _joint(mesh, own)
+    if flat and mesh is not None and mesh.ndim > 1:
+        joint, data = with_joined_dims(joint, as_one(mesh), own), (AxisKind.SHARD,)
     return ModelParallel(own, joint, ranks, divided_parameters(model), data)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from zcompile._torch import local_tensor, mesh_size
 from zcompile.errors import OptionError, nearest
 from zcompile.ir.axis import Axis, axes_of
-from zcompile.ir.layout import Layout, Param, Stage, Unit
+from zcompile.ir.layout import Hybrid, Layout, Param, Stage, Unit
 from zcompile.ir.spelling import identifier
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -135,6 +135,7 @@ def make_layout(
     units: Sequence[str] | None = None,
     precision: Precision = Precision(),
     whole: Sequence[str] | None = None,
+    hybrid: Hybrid = Hybrid.HSDP,
 ) -> Layout:
     """The layout of `model`: one unit a block, and one for each run of parameters between blocks.
 
@@ -151,8 +152,8 @@ def make_layout(
     }
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
-    layout = Layout((), stage, axes)
-    made = tuple(make_units(params, blocks, stage, layout.sharded.size, precision, kept=kept))
+    layout = Layout((), stage, axes, hybrid=hybrid)
+    made = tuple(make_units(params, blocks, stage, layout.shards, precision, kept=kept))
     layout = layout.with_units(made)
     return layout.owned(match_params(params, whole)) if whole else layout
 

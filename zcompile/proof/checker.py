@@ -12,13 +12,12 @@ docs/proof.md says what is trusted.
 from __future__ import annotations
 
 import ast
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from zcompile.errors import ProofError
 from zcompile.proof.checker_grammar import is_function_of_values
+from zcompile.proof.checker_runtime import RUNTIME, RuntimeLines
 from zcompile.proof.checker_terms import BOUND, FUNCTIONS, LISTS, LITERAL, RANDOM, SAME, VIEWS, WHOLE, TermTable
 from zcompile.proof.checker_texts import (
     BACKWARD,
@@ -26,7 +25,6 @@ from zcompile.proof.checker_texts import (
     FIX,
     FORWARD,
     Margin,
-    ParamText,
     Place,
     Text,
     dotted,
@@ -35,45 +33,20 @@ from zcompile.proof.checker_texts import (
     packet_of,
     told,
 )
-from zcompile.proof.checker_values import Averages, Begun, Lease, Moved, Proof, Storage, TermValue, UnitPart, WholeUnit
+from zcompile.proof.checker_values import (
+    Lease,
+    Moved,
+    Proof,
+    SecondaryPart,
+    Storage,
+    TermValue,
+    UnitPart,
+    WholeUnit,
+)
 
-_RUNTIME = frozenset({"all_gather", "gather_ahead", "reduce_scatter", "all_reduce", "accumulate", "update", "wait"})
-_RUNTIME |= {"release", "copy", "store", "offload", "fetch"}
-_DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16", "torch.int8": "i8"}
 
-
-class Evaluation:
+class Evaluation(RuntimeLines):
     """The values of a step: of the traced one, or (with regions) of the program that runs."""
-
-    def __init__(self, terms: TermTable, capture: Text, regions: Mapping[str, Text] | None, same: set[int]) -> None:
-        self.terms, self.regions, self.runs = terms, regions or {}, regions is not None
-        self.same, self.group = same, -1
-        """Terms of what all ranks of the one group of tensor parallelism are known to have."""
-        bodies = (one for one in capture.body if isinstance(one, ast.Assign))
-        said = {ast.unparse(one.targets[0]): ast.literal_eval(one.value) for one in bodies}
-        if lacking := {"axes", "units"} - said.keys():
-            raise ProofError(f"{capture.name} line 1", f"does not say what the {min(lacking)} are", FIX)
-        self.units = {unit: UnitPart(unit, lines) for unit, lines in said["units"].items()}
-        self.params = {param.name: param for shards in self.units.values() for param in shards.params}
-        axes = " ".join(said["axes"].values())
-        self.alone, self.marks = bool(re.search(r"shard 1\b", axes)), not self.runs and "tensor" in axes
-        self.replicas = next((name for name, axis in said["axes"].items() if axis.startswith("replicate")), "")
-        self.effects: dict[str, list[tuple[int, Place]]] = defaultdict(list)
-        self.delivered: dict[str, tuple[int, Place]] = {}
-        self.gathers: dict[str, Any] = {}
-        self.ahead: dict[str, Any] = {}
-        self.ranges: dict[Any, range] = {}
-        self.mutated: set[Storage] = set()
-        self.scope: dict[str, Any] = {}
-        self.gradients: dict[str, Any] = {}
-        self.taken: dict[str, int] = {}
-        self.doubts: list[tuple[Place, str]] = []
-        self.ends: list[Place] = []
-        self.phase, self.how, self.graph = "", "scatter", False
-
-    def refuse(self, problem: str) -> NoReturn:
-        where, lines = told(self.terms.here)
-        raise ProofError(where, f"{problem}{lines}", FIX)
 
     def whole(self, forward: Text, backward: Text | None) -> dict[str, tuple[int, Place]]:
         """All that a step gives and does but for the gradients of parameters of the traced one, each by what it is."""
@@ -141,10 +114,12 @@ class Evaluation:
         """What the forward has left, as the backward finds it: not what was written to meanwhile."""
         if type(value) is list:
             return [self._crossed(one, "") for one in value]
-        if not isinstance(value, (TermValue, WholeUnit, Moved)):
+        if not isinstance(value, (TermValue, WholeUnit, SecondaryPart, Moved)):
             self.refuse(f"takes what does not outlive the forward ({type(value).__name__})")
-        if isinstance(value, WholeUnit) and words != f"full unit {value.shards.unit}":
-            self.refuse(f"takes the full unit {value.shards.unit} as {words!r}")
+        if isinstance(value, (WholeUnit, SecondaryPart)):
+            kind = "full" if isinstance(value, WholeUnit) else "secondary"
+            if words != f"{kind} unit {value.shards.unit}":
+                self.refuse(f"takes the {kind} unit {value.shards.unit} as {words!r}")
         if isinstance(value, TermValue):
             term = self.terms.make("mutated", value.term) if value.memory in self.mutated else value.term
             return TermValue(term, value.memory, value.seen, (*value.via, self.ends[0]))
@@ -187,7 +162,7 @@ class Evaluation:
         types: dict[int, Iterator[Any]] = {}
         for node, result in zip(names, results, strict=False):
             name = dotted(node.value if isinstance(node, ast.Starred) else node)
-            if name in ("", "box", *FUNCTIONS, *_RUNTIME) or name in self.regions:
+            if name in ("", "box", *FUNCTIONS, *RUNTIME) or name in self.regions:
                 self.refuse(f"gives the name of a function to a value: {name}")
             if name != "_":
                 self.scope[name] = result
@@ -211,14 +186,6 @@ class Evaluation:
         head = self.terms.heads[term]
         constant = LITERAL.match(head) or head.startswith("torch.")
         return bool(term in self.same or constant or (head in LISTS and all(map(self._is_same, self.terms.args[term]))))
-
-    def _made(self, term: int, memory: Storage | None = None) -> TermValue:
-        memory = memory or Storage("", self.phase, self.graph)
-        return TermValue(term, memory, memory.written)
-
-    def _moved(self, value: Any) -> TermValue:
-        """A copy of a value."""
-        return TermValue(self._term(value), Storage("", self.phase), -1, (*value.via, self.terms.here))
 
     def _item(self, value: Any, index: int) -> Any:
         """One of several results; each has memory of its own, unless they are views."""
@@ -252,29 +219,12 @@ class Evaluation:
             values += self._value(node.value) if isinstance(node, ast.Starred) else [self._value(node)]
         return values
 
-    def _alive(self, value: Any) -> Any:
-        """A value as it is read now."""
-        if type(value) is list:
-            return [self._alive(one) for one in value]
-        if isinstance(value, (TermValue, WholeUnit, Moved, Averages)) and value.memory.gone:
-            self.refuse(f"reads the memory of {value.memory.owner or 'a value'}, which {value.memory.gone}")
-        if isinstance(value, TermValue) and value.seen != value.memory.written:
-            return self._made(self.terms.make("after", value.term, value.memory.written), value.memory)
-        return value
-
-    def _term(self, value: Any) -> int:
-        if type(value) in (list, tuple):
-            return self.terms.make(type(value).__name__, *map(self._term, value))
-        if not isinstance(value, TermValue):
-            self.refuse(f"computes with what is no value, but {type(value).__name__}")
-        return value.term
-
     def _call(self, call: ast.Call) -> Any:
         name, given = dotted(call.func), self._values(call.args)
         named = {str(keyword.arg): self._value(keyword.value) for keyword in call.keywords}
         if len(self.terms.here) == 1 and name in self.regions and not named:
             return self._region(name, given)
-        if len(self.terms.here) == 1 and name in _RUNTIME and self.runs:
+        if len(self.terms.here) == 1 and name in RUNTIME and self.runs:
             options = {key: one if isinstance(one, range) else self.terms.heads[one.term] for key, one in named.items()}
             return getattr(self, f"_{name}")(*given, **options)
         if name == "graph" and len(given) == 1 and not named:
@@ -345,142 +295,6 @@ class Evaluation:
             return self._made(term, given[0].memory)
         via = next((one.via for one in values if isinstance(one, TermValue) and one.via), ())
         return self._made(term, given[0].memory if packet in VIEWS else None).by(*via)
-
-    # -- the runtime's functions
-
-    def _line(self) -> str:
-        text, line = self.terms.here[0]
-        return f"{text.name} line {line}"
-
-    def _lay(self, key: Any, at: range | None) -> None:
-        """Take bytes of the arena."""
-        if at is not None and any(at.start < one.stop and one.start < at.stop for one in self.ranges.values()):
-            self.refuse("takes bytes of the arena that another line has")
-        self.ranges |= {key: at} if at is not None else {}
-
-    def _all_gather(self, shards: Any, keep: str = "", dtype: str = "", at: range | None = None) -> Begun:
-        memory, dtype_ = Storage(f"the parameters of {shards.unit}"), _DTYPES.get(dtype, dtype)
-        gathered = WholeUnit(shards, dtype_, shards.version, keep, memory, self.terms.here)
-        shards.full.append(gathered.memory)
-        if self.phase == "forward":
-            self.gathers.setdefault(shards.unit, (keep, dtype))
-        self._lay(gathered.memory, at)
-        return Begun([gathered])
-
-    def _gather_ahead(self, shards: Any, keep: str = "", dtype: str = "") -> None:
-        if self.ahead.setdefault(shards.unit, one := ((keep, dtype), shards.version, self.terms.here)) is not one:
-            self.refuse("gathers twice for the next step")
-        for memory in shards.full if keep else ():
-            memory.gone = f"is gathered anew at {self._line()}"
-
-    def _wait(self, started: Any) -> Any:
-        if not isinstance(started, Begun) or not started:
-            self.refuse("waits for what is not under way")
-        result = started.pop()
-        if isinstance(result, Averages):
-            self.ranges.pop(result.memory, None)
-        return result
-
-    def _release(self, full: Any) -> None:
-        if not isinstance(full, WholeUnit) or full.keep:
-            self.refuse("releases what is no full unit, or is kept for later programs")
-        full.memory.gone = f"was released at {self._line()}"
-        self.ranges.pop(full.memory, None)
-
-    def _averaged(self, shards: UnitPart, grads: Any, how: str, dtype: str = "", *, holds: bool = True) -> Averages:
-        """Each gradient as the ranks' mean, in memory that nothing else may read any more."""
-        terms: dict[str, int] = {}
-        for param, grad in zip(shards.params, grads, strict=True):
-            if self.terms.heads[grad.term] != "NoneType None":
-                memory = self._alive(grad).memory
-                if memory.owner or memory.phase != "backward" or (holds and memory.graph):
-                    self.refuse(
-                        f"reduces in place {memory.owner or 'what it does not own'}, the gradient of {param.name}"
-                    )
-                memory.gone = f"was given away at {self._line()}"
-                terms[param.name] = self.average(param, grad, how, dtype)
-        return Averages(shards, terms, self.terms.here, Storage(""))
-
-    def average(self, param: ParamText, grad: TermValue, how: str, dtype: str) -> int:
-        """The mean of a gradient, cast before where the units say so; of what is sharded this rank's part."""
-        cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        dense = self.terms.args[grad.term][0] if self.terms.heads[grad.term] == "aten.contiguous.default" else grad.term
-        sent = self.terms.make("cast", dense, *cast) if cast else dense
-        term = self.terms.make("held" if how == "held" else "mean", sent)
-        term = self.terms.make("part", term) if how == "scatter" and "whole" not in param.flags else term
-        self.terms.routes[term] = {grad.term: grad.via}
-        return term
-
-    def across(self, param: ParamText, mean: int, dtype: str, wire: str) -> int:
-        """The mean over the ranks that have the same shards of what is one over those that shard, sent as `wire`."""
-        cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        return self.terms.make(f"mean of replicas {wire if wire == param.across else ''}".rstrip(), mean, *cast)
-
-    def averages(self, how: str) -> dict[str, tuple[int, Place]]:
-        """What the optimizer must get, by the gradients that the traced step gives."""
-        pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
-        means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
-        if self.replicas and how == "scatter":
-            means = [self.across(one, m, one.reduced, one.across) for (one, _), m in zip(pairs, means, strict=True)]
-        return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
-
-    def _reduce_scatter(self, shards: Any, grads: Any, dtype: str = "", bucket: str = "", at: Any = None) -> Begun:
-        holds = self.alone or any("whole" in param.flags for param in shards.params)
-        result = self._averaged(shards, grads, "scatter", _DTYPES.get(dtype, dtype), holds=holds)
-        self._lay(result.memory, at)
-        return Begun([result])
-
-    def _all_reduce(self, shards: Any, grads: Any, group: Any = None, dtype: str = "", wire: str = "") -> Begun:
-        dtype, wire = (_DTYPES.get(one, one) for one in (dtype, wire))
-        if group is None:
-            return Begun([self._averaged(shards, grads, "all", dtype)])
-        if getattr(grads, "shards", None) is not shards or group.kind != f"group {self.replicas}":
-            self.refuse(f"averages over {group.kind} what are not the averages of {shards.unit} over its shards")
-        means = {name: self.across(self.params[name], one, dtype, wire) for name, one in grads.terms.items()}
-        grads.memory.gone = f"was given away at {self._line()}"
-        return Begun([Averages(grads.shards, means, self.terms.here, Storage(""))])
-
-    def _accumulate(self, shards: Any, grads: Any) -> Averages:
-        self.how = "held"
-        return self._averaged(shards, grads, "held")
-
-    def _update(self, shards: Any, grads: Any) -> None:
-        if self.how == "held" or getattr(grads, "shards", shards) is not shards:
-            self.refuse(f"updates {shards.unit} with what are not its averaged gradients")
-        self.deliver(grads)
-        shards.version = (self.terms.make("updated", *shards.version, *grads.terms.values()),)
-        for memory in (shards.memory, *shards.full):
-            memory.gone = f"was updated at {self._line()}"
-
-    def deliver(self, grads: Any) -> None:
-        """Take the gradients of a unit as what the optimizer gets."""
-        if not isinstance(grads, Averages):
-            self.refuse(f"takes as gradients what has not been waited for ({type(grads).__name__})")
-        for name, term in grads.terms.items():
-            if name in self.delivered:
-                self.refuse(f"gives the gradient of {name} a second time")
-            self.delivered[name] = term, grads.place
-
-    def _copy(self, value: Any, strided: str = "") -> TermValue:
-        copied = self._moved(value)
-        # How it is laid out matters to operations such as as_strided.
-        dense = copied.term if strided else self.terms.make("aten.contiguous.default", copied.term)
-        return TermValue(dense, copied.memory, -1, copied.via)
-
-    def _store(self, value: Any, stack: Any) -> TermValue:
-        return self._moved(value) if stack.kind == "stack" else self.refuse("stores on what is no stack")
-
-    def _offload(self, value: Any, to: Any) -> Moved:
-        if to.kind.startswith("group") and self._term(value) not in self.same:
-            problem = "keeps on each rank of a group a shard of what is not known to be the same on all of them"
-            self.doubts.append((self.terms.here, problem))  # where it is not traced at all, that is said instead
-        return Moved(self._moved(value), to, Storage("an activation"))
-
-    def _fetch(self, away: Any, to: Any) -> Begun:
-        if not isinstance(away, Moved) or away.to != to:
-            self.refuse("fetches what was not moved there")
-        away.memory.gone = f"was fetched at {self._line()}"
-        return Begun([self._moved(away.value)])
 
 
 # -- the proof --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import ast
 import math
 from collections.abc import Iterator
 
-HEADS = {"axes", "stage", "shards", "units", "packed"}
+HEADS = {"axes", "hybrid", "stage", "shards", "units", "packed"}
 """What is said before the functions of the captured step."""
 _PURE = frozenset(
     {"abs", "add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", "inv", "invert", "is_", "is_not", "le"}

@@ -62,6 +62,15 @@ class WholeUnit(NamedTuple):
     place: Place
 
 
+class SecondaryPart(NamedTuple):
+    """What a rank has of a unit inside, where both of two axes divide it."""
+
+    shards: UnitPart
+    dtype: str
+    version: tuple[int, ...]
+    memory: Storage
+
+
 class Averages(NamedTuple):
     """The averaged gradients of a unit, by parameter."""
 

@@ -340,9 +340,8 @@ class _Reader:
         if not of and call.name == "fetch":
             return None  # from the host or a disk
         if of in self.units and row.of_units:
-            if group := call.argument(2):
-                return call.event(row.act, self._replicas(call, group), self._of_unit(call, of, row))
-            return call.event(row.act, self._sharding(call), self._of_unit(call, of, row))
+            axis = self._outside(call) or self._sharding(call)
+            return call.event(row.act, axis, self._of_unit(call, of, row))
         if of not in self.axes or row.of_units:
             raise call.error(f"{call.argument(row.argument) or 'nothing'} is no unit or group that is known here")
         if not (types := call.types):
@@ -361,11 +360,14 @@ class _Reader:
             raise call.error(f"gathers or reduces a unit, and {len(found)} axes shard")
         return found[0]
 
-    def _replicas(self, call: _Call, group: str) -> str:
-        """The axis whose ranks average what has been averaged over those that shard."""
+    def _outside(self, call: _Call) -> str:
+        """The outer one of two axes of data, where a line says so by its group; else nothing."""
+        group = call.argument(2) or call.argument(1)
+        if call.argument(2) == "" and group not in self.given:
+            return ""  # gradients, or secondary shards
         axis = self.given.get(group, "")
         if axis not in self.axes or self.axes[axis].kind is not AxisKind.REPLICATE:
-            raise call.error(f"{group} is no group of ranks that have the same shards")
+            raise call.error(f"{group} is no group of ranks of the outer one of two axes")
         return axis
 
     def _of_unit(self, call: _Call, unit: str, row: _Line) -> str:
@@ -389,7 +391,7 @@ class _Reader:
         ]
         keep = " keep" if call.name == "all_gather" and options.get("keep") == "True" else ""
         by = f" by {options['bucket']}" if "bucket" in options else ""
-        by += f" over {self._replicas(call, group)}" if (group := call.argument(2)) else ""
+        by += f" over {axis}" if (axis := self._outside(call)) else ""
         by += f" in {dtype_text(dtype_of(options['wire'].removeprefix('torch.')))}" if "wire" in options else ""
         return f"{call.name}{keep} {unit} ({', '.join(texts)}){by}"
 

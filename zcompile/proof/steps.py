@@ -37,10 +37,18 @@ class FullUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class SecondaryUnit:
+    """Secondary shards of a unit: what ranks at one place outside have of it, once they have sent it to each other."""
+
+    full: FullUnit
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """What a line has started, until it is waited for."""
 
-    gives: FullUnit | Mapping[str, int] | int
+    gives: FullUnit | SecondaryUnit | Mapping[str, int] | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class Offloaded:
     place: fx.Node
 
 
-Value = int | FullUnit | Started | Offloaded | Mapping[str, int] | Sequence[int] | None
+Value = int | FullUnit | SecondaryUnit | Started | Offloaded | Mapping[str, int] | Sequence[int] | None
 """What a line gives: a term, averaged gradients by the names of their parameters, the results of a region, or what is
 no tensor yet."""
 
@@ -210,8 +218,26 @@ def _call(step: StepTerms, node: fx.Node) -> Value:
 
 
 def _all_gather(step: StepTerms, node: fx.Node) -> Value:
+    """Of primary shards that are divided outside, too, it gives no whole parameters."""
     shards = step.values[node.all_input_nodes[0]]
-    return Started(replace(shards, dtype=op_of(node, ops.AllGather).dtype)) if isinstance(shards, FullUnit) else None
+    if not isinstance(shards, FullUnit) or (step.program.layout.has_secondary and shards.unit.is_sharded):
+        return None
+    return Started(replace(shards, dtype=op_of(node, ops.AllGather).dtype))
+
+
+def _gather_outside(step: StepTerms, node: fx.Node) -> Value:
+    op, shards = op_of(node, ops.GatherOutside), step.values[node.all_input_nodes[0]]
+    return Started(SecondaryUnit(replace(shards, dtype=op.dtype), op.axis)) if isinstance(shards, FullUnit) else None
+
+
+def _gather_inside(step: StepTerms, node: fx.Node) -> Value:
+    """Whole parameters, as they were when they were sent outside: of shards that an update has changed since, none."""
+    shards, secondary = (step.values[given] for given in node.all_input_nodes)
+    outer, dtype = step.program.layout.replicated, op_of(node, ops.GatherInside).dtype
+    if not isinstance(secondary, SecondaryUnit) or not isinstance(shards, FullUnit):
+        return None
+    fresh = secondary.full == replace(shards, dtype=dtype) and outer is not None and secondary.axis == outer.name
+    return Started(secondary.full) if fresh else None
 
 
 def _wait(step: StepTerms, node: fx.Node) -> Value:
@@ -229,22 +255,23 @@ def _reduce(step: StepTerms, node: fx.Node) -> Value:
     return Started(result)
 
 
-def _reduce_replicas(step: StepTerms, node: fx.Node) -> Value:
-    """The means over another axis of what are means already; of what is none nothing."""
-    op, found = op_of(node, ops.ReduceReplicas), step.values[node.all_input_nodes[1]]
+def _reduce_outside(step: StepTerms, node: fx.Node) -> Value:
+    """The means outside of what are means inside already; of what is none nothing."""
+    op, found = op_of(node, ops.ReduceOutside), step.values[node.all_input_nodes[1]]
     if not isinstance(found, Mapping):
         return None
     params = {param.name: param for param in step.program.layout.unit(op.unit).params}
     means = {}
     for name, term in found.items():
-        how = sent_whole(op.wire if op.wire is params[name].outer_dtype else None)
+        scattered = op.scatter and bool(params[name].shards)
+        how = sent("scattered" if scattered else "whole", op.wire if op.wire is params[name].outer_dtype else None)
         means[name] = _mean(step, op, op.axis, params[name], how, term)
     return Started(means)
 
 
-def sent_whole(wire: torch.dtype | None) -> str:
-    """How an average is made of all that each rank has, which travels as `wire`, if not as it is summed."""
-    return "whole" if wire is None else f"whole, sent in {dtype_text(wire)}"
+def sent(how: str, wire: torch.dtype | None) -> str:
+    """How an average is made, of what travels as `wire`, if not as it is summed."""
+    return how if wire is None else f"{how}, sent in {dtype_text(wire)}"
 
 
 def _mean(step: StepTerms, op: ops.Averaging, axis: str, param: Param, how: str, gradient: int) -> int:
@@ -310,12 +337,15 @@ _EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
     ops.Item: _item,
     ops.Call: _call,
     ops.AllGather: _all_gather,
+    ops.GatherOutside: _gather_outside,
+    ops.GatherInside: _gather_inside,
     ops.GatherAhead: _lent,
     ops.WaitGather: _wait,
+    ops.WaitSecondary: _wait,
     ops.WaitReduce: _wait,
     ops.WaitFetch: _wait,
     ops.Reduce: _reduce,
-    ops.ReduceReplicas: _reduce_replicas,
+    ops.ReduceOutside: _reduce_outside,
     ops.Release: _lent,
     ops.Update: _update,
     ops.Accumulate: _accumulate,

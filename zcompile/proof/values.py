@@ -27,7 +27,7 @@ from zcompile.proof.operations import UnknownOperationError
 from zcompile.proof.regions import Regions
 from zcompile.proof.replication import is_replicated, marked
 from zcompile.proof.rules import Rule
-from zcompile.proof.steps import HELD_BACK, MEAN, StepTerms, sent_whole
+from zcompile.proof.steps import HELD_BACK, MEAN, StepTerms, sent
 from zcompile.proof.terms import Terms
 
 Compared = tuple[str, fx.Node | None, int, int]
@@ -204,7 +204,7 @@ class TracedValues:
         how = "scattered" if stage.optimizer_sharded and param.shards else "whole"
         for axis in self.layout.averaged:
             gradient = step.terms.make((MEAN, axis.name, how, str(param.reduce_dtype), gradient))
-            how = sent_whole(param.outer_dtype)
+            how = sent("scattered" if self.layout.has_secondary and param.shards else "whole", param.outer_dtype)
         return gradient
 
     def _writes(self, step: StepTerms) -> Iterator[Compared]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zcompile._torch import is_symbolic
-from zcompile.runtime.executor import BoundUnit, Gradients, ShardAverages
+from zcompile.runtime.executor import BoundUnit, Gradients, InsideAverages
 from zcompile.runtime.shards import Full
 
 Described = dict[str, Any]
@@ -153,7 +153,7 @@ def described(value: Any, note: Callable[[torch.Tensor], Tensor]) -> Described:
         case Gradients():
             own = list(value.tensors.values())
             return {"kind": "gradients", "names": list(value.tensors), "held": value.held, "items": listed(own)}
-        case ShardAverages():
+        case InsideAverages():
             parts = {param.name: part for param, part in value.parts()}
             return {"kind": "gradients", "names": list(parts), "held": False, "items": listed(list(parts.values()))}
         case BoundUnit():

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from zcompile.errors import OptionError, nearest
+from zcompile.ir.layout import Hybrid
 from zcompile.ir.wire import WIRE_DTYPES
 
 BACKENDS = ("inductor", "eager")
@@ -127,12 +128,42 @@ def check_wire(dtype: object, stage: int) -> None:
         raise OptionError("outer_dtype", problem, "choose stage 1, 2 or 3, or leave it out")
 
 
+FLAT = "flat"
+"""`shard=` for all ranks of a mesh of two dimensions as if it had one."""
+SHARDS = (FLAT, *Hybrid)
+
+
+def check_shard(shard: object, stage: int) -> None:
+    """Raise OptionError for an unknown way to divide over two axes, or where nothing is divided."""
+    if shard is None:
+        return
+    if shard not in SHARDS:
+        raise OptionError("shard", f"{shard!r} is unknown", nearest(str(shard), SHARDS))
+    if stage == 0:
+        problem = f"is {shard!r}, which says what two dimensions of a mesh divide, and stage 0 divides nothing"
+        raise OptionError("shard", problem, "choose stage 1, 2 or 3, or leave it out")
+
+
+def check_axes(shard: str | None, dimensions: int, *, whole: bool = False) -> None:
+    """Raise OptionError for what `shard=` asks of a mesh of so few dimensions, or beside `whole=`."""
+    if shard in (None, FLAT):
+        return
+    if dimensions == 1:
+        problem = f"is {shard!r}, which says what two dimensions of a mesh divide, and all ranks are along one"
+        raise OptionError("shard", problem, f"give mesh={_TWO_LEVELS}, or leave it out")
+    if whole and shard != Hybrid.HSDP:
+        problem = f"is {shard!r}, by which every rank has a part of each parameter, and whole= keeps some with one rank"
+        raise OptionError("shard", problem, "choose 'hsdp' or 'flat', or leave whole= out")
+
+
+_TWO_LEVELS = "init_device_mesh('cuda', (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
+
+
 def check_outer(dtype: object, dimensions: int) -> None:
     """Raise OptionError for an `outer_dtype` on a mesh of so few dimensions that none is the outer one."""
     if dtype is not None and dimensions == 1:
-        example = "init_device_mesh('cuda', (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
         problem = "is for the outer dimension of a mesh of two, and all ranks shard along one"
-        raise OptionError("outer_dtype", problem, f"give mesh={example}, or leave it out")
+        raise OptionError("outer_dtype", problem, f"give mesh={_TWO_LEVELS}, or leave it out")
 
 
 def check_backend(backend: object) -> None:

@@ -10,14 +10,16 @@ from typing import Any, Literal
 import torch
 
 from zcompile.errors import OptionError
-from zcompile.ir.layout import STAGES
+from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.model.units import Precision
 from zcompile.schedule.default_pipeline import UPDATES, pipeline
 from zcompile.schedule.option_checks import (
+    FLAT,
     bytes_of,
     check_backend,
     check_dtype,
     check_prefetch,
+    check_shard,
     check_stage,
     check_wire,
     checkpoint_of,
@@ -40,6 +42,7 @@ class Options:
     """
 
     stage: int = 3
+    shard: str | None = None
     prefetch: int | Literal["auto"] = 2
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -62,6 +65,7 @@ class Options:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
         check_stage(self.stage)
+        check_shard(self.shard, self.stage)
         check_prefetch(self.prefetch, auto=True)
         check_backend(self.backend)
         check_dtype("dtype", self.dtype)
@@ -100,6 +104,21 @@ class Options:
     @property
     def precision(self) -> Precision:
         return Precision(self.dtype, self.reduce_dtype, self.outer_dtype)
+
+    @property
+    def hybrid(self) -> Hybrid:
+        """What two axes of data divide."""
+        return Hybrid(self.shard) if self.shard in list(Hybrid) else Hybrid.HSDP
+
+    @property
+    def has_one_axis(self) -> bool:
+        """True if all ranks are taken as if along one dimension."""
+        return self.shard == FLAT or not STAGES[self.stage].optimizer_sharded
+
+    @property
+    def divides_outside(self) -> bool:
+        """True if both axes divide what ranks keep."""
+        return self.shard is not None and self.shard != Hybrid.HSDP
 
     @property
     def limit(self) -> int | None:

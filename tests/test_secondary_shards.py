@@ -1,0 +1,320 @@
+"""Primary shards over both axes of a mesh, and secondary ones inside: HFSDP, hpZ, and all ranks as one axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+import zcompile
+from tests.cases import quickly
+from tests.dumps import assert_proven, assert_replayed
+from tests.models import batch, make
+from tests.ranks import Ranks
+from tests.test_hybrid import (
+    KINDS,
+    OPTIONS,
+    Shape,
+    Values,
+    accumulated,
+    adamw,
+    beside,
+    broken,
+    compare_steps,
+    differing,
+    divided,
+    full_values,
+    loaded,
+    mesh_of,
+    on_a_disk,
+    reference,
+    replayed,
+    saved,
+    through_torch_compile,
+    train,
+)
+from zcompile import OptionError
+from zcompile.ir.ops import GatherInside, GatherOutside, ReduceOutside
+
+HYBRIDS = ("hfsdp", "hpz")
+ALL = [(shard, stage, prefetch) for shard in HYBRIDS for stage in (1, 2, 3) for prefetch in range(3)]
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[str, int, int]]) -> list[str]:
+    """What differs from the sum inside, in the order of ranks, and then outside."""
+    want, flat = reference(kind, shape), reference(kind, shape, flat=True)
+    found = []
+    for shard, stage, prefetch in choices:
+        got = train(rank, kind, shape, stage=stage, prefetch=prefetch, shard=shard)
+        found += [f"{shard} {stage} {prefetch}: {n}" for n in differing(got, flat if shard == "flat" else want)]
+    return found
+
+
+def test_two_by_two_equals_the_sum_in_order_bit_for_bit(ranks: Ranks) -> None:
+    choices = [("hfsdp", 3, 2), ("hpz", 3, 0), ("hpz", 3, 1), ("hfsdp", 2, 2), ("flat", 3, 2)]
+    assert ranks.run(4, sweep, "tied", (2, 2), choices) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_by_two_equals_the_sum_in_order_in_every_stage(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(4, sweep, kind, (2, 2), [*ALL, ("flat", 2, 1)]) == [[]] * 4
+
+
+@quickly("shape, kind", [((3, 1), "mlp"), ((1, 3), "mlp"), ((4, 1), "conv"), ((1, 4), "conv")], [((3, 1), "mlp")])
+def test_dimensions_of_one_and_worlds_of_three(ranks: Ranks, shape: Shape, kind: str) -> None:
+    found = ranks.run(shape[0] * shape[1], sweep, kind, shape, [("hfsdp", 3, 1), ("hpz", 3, 1), ("hpz", 1, 1)])
+    assert found == [[]] * len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
+def test_six_ranks(shape: Shape) -> None:
+    pool = Ranks(6)
+    try:
+        assert pool.run(6, sweep, "mlp", shape, ALL) == [[]] * 6
+    finally:
+        pool.close()
+
+
+@quickly(
+    "stage, synchronised, shard",
+    [
+        (stage, synchronised, shard)
+        for shard in HYBRIDS
+        for stage in (1, 2, 3)
+        for synchronised in ([False, True], [True, False, True], [True, True])
+    ],
+    [(1, [True, False, True], "hpz"), (3, [False, True], "hfsdp"), (3, [True, True], "hpz")],
+)
+def test_gradients_are_accumulated(ranks: Ranks, stage: int, synchronised: list[bool], shard: str) -> None:
+    assert ranks.run(4, accumulated, stage, (2, 2), synchronised, shard) == [[]] * 4
+
+
+@quickly(
+    "stage, prefetch, shard",
+    [(stage, prefetch, shard) for stage in (1, 2, 3) for prefetch in (0, 2) for shard in HYBRIDS],
+    [(3, 2, "hfsdp")],
+)
+def test_a_train_step_updates_as_the_loop_does(ranks: Ranks, stage: int, prefetch: int, shard: str) -> None:
+    assert ranks.run(4, compare_steps, stage, prefetch, shard) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", HYBRIDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options_change_no_bits(ranks: Ranks, name: str, shard: str) -> None:
+    assert ranks.run(4, beside, name, shard) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", HYBRIDS)
+def test_shards_and_activations_may_be_on_a_disk(ranks: Ranks, shard: str, tmp_path: Path) -> None:
+    assert ranks.run(4, on_a_disk, str(tmp_path), shard) == [[]] * 4
+
+
+@quickly("shard", HYBRIDS, ["hpz"])
+def test_what_runs_as_plain_python_is_averaged_over_both_axes(ranks: Ranks, shard: str) -> None:
+    assert ranks.run(4, broken, shard) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", HYBRIDS)
+def test_the_backend_of_torch_compile_takes_it(ranks: Ranks, shard: str) -> None:
+    assert ranks.run(4, through_torch_compile, shard) == [[]] * 4
+
+
+@quickly(
+    "shape, shard",
+    [(shape, shard) for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1)) for shard in (*HYBRIDS, "flat")],
+    [((2, 1, 2), "hpz")],
+)
+def test_it_stands_beside_tensor_parallelism(ranks: Ranks, shape: tuple[int, int, int], shard: str) -> None:
+    assert ranks.run(4, divided, shape, 3, shard) == [[]] * 4
+
+
+# -- what is sent and kept --------------------------------------------------------------------------------------------
+
+
+def sent_by(rank: int, shard: str, stage: int) -> dict[str, Any]:
+    """Bytes along each axis: of each of two steps, of an evaluation before and after the second, and as predicted."""
+    compiled = zcompile.compile(make("gpt"), mesh=mesh_of((2, 2)), backend="eager", shard=shard, stage=stage)
+    optimizer, counts = adamw(compiled), []
+    before = {name: (axis.bytes, axis.messages) for name, axis in compiled.traffic.axes.items()}
+
+    def count() -> dict[str, int]:
+        found = {name: axis.bytes - before.get(name, (0, 0))[0] for name, axis in compiled.traffic.axes.items()}
+        before.update({name: (axis.bytes, axis.messages) for name, axis in compiled.traffic.axes.items()})
+        counts.append(found)
+        return found
+
+    for step in range(2):
+        compiled(*batch("gpt", rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        count()
+        for _ in range(2):
+            with torch.no_grad():
+                compiled(*batch("gpt", rank, step))
+            count()
+    program = compiled._engine.runtime.steps[0].program
+    parameter = next(param for param in compiled.parameters() if isinstance(param, DTensor))
+    return {
+        "counts": counts,
+        "step": program.volumes(),
+        "forward": program.phase(zcompile.ir.operation.Phase.FORWARD).volumes(),
+        "outside": [len(program.nodes(kind)) for kind in (GatherOutside, GatherInside, ReduceOutside)],
+        "placements": parameter.placements,
+        "rows": parameter.to_local().shape[0],
+        "explained": compiled.explain(),
+    }
+
+
+@quickly("shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 3)])
+def test_what_goes_over_each_axis_is_as_predicted(ranks: Ranks, shard: str, stage: int) -> None:
+    for one in ranks.run(4, sent_by, shard, stage):
+        step, forward = one["step"], one["forward"]
+        first, stale, current, second, *_ = one["counts"]
+        kept = shard == "hfsdp" or stage == 1  # what the evaluation has gathered outside serves the second step
+        assert first == step
+        assert stale["replicate"] == forward["replicate"] > 0
+        assert current["replicate"] == (0 if kept else forward["replicate"])
+        assert second["replicate"] == step["replicate"] - (forward["replicate"] if kept else 0)
+        assert second["shard"] == step["shard"] - (forward["shard"] if stage == 1 else 0)
+        assert one["outside"][0] == one["outside"][2] > 0
+        assert one["placements"] == (Shard(0),)
+
+
+# -- kept secondary shards --------------------------------------------------------------------------------------------
+
+
+def written(rank: int, shard: str) -> list[str]:
+    """Parameters are written to between forwards, in ways that no optimizer tells."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard)
+    plain = make("mlp")
+    params, found = dict(plain.named_parameters()), []
+    for number in range(4):
+        with torch.no_grad():
+            want, got = plain(*batch("mlp", rank, 0)), compiled(*batch("mlp", rank, 0))
+            found += [] if torch.equal(want, got) else [f"call {number}: {want} {got}"]
+            for param in compiled.parameters():
+                if number == 0:
+                    param.mul_(0.5)
+                elif number == 1:
+                    param.data.mul_(0.5)
+                elif rank == 3 and isinstance(param, DTensor):  # of one rank's part alone
+                    param.to_local().data.mul_(0.5)
+            if number < 2:
+                for param in params.values():
+                    param.mul_(0.5)
+            else:
+                for name, value in full_values(compiled).items():
+                    params[name].copy_(value)
+    return found
+
+
+@pytest.mark.parametrize("shard", HYBRIDS)
+def test_writes_to_parameters_are_noticed(ranks: Ranks, shard: str) -> None:
+    assert ranks.run(4, written, shard) == [[]] * 4
+
+
+def late(rank: int, shard: str) -> list[str]:
+    """A step comes between a forward and its backward: its gradients are those of the parameters of the forward."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    compiled(*batch("mlp", rank, 0)).backward()
+    held = compiled(*batch("mlp", rank, 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    compiled(*batch("mlp", rank, 2)).backward()
+    optimizer.zero_grad()
+    try:
+        held.backward()
+    except RuntimeError as error:
+        return [f"{type(error).__name__}"]
+    return [type(param.grad).__name__ for param in compiled.parameters()][:1]
+
+
+def test_a_step_between_a_forward_and_its_backward(ranks: Ranks) -> None:
+    found = {shard: ranks.run(4, late, shard) for shard in ("hsdp", *HYBRIDS)}
+    assert found["hfsdp"] == found["hpz"] == found["hsdp"]
+
+
+def test_a_retained_graph_runs_backward_twice(ranks: Ranks) -> None:
+    assert ranks.run(4, twice, "hpz") == ranks.run(4, twice, "hfsdp") == [[]] * 4
+
+
+def twice(rank: int, shard: str) -> list[str]:
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard)
+    loss = compiled(*batch("mlp", rank, 0))
+    loss.backward(retain_graph=True)
+    once = {name: param.grad.full_tensor().clone() for name, param in compiled.named_parameters() if _is_sharded(param)}  # type: ignore[union-attr]
+    loss.backward()
+    twice = {name: param.grad.full_tensor() for name, param in compiled.named_parameters() if _is_sharded(param)}  # type: ignore[union-attr]
+    return [name for name in once if not torch.equal(2 * once[name], twice[name])]
+
+
+def _is_sharded(param: nn.Parameter) -> bool:
+    return isinstance(param, DTensor)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@quickly("shard", HYBRIDS, ["hpz"])
+def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, shard: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    values = ranks.run(4, saved, folder, shard)[0]
+    assert not differing(torch.load(f"{folder}.pt"), values)
+    after: list[Values] = []
+    ways: list[tuple[int, Shape | None, str | None]] = [(4, (2, 2), "hfsdp"), (3, None, None), (4, (2, 2), "hsdp")]
+    for world, shape, other in ways:
+        for found, stepped in ranks.run(world, loaded, folder, shape, other):
+            assert not differing(found, values)
+            after.append(stepped)
+    for one in after:
+        assert all(torch.allclose(one[name], after[0][name], atol=1e-6) for name in one)
+
+
+@quickly("shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (2, 3)], [("hpz", 3), ("hfsdp", 3)])
+def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, shard: str, stage: int, tmp_path: Path) -> None:
+    ranks.run(4, replayed_with, str(tmp_path), shard, stage)
+    assert_proven(tmp_path / "dump")
+    assert_replayed(tmp_path, 4)
+
+
+def replayed_with(rank: int, folder: str, shard: str, stage: int) -> None:
+    replayed(rank, folder, shard=shard, stage=stage)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, options: dict[str, Any], shape: Shape | None) -> str:
+    mesh = mesh_of(shape) if shape else None
+    try:
+        zcompile.compile(make("mlp"), mesh=mesh, backend="eager", **options)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "says"),
+    [
+        ({"shard": "hfspd"}, (2, 2), "shard: 'hfspd' is unknown"),
+        ({"shard": "hpz", "stage": 0}, (2, 2), "and stage 0 divides nothing"),
+        ({"shard": "hpz"}, None, "and all ranks are along one"),
+        ({"shard": "hfsdp", "whole": ["layers.0.weight"]}, (2, 2), "and whole= keeps some with one rank"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(ranks: Ranks, options: dict[str, Any], shape: Shape | None, says: str) -> None:
+    for error in ranks.run(4, refused, options, shape):
+        assert says in error

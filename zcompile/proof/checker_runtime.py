@@ -1,0 +1,259 @@
+"""What lines of a program do with units: gather, release, average and update them; and what moves values elsewhere.
+
+`checker` has the rest of the evaluation.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from zcompile.errors import ProofError
+from zcompile.proof.checker_terms import TermTable
+from zcompile.proof.checker_texts import FIX, ParamText, Place, Text, told
+from zcompile.proof.checker_values import (
+    Averages,
+    Begun,
+    Lease,
+    Moved,
+    SecondaryPart,
+    Storage,
+    TermValue,
+    UnitPart,
+    WholeUnit,
+)
+
+RUNTIME = frozenset({"all_gather", "gather_ahead", "reduce_scatter", "all_reduce", "accumulate", "update", "wait"})
+RUNTIME |= {"release", "copy", "store", "offload", "fetch"}
+_DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16", "torch.int8": "i8"}
+
+
+class RuntimeLines:
+    """What is known while the lines of a step are evaluated, and what those of the runtime's functions do to it."""
+
+    def __init__(self, terms: TermTable, capture: Text, regions: Mapping[str, Text] | None, same: set[int]) -> None:
+        self.terms, self.regions, self.runs = terms, regions or {}, regions is not None
+        self.same, self.group = same, -1
+        """Terms of what all ranks of the one group of tensor parallelism are known to have."""
+        bodies = (one for one in capture.body if isinstance(one, ast.Assign))
+        said = {ast.unparse(one.targets[0]): ast.literal_eval(one.value) for one in bodies}
+        if lacking := {"axes", "units"} - said.keys():
+            raise ProofError(f"{capture.name} line 1", f"does not say what the {min(lacking)} are", FIX)
+        self.units = {unit: UnitPart(unit, lines) for unit, lines in said["units"].items()}
+        self.params = {param.name: param for shards in self.units.values() for param in shards.params}
+        axes = " ".join(said["axes"].values())
+        self.alone, self.marks = bool(re.search(r"shard 1\b", axes)), not self.runs and "tensor" in axes
+        self.outside = next((name for name, axis in said["axes"].items() if axis.startswith("replicate")), "")
+        self.hybrid, self.stage = said.get("hybrid", ""), said.get("stage", 3)
+        """How both axes divide what ranks keep; empty where one repeats it."""
+        self.effects: dict[str, list[tuple[int, Place]]] = defaultdict(list)
+        self.delivered: dict[str, tuple[int, Place]] = {}
+        self.gathers: dict[str, Any] = {}
+        self.ahead: dict[str, Any] = {}
+        self.ranges: dict[Any, range] = {}
+        self.mutated: set[Storage] = set()
+        self.scope: dict[str, Any] = {}
+        self.gradients: dict[str, Any] = {}
+        self.taken: dict[str, int] = {}
+        self.doubts: list[tuple[Place, str]] = []
+        self.ends: list[Place] = []
+        self.phase, self.how, self.graph = "", "scatter", False
+
+    def refuse(self, problem: str) -> NoReturn:
+        where, lines = told(self.terms.here)
+        raise ProofError(where, f"{problem}{lines}", FIX)
+
+    def _made(self, term: int, memory: Storage | None = None) -> TermValue:
+        memory = memory or Storage("", self.phase, self.graph)
+        return TermValue(term, memory, memory.written)
+
+    def _moved(self, value: Any) -> TermValue:
+        """A copy of a value."""
+        return TermValue(self._term(value), Storage("", self.phase), -1, (*value.via, self.terms.here))
+
+    def _alive(self, value: Any) -> Any:
+        """A value as it is read now."""
+        if type(value) is list:
+            return [self._alive(one) for one in value]
+        if isinstance(value, (TermValue, WholeUnit, Moved, Averages)) and value.memory.gone:
+            self.refuse(f"reads the memory of {value.memory.owner or 'a value'}, which {value.memory.gone}")
+        if isinstance(value, TermValue) and value.seen != value.memory.written:
+            return self._made(self.terms.make("after", value.term, value.memory.written), value.memory)
+        return value
+
+    def _term(self, value: Any) -> int:
+        if type(value) in (list, tuple):
+            return self.terms.make(type(value).__name__, *map(self._term, value))
+        if not isinstance(value, TermValue):
+            self.refuse(f"computes with what is no value, but {type(value).__name__}")
+        return value.term
+
+    # -- the runtime's functions
+
+    def _line(self) -> str:
+        text, line = self.terms.here[0]
+        return f"{text.name} line {line}"
+
+    def _lay(self, key: Any, at: range | None) -> None:
+        """Take bytes of the arena."""
+        if at is not None and any(at.start < one.stop and one.start < at.stop for one in self.ranges.values()):
+            self.refuse("takes bytes of the arena that another line has")
+        self.ranges |= {key: at} if at is not None else {}
+
+    def _all_gather(
+        self, shards: Any, source: Any = None, keep: str = "", dtype: str = "", at: range | None = None
+    ) -> Begun:
+        memory, dtype_ = Storage(f"the parameters of {shards.unit}"), _DTYPES.get(dtype, dtype)
+        if isinstance(source, Lease):
+            return self._gather_outside(shards, source, keep, dtype_, memory)
+        divided = bool(self.hybrid) and any("whole" not in param.flags for param in shards.params)
+        if divided is not (source is not None) or (divided and source[:3] != (shards, dtype_, shards.version)):
+            self.refuse(f"gathers {shards.unit} from what are not its {'secondary ' * divided}shards as they are now")
+        gathered = WholeUnit(shards, dtype_, shards.version, keep, memory, self.terms.here)
+        shards.full.append(gathered.memory)
+        if self.phase == "forward":
+            self.gathers.setdefault(shards.unit, (keep, dtype))
+        self._lay(gathered.memory, at)
+        return Begun([gathered])
+
+    def _gather_outside(self, shards: UnitPart, group: Lease, keep: str, dtype: str, memory: Storage) -> Begun:
+        """What the ranks at one place outside have of a unit, which is gathered inside then."""
+        if group.kind != f"group {self.outside}" or not self.hybrid:
+            self.refuse(f"gathers secondary shards of {shards.unit} over {group.kind}")
+        if (keep == "bool True") != (self.hybrid == "hfsdp" and self.stage == 3):
+            self.refuse(f"{'keeps' if keep else 'does not keep'} secondary shards of {shards.unit} beyond the step")
+        return Begun([SecondaryPart(shards, dtype, shards.version, memory)])
+
+    def _gather_ahead(self, shards: Any, keep: str = "", dtype: str = "") -> None:
+        if self.ahead.setdefault(shards.unit, one := ((keep, dtype), shards.version, self.terms.here)) is not one:
+            self.refuse("gathers twice for the next step")
+        for memory in shards.full if keep else ():
+            memory.gone = f"is gathered anew at {self._line()}"
+
+    def _wait(self, started: Any) -> Any:
+        if not isinstance(started, Begun) or not started:
+            self.refuse("waits for what is not under way")
+        result = started.pop()
+        if isinstance(result, Averages):
+            self.ranges.pop(result.memory, None)
+        return result
+
+    def _release(self, full: Any) -> None:
+        if not isinstance(full, WholeUnit) or full.keep:
+            self.refuse("releases what is no full unit, or is kept for later programs")
+        full.memory.gone = f"was released at {self._line()}"
+        self.ranges.pop(full.memory, None)
+
+    def _averaged(self, shards: UnitPart, grads: Any, how: str, dtype: str = "", *, holds: bool = True) -> Averages:
+        """Each gradient as the ranks' mean, in memory that nothing else may read any more."""
+        terms: dict[str, int] = {}
+        for param, grad in zip(shards.params, grads, strict=True):
+            if self.terms.heads[grad.term] != "NoneType None":
+                memory = self._alive(grad).memory
+                if memory.owner or memory.phase != "backward" or (holds and memory.graph):
+                    self.refuse(
+                        f"reduces in place {memory.owner or 'what it does not own'}, the gradient of {param.name}"
+                    )
+                memory.gone = f"was given away at {self._line()}"
+                terms[param.name] = self.average(param, grad, how, dtype)
+        return Averages(shards, terms, self.terms.here, Storage(""))
+
+    def average(self, param: ParamText, grad: TermValue, how: str, dtype: str) -> int:
+        """The mean of a gradient, cast before where the units say so; of what is sharded this rank's part."""
+        cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
+        dense = self.terms.args[grad.term][0] if self.terms.heads[grad.term] == "aten.contiguous.default" else grad.term
+        sent = self.terms.make("cast", dense, *cast) if cast else dense
+        term = self.terms.make("held" if how == "held" else "mean", sent)
+        term = self.terms.make("part", term) if how == "scatter" and "whole" not in param.flags else term
+        self.terms.routes[term] = {grad.term: grad.via}
+        return term
+
+    def across(self, param: ParamText, mean: int, dtype: str, wire: str) -> int:
+        """The mean over the ranks that have the same shards of what is one over those that shard, sent as `wire`."""
+        cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
+        return self.terms.make(f"mean of replicas {wire if wire == param.across else ''}".rstrip(), mean, *cast)
+
+    def averages(self, how: str) -> dict[str, tuple[int, Place]]:
+        """What the optimizer must get, by the gradients that the traced step gives."""
+        pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
+        means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
+        if self.outside and how == "scatter":
+            means = [self.across(one, m, one.reduced, one.across) for (one, _), m in zip(pairs, means, strict=True)]
+        return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
+
+    def _reduce_scatter(
+        self,
+        shards: Any,
+        grads: Any,
+        group: Any = None,
+        dtype: str = "",
+        bucket: str = "",
+        at: Any = None,
+        wire: str = "",
+    ) -> Begun:
+        if group is not None:
+            return self._reduce_outside(shards, grads, group, "part", dtype, wire)
+        holds = self.alone or any("whole" in param.flags for param in shards.params)
+        result = self._averaged(shards, grads, "scatter", _DTYPES.get(dtype, dtype), holds=holds)
+        self._lay(result.memory, at)
+        return Begun([result])
+
+    def _all_reduce(self, shards: Any, grads: Any, group: Any = None, dtype: str = "", wire: str = "") -> Begun:
+        if group is not None:
+            return self._reduce_outside(shards, grads, group, "all", dtype, wire)
+        return Begun([self._averaged(shards, grads, "all", _DTYPES.get(dtype, dtype))])
+
+    def _reduce_outside(self, shards: Any, grads: Any, group: Any, how: str, dtype: str, wire: str) -> Begun:
+        dtype, wire = (_DTYPES.get(one, one) for one in (dtype, wire))
+        if not isinstance(grads, Averages) or grads.shards is not shards or group.kind != f"group {self.outside}":
+            self.refuse(f"averages over {group.kind} what are not the averages of {shards.unit} inside")
+        if (how == "part") != bool(self.hybrid):
+            self.refuse(f"gives each rank outside {how} of the averages of {shards.unit}")
+        means = {name: self.across(self.params[name], one, dtype, wire) for name, one in grads.terms.items()}
+        grads.memory.gone = f"was given away at {self._line()}"
+        return Begun([Averages(grads.shards, means, self.terms.here, Storage(""))])
+
+    def _accumulate(self, shards: Any, grads: Any) -> Averages:
+        self.how = "held"
+        return self._averaged(shards, grads, "held")
+
+    def _update(self, shards: Any, grads: Any) -> None:
+        if self.how == "held" or getattr(grads, "shards", shards) is not shards:
+            self.refuse(f"updates {shards.unit} with what are not its averaged gradients")
+        self.deliver(grads)
+        shards.version = (self.terms.make("updated", *shards.version, *grads.terms.values()),)
+        for memory in (shards.memory, *shards.full):
+            memory.gone = f"was updated at {self._line()}"
+
+    def deliver(self, grads: Any) -> None:
+        """Take the gradients of a unit as what the optimizer gets."""
+        if not isinstance(grads, Averages):
+            self.refuse(f"takes as gradients what has not been waited for ({type(grads).__name__})")
+        for name, term in grads.terms.items():
+            if name in self.delivered:
+                self.refuse(f"gives the gradient of {name} a second time")
+            self.delivered[name] = term, grads.place
+
+    def _copy(self, value: Any, strided: str = "") -> TermValue:
+        copied = self._moved(value)
+        # How it is laid out matters to operations such as as_strided.
+        dense = copied.term if strided else self.terms.make("aten.contiguous.default", copied.term)
+        return TermValue(dense, copied.memory, -1, copied.via)
+
+    def _store(self, value: Any, stack: Any) -> TermValue:
+        return self._moved(value) if stack.kind == "stack" else self.refuse("stores on what is no stack")
+
+    def _offload(self, value: Any, to: Any) -> Moved:
+        if to.kind.startswith("group") and self._term(value) not in self.same:
+            problem = "keeps on each rank of a group a shard of what is not known to be the same on all of them"
+            self.doubts.append((self.terms.here, problem))  # where it is not traced at all, that is said instead
+        return Moved(self._moved(value), to, Storage("an activation"))
+
+    def _fetch(self, away: Any, to: Any) -> Begun:
+        if not isinstance(away, Moved) or away.to != to:
+            self.refuse("fetches what was not moved there")
+        away.memory.gone = f"was fetched at {self._line()}"
+        return Begun([self._moved(away.value)])
