@@ -318,3 +318,19 @@ def refused(rank: int, options: dict[str, Any], shape: Shape | None) -> str:
 def test_what_cannot_be_meant_is_refused(ranks: Ranks, options: dict[str, Any], shape: Shape | None, says: str) -> None:
     for error in ranks.run(4, refused, options, shape):
         assert says in error
+
+
+# -- in fewer bits ----------------------------------------------------------------------------------------------------
+
+
+def in_fewer_bits(rank: int, shard: str, wire: torch.dtype) -> list[str]:
+    """What differs from "hsdp", which sends averages so: in int8 other elements share a scale."""
+    got, want = (train(rank, "mlp", (2, 2), shard=one, outer_dtype=wire) for one in (shard, "hsdp"))
+    close = 0.0 if wire is torch.bfloat16 else 2e-2
+    return [name for name in want if not torch.allclose(got[name], want[name], atol=close, rtol=close)]
+
+
+@quickly("shard", HYBRIDS, ["hpz"])
+def test_averages_travel_outside_in_fewer_bits(ranks: Ranks, shard: str) -> None:
+    for wire in (torch.bfloat16, torch.int8):
+        assert ranks.run(4, in_fewer_bits, shard, wire) == [[]] * 4

@@ -87,6 +87,8 @@ def layout_line(layout: Layout) -> str:
     stage = f"stage {layout.stage.number}, world {layout.world}"
     if layout.replicated is None:
         return stage
+    if layout.has_secondary:
+        return f"{stage} ({layout.hybrid}: {layout.shards} shards, {layout.replicated.size} of which a rank has inside)"
     return f"{stage} ({layout.replicated.size} times {layout.sharded.size} shards)"
 
 
@@ -105,7 +107,7 @@ def owners_line(layout: Layout) -> str:
     owned = [param for param in layout.params if param.owner is not None]
     if not owned:
         return ""
-    loads = dict.fromkeys(range(layout.sharded.size), 0)
+    loads = dict.fromkeys(range(layout.shards), 0)
     for param in owned:
         assert param.owner is not None, "it is one of them"
         loads[param.owner] += cost_of(param.shape)
@@ -143,7 +145,7 @@ def volume_line(program: Program) -> str:
     bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
     if (replicated := program.layout.replicated) is not None:
         by_axis = " and ".join(f"{human_bytes(nbytes)} over {axis}" for axis, nbytes in program.volumes().items())
-        inside, across = program.layout.sharded, 2 if program.has_backward else 0
+        inside, across = program.layout.sharded, 2 if program.has_backward else int(program.layout.has_secondary)
         bounds = f"{bound}Ψ(S-1)/S over {inside.name} and {across}Ψ/S(R-1)/R over {replicated.name}"
         return f"volume: each rank sends {by_axis}; the stage's bounds are {bounds}"
     share = sent / (psi * (world - 1) / world)
