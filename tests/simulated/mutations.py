@@ -67,7 +67,7 @@ MUTATIONS = (
              "torch holds the tensors of a collective itself until it is waited for"),
     Mutation(WORK, "self._finish()\n", "pass\n", ("stage 3",),
              "it divides sums where the backend has no average, which NCCL has"),
-    Mutation("runtime/stale_copies.py", "gather.wait()", "pass", ("train step, stage 3, writing",),
+    Mutation("runtime/shards.py", "gather.wait()", "pass", ("train step, stage 3, writing",),
              "torch holds the tensors of a collective that nobody has waited for"),
     # pieces of a reduction
     Mutation(GPUS, "staging.wait_stream(current_stream(self.member.device))", "pass", PIECES),
