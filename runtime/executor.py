@@ -237,12 +237,16 @@ def _gather_outside(
     """Start gathering secondary shards, unless they, or the full copy that comes of them, are kept and current."""
     shards, device = bound.shards, outside.device
     if (kept := shards.secondary.get(bound.unit.names)) is not None:
+        # Kept by a step on another stream: without this its memory, once let go, could be written to by that stream's
+        # later work while what is gathered from it on this one is still being sent.
+        if stream_number(device) != kept.stream:
+            kept.memory.record_stream(current_stream(device))
         return OutsideGather(bound, kept, (), keep)
     if (full := bound.kept) is not None and not full.is_stale:
         return OutsideGather(bound, Secondary(torch.empty(0, dtype=torch.uint8, device=device), []), (), keep=False)
     shards.memory.before(bound.unit.name)
     secondary = _secondary_of(bound, dtype, None)
-    secondary.writes = shards.writes() if keep else 0
+    secondary.writes, secondary.stream = shards.writes() if keep else 0, stream_number(device)
     sent, arrived = [shards.wire(params) for params, _ in secondary.messages], [one for _, one in secondary.messages]
     with shards.memory.sending():
         sent = sent_in_place(sent, arrived, [None] * len(sent), outside, always=shards.memory.is_away)

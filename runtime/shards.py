@@ -61,6 +61,8 @@ class Secondary:
     """Parameters that travel together, and what is there of them, 1-D, in the dtype in which it is sent."""
     writes: int = 0
     """What `UnitShards.writes` said when it was gathered."""
+    stream: int = 0
+    """The stream that its memory was allocated on, to which the allocator gives it again."""
 
 
 @dataclass
