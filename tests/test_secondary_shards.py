@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ from tests.test_hybrid import (
     through_torch_compile,
     train,
 )
-from zcompile import OptionError
-from zcompile.ir.ops import GatherInside, GatherOutside, ReduceOutside
+from zcompile import OptionError, PipelineError, ProgramError
+from zcompile.ir.operation import Data, Phase, op_of
+from zcompile.ir.ops import AllGather, GatherInside, GatherOutside, Group, ReduceOutside, Release, Update, WaitGather
 
 HYBRIDS = ("hfsdp", "hpz")
 ALL = [(shard, stage, prefetch) for shard in HYBRIDS for stage in (1, 2, 3) for prefetch in range(3)]
@@ -334,3 +336,88 @@ def in_fewer_bits(rank: int, shard: str, wire: torch.dtype) -> list[str]:
 def test_averages_travel_outside_in_fewer_bits(ranks: Ranks, shard: str) -> None:
     for wire in (torch.bfloat16, torch.int8):
         assert ranks.run(4, in_fewer_bits, shard, wire) == [[]] * 4
+
+
+# -- programs that are wrong ------------------------------------------------------------------------------------------
+
+
+def over_the_wrong_axis(program: zcompile.Program) -> None:
+    node = program.nodes(GatherOutside)[0]
+    axis = program.layout.sharded.name
+    group = program.add_placeholder(axis, Data(Group(axis)))
+    node.replace_input_with(node.all_input_nodes[1], group)
+    program.respell(node, replace(op_of(node, GatherOutside), axis=axis))
+
+
+def of_another_unit(program: zcompile.Program) -> None:
+    first, second = program.nodes(GatherInside)[:2]
+    second.replace_input_with(second.all_input_nodes[1], first.all_input_nodes[1])
+
+
+def of_primary_shards(program: zcompile.Program) -> None:
+    node = program.nodes(GatherInside)[0]
+    node.args = node.args[:1]
+    program.respell(node, AllGather(op_of(node, GatherInside).unit))
+
+
+def kept_otherwise(program: zcompile.Program) -> None:
+    node = program.nodes(GatherOutside)[0]
+    op = op_of(node, GatherOutside)
+    program.respell(node, replace(op, keep=not op.keep))
+
+
+def averaged_otherwise(program: zcompile.Program) -> None:
+    node = program.nodes(ReduceOutside)[0]
+    program.respell(node, replace(op_of(node, ReduceOutside), scatter=False))
+
+
+def after_the_update(program: zcompile.Program) -> None:
+    """In a train step a unit is gathered once more, from what was sent outside before it was stepped."""
+    gathers = {op_of(node, GatherInside).unit: node for node in program.nodes(GatherInside)}
+    update = next(node for node in program.nodes(Update) if op_of(node, Update).unit in gathers)
+    gather = gathers[op_of(update, Update).unit]
+    op, phase = op_of(gather, GatherInside), Phase.BACKWARD
+    with program.graph.inserting_after(update):
+        again = program.add(gather.args, Data(op, phase, source=op.unit), "again")
+    with program.graph.inserting_after(again):
+        full = program.add((again,), Data(WaitGather(op.unit), phase, source=op.unit), "full_again")
+    with program.graph.inserting_after(full):
+        program.add((full,), Data(Release(op.unit), phase, source=op.unit), "release_again")
+
+
+MISTAKES = {
+    over_the_wrong_axis: "which is not the outer one of two axes of data",
+    of_another_unit: "and is given secondary shards of",
+    of_primary_shards: "from what are not its secondary shards",
+    kept_otherwise: "secondary shards of",
+    averaged_otherwise: "gives each rank outside all of",
+    after_the_update: "after its update",
+}
+
+
+def mistaken(rank: int, shard: str) -> list[str]:
+    found = []
+    for mistake, says in MISTAKES.items():
+
+        def wrong(program: zcompile.Program, mistake: Any = mistake) -> zcompile.Program:
+            program = program.copy()
+            mistake(program)
+            return program
+
+        passes = {"wrong": zcompile.Pass("wrong", wrong)}
+        options: dict[str, Any] = {"mesh": mesh_of((2, 1)), "backend": "eager", "shard": shard, "passes": passes}
+        compiled = zcompile.compile(make("mlp"), **options)
+        step = zcompile.train_step(compiled, lambda model, *batch: model(*batch), adamw(compiled))
+        try:
+            step(*batch("mlp", rank, 0))
+        except (ProgramError, PipelineError) as error:
+            said = str(error)
+        else:
+            said = "all went well"
+        found += [] if says in said and "-->" in said else [f"{mistake.__name__}: {said}"]
+    return found
+
+
+@pytest.mark.parametrize("shard", HYBRIDS)
+def test_wrong_programs_are_refused_with_their_lines(ranks: Ranks, shard: str) -> None:
+    assert ranks.run(2, mistaken, shard) == [[]] * 2
