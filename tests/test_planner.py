@@ -19,7 +19,7 @@ from zcompile.cost.forecast import Choice
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import MemoryKind, model_state, peak_bytes
 from zcompile.cost.simulator import simulate
-from zcompile.ir.layout import STAGES
+from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.ir.operation import Phase
 from zcompile.model.units import axes_over, make_layout
 from zcompile.report.plan_page import plan_page_text
@@ -63,13 +63,38 @@ def test_meshes_of_two_levels_are_compared_with_all_ranks_in_one() -> None:
     plan = zcompile.plan(
         model, args, worlds=[16, 3], replicas=[1, 4], stages=[0, 3], prefetches=[1], checkpoints=[None], dtypes=[None]
     )
-    found = {(one.world, one.choice.stage, one.choice.replicas): one for one in plan.forecasts}
-    assert set(found) == {(16, 0, 1), (16, 3, 1), (16, 3, 4), (3, 0, 1), (3, 3, 1)}, "four do not divide three"
-    flat, hybrid = found[16, 3, 1], found[16, 3, 4]
+    found = {(one.world, one.choice.stage, one.choice.replicas, one.choice.hybrid): one for one in plan.forecasts}
+    over = {(16, 3, 4, hybrid) for hybrid in Hybrid}
+    one_axis = {(world, stage, 1, Hybrid.HSDP) for world in (16, 3) for stage in (0, 3)}
+    assert set(found) == one_axis | over, "four do not divide three"
+    flat, hybrid, hfsdp, hpz = (
+        found[16, 3, 1, "hsdp"],
+        found[16, 3, 4, "hsdp"],
+        found[16, 3, 4, "hfsdp"],
+        found[16, 3, 4, "hpz"],
+    )
     assert hybrid.parameters > 3 * flat.parameters, "a rank keeps what four ranks share"
+    assert flat.parameters == hfsdp.parameters == hpz.parameters
+    assert hfsdp.nbytes > flat.nbytes, "secondary shards are kept beside"
     mesh = "mesh=init_device_mesh('cuda', (4, 4), mesh_dim_names=('replicate', 'shard'))"
     assert plan.line(hybrid) == f"zcompile.compile(model, {mesh}, stage=3, prefetch=1)"
-    assert "3, 4 times" in str(plan)
+    assert plan.line(hpz) == f"zcompile.compile(model, {mesh}, stage=3, prefetch=1, shard='hpz')"
+    assert "3, hpz on 4 nodes" in str(plan)
+
+
+def test_owners_are_compared_with_rows_and_recommended_alone() -> None:
+    model, args = make("gpt"), batch("gpt", 0, 0)
+    plan = zcompile.plan(
+        model, args, worlds=[4], replicas=[1, 2], whole=["blocks.*.*.weight"], checkpoints=[None], **FEW
+    )
+    assert {(one.choice.owners, one.choice.replicas, one.choice.hybrid) for one in plan.forecasts} == {
+        *((owners, 1, "hsdp") for owners in (True, False)),
+        *((owners, 2, "hsdp") for owners in (True, False)),
+        *((False, 2, hybrid) for hybrid in ("hfsdp", "hpz")),
+    }
+    assert plan.best(4).choice.owners
+    assert "whole=['blocks.*.*.weight']" in plan.line(plan.best(4))
+    assert {plan.verdict(one) for one in plan.forecasts if not one.choice.owners} == {"rows"}
 
 
 def test_the_program_of_a_hybrid_plan_is_that_of_its_axes() -> None:

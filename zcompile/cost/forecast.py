@@ -16,6 +16,7 @@ from rich.table import Table
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import MemoryKind
 from zcompile.errors import OptionError
+from zcompile.ir.layout import Hybrid
 
 WIDE = 140
 """Columns from which on tables say what memory is for."""
@@ -32,7 +33,11 @@ class Choice:
     checkpoint: Checkpoint
     dtype: torch.dtype | None
     replicas: int = 1
-    """How often the shards repeat: the first of two dimensions of the mesh."""
+    """Ranks along the first of two dimensions of the mesh, the outer one; 1 for a mesh of one."""
+    hybrid: Hybrid = Hybrid.HSDP
+    """What the two divide."""
+    owners: bool = False
+    """True where one rank each keeps the parameters of `whole=`; False where all of them have rows."""
 
     def __str__(self) -> str:
         """The line to write."""
@@ -43,6 +48,7 @@ class Choice:
         given = [f"stage={self.stage}"] + ([f"prefetch={self.prefetch}"] if self.stage else [])
         given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint is not None else []
         given += [f"dtype={self.dtype}"] if self.dtype is not None else []
+        given += [f"shard={str(self.hybrid)!r}"] if self.replicas > 1 and self.hybrid is not Hybrid.HSDP else []
         return f"zcompile.compile({', '.join([*given_first, *given])})"
 
 
@@ -95,6 +101,8 @@ class Forecast:
             "world": self.world,
             "stage": choice.stage,
             "replicas": choice.replicas,
+            "shard": str(choice.hybrid) if choice.replicas > 1 else None,
+            "owners": choice.owners,
             "prefetch": choice.prefetch,
             "checkpoint": choice.checkpoint,
             "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
@@ -121,7 +129,7 @@ class Plan:
     tensor_parallel: int = 1
     """Ranks that each have a part of the model; each of them has as many data-parallel ranks as a world."""
     whole: Sequence[str] = ()
-    """Parameters that one rank each keeps whole."""
+    """Parameters that one rank each must keep whole: choices without owners are there to be compared."""
 
     @property
     def worlds(self) -> list[int]:
@@ -134,11 +142,15 @@ class Plan:
     def fits(self, forecast: Forecast) -> bool:
         return forecast.nbytes <= self.memory_limit
 
+    def serves(self, forecast: Forecast) -> bool:
+        """True for a choice by which parameters that must be whole on a rank are."""
+        return not self.whole or forecast.choice.owners or not forecast.choice.stage
+
     def verdict(self, forecast: Forecast) -> str:
-        """What is said of a forecast: "best" of the fastest that fits, "too big", or nothing."""
+        """What is said of it: "best" of the fastest that fits, "too big", "rows" where owners must be, or nothing."""
         if forecast is self.fastest(forecast.world):
             return "best"
-        return "" if self.fits(forecast) else "too big"
+        return "too big" if not self.fits(forecast) else "" if self.serves(forecast) else "rows"
 
     def line(self, forecast: Forecast) -> str:
         """The call of `zcompile.compile` that makes the choice."""
@@ -150,12 +162,12 @@ class Plan:
             (False, True): f"mesh=init_device_mesh({device!r}, {shape}, mesh_dim_names={names})",
             (True, True): f"mesh=mesh{list(names)}",
         }[self.tensor_parallel > 1, replicas > 1]
-        whole = f"whole={list(self.whole)}" if self.whole and forecast.choice.stage else ""
+        whole = f"whole={list(self.whole)}" if forecast.choice.owners else ""
         return forecast.choice.call("model", *filter(None, [mesh, whole]))
 
     def fastest(self, world: int) -> Forecast | None:
         """The fastest choice that fits, of equals the smallest; None if none does."""
-        fitting = [forecast for forecast in self.of(world) if self.fits(forecast)]
+        fitting = [forecast for forecast in self.of(world) if self.serves(forecast) and self.fits(forecast)]
         return min(fitting, key=lambda forecast: (forecast.seconds, forecast.nbytes), default=None)
 
     def best(self, world: int) -> Forecast:
@@ -166,7 +178,7 @@ class Plan:
         """
         if (fastest := self.fastest(world)) is not None:
             return fastest
-        nearest = min(self.of(world), key=lambda forecast: forecast.nbytes)
+        nearest = min(filter(self.serves, self.of(world)), key=lambda forecast: forecast.nbytes)
         least, over = _gigabytes(nearest.nbytes), _gigabytes(nearest.nbytes - self.memory_limit)
         problem = f"{_gigabytes(self.memory_limit)} holds nothing on {world} ranks: the least is {least}, {over} more"
         fix = f"take more ranks or a smaller batch; nearest is {self.line(nearest)}"
@@ -241,7 +253,7 @@ class Plan:
             if before and choice_cells(before.choice)[:: len(CHOICE) - 1] != choice_cells(choice)[:: len(CHOICE) - 1]:
                 table.add_section()
             verdict = self.verdict(forecast)
-            style = {"best": "bold", "too big": "dim"}.get(verdict)
+            style = {"best": "bold", "too big": "dim", "rows": "dim"}.get(verdict)
             table.add_row(*_row(forecast, kinds), verdict, style=style)
         return table
 
@@ -258,8 +270,13 @@ FIGURES = ("GB", "step s", "TFLOP/s", "hidden")
 def choice_cells(choice: Choice) -> tuple[str, ...]:
     """Texts of CHOICE; empty where there is nothing to choose, or nothing chosen."""
     prefetch = str(choice.prefetch) if choice.stage else ""
-    stage = f"{choice.stage}, {choice.replicas} times" if choice.replicas > 1 else str(choice.stage)
-    return stage, prefetch, str(choice.checkpoint or ""), str(choice.dtype or "").removeprefix("torch.")
+    stage = [str(choice.stage), *([f"{choice.hybrid} on {choice.replicas} nodes"] if choice.replicas > 1 else [])]
+    return (
+        ", ".join([*stage, *(["owners"] if choice.owners else [])]),
+        prefetch,
+        str(choice.checkpoint or ""),
+        str(choice.dtype or "").removeprefix("torch."),
+    )
 
 
 def figure_cells(forecast: Forecast) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from zcompile.proof.dumps import MANIFEST, TRUSTED, prove_dump, rank_folders
 from zcompile.proof.ranks import check_folders
 from zcompile.recording.archive import Archive
 from zcompile.report.plan_page import write_plan_page
-from zcompile.schedule.option_checks import bytes_of
+from zcompile.schedule.option_checks import FLAT, SHARDS, bytes_of
 from zcompile.schedule.options import Options
 from zcompile.tools import doctor, inspection
 from zcompile.tools.named_models import Subject, subject_of
@@ -62,7 +62,11 @@ Hardware_ = Annotated[
 ]
 Meshes = Annotated[
     list[str],
-    typer.Option("--mesh", help="NODESxRANKS: compare shards over all of them with shards of each node; repeat."),
+    typer.Option("--mesh", help="NODESxRANKS: compare what such a mesh of two levels may divide; repeat."),
+]
+Shards = Annotated[
+    list[str],
+    typer.Option("--shard", help=f"Of a mesh of two levels, compare {', '.join(SHARDS)}; repeat. All of them."),
 ]
 Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered together; repeat for several.")]
 
@@ -110,6 +114,7 @@ def plan_command(
         ),
     ] = [],  # noqa: B006
     mesh: Meshes = [],  # noqa: B006
+    shard: Shards = list(SHARDS),  # noqa: B006
     units: Units = [],  # noqa: B006
     whole: Whole = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
@@ -140,7 +145,8 @@ def plan_command(
             prefetches=prefetch,
             checkpoints=checkpoints,
             dtypes=dtypes or None,
-            replicas=[1, *(nodes for nodes, _ in shapes)],
+            replicas=[1] * (FLAT in shard or not shapes) + [nodes for nodes, _ in shapes],
+            hybrids=[one for one in shard if one != FLAT],
             units=units or None,
             whole=whole or None,
             progress=progress,

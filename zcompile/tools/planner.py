@@ -19,8 +19,8 @@ from zcompile.cost.hardware import Hardware, load_profile
 from zcompile.cost.memory import live_by_kind, model_state
 from zcompile.cost.roofline import aten_cost
 from zcompile.cost.simulator import simulate
-from zcompile.errors import OptionError
-from zcompile.ir.layout import STAGES
+from zcompile.errors import OptionError, nearest
+from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import TensorType
 from zcompile.model.units import Precision, axes_over, make_layout
@@ -52,6 +52,7 @@ def plan(
     checkpoints: Sequence[Checkpoint] = CHECKPOINTS,
     dtypes: Sequence[torch.dtype | None] | None = None,
     replicas: Sequence[int] = (1,),
+    hybrids: Sequence[str] = tuple(Hybrid),
     units: Sequence[str] | None = None,
     whole: Sequence[str] | None = None,
     progress: Progress | None = None,
@@ -71,9 +72,10 @@ def plan(
         prefetches: Numbers of units gathered ahead to compare.
         checkpoints: Settings of `checkpoint=` to compare; one without effect on this model is left out.
         dtypes: Dtypes to compute in to compare, None for the model's own; by default that and the hardware's low one.
-        replicas: How often shards repeat, to compare: the first of two dimensions of the mesh, 1 for a mesh of one.
+        replicas: Ranks along the outer of two dimensions of a mesh to compare, 1 for a mesh of one.
+        hybrids: Settings of `shard=` to compare on meshes of two dimensions.
         units: As for `zcompile.compile`.
-        whole: Likewise.
+        whole: Likewise; choices by which all ranks have rows of these parameters are compared, and not recommended.
         progress: Called with what is done next, how much is done, and how much there is.
 
     Raises:
@@ -84,7 +86,9 @@ def plan(
     device = load_profile(hardware) if isinstance(hardware, str) else hardware
     limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
     check_worlds(worlds)
-    choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches, replicas)
+    owners = (True, False) if whole else (False,)
+    divided = divisions_of(replicas, hybrids, owners)
+    choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches, divided)
     tell = progress or (lambda *_: None)
     rewriters: dict[torch.dtype | None, Rewriter] = {}
     forecasts: list[Forecast] = []
@@ -121,27 +125,49 @@ def _low_precision(hardware: Hardware) -> torch.dtype:
     return torch.bfloat16 if "bfloat16" in hardware.flops else torch.float16
 
 
+Division = tuple[int, Hybrid, bool]
+"""Ranks along the outer axis, what the two axes divide, and whether there are owners."""
+
+
+def divisions_of(replicas: Sequence[int], hybrids: Sequence[str], owners: Sequence[bool]) -> list[Division]:
+    """All that can be meant: a mesh of one dimension has nothing to choose, and secondary shards have no owners.
+
+    Raises:
+        OptionError: one of them is no setting.
+    """
+    check_worlds(replicas)
+    for one in hybrids:
+        if one not in list(Hybrid):
+            raise OptionError("hybrids", f"has {one!r}", nearest(str(one), list(Hybrid)))
+    meshes = [
+        (times, Hybrid(one) if times > 1 else Hybrid.HSDP)
+        for times in replicas
+        for one in (hybrids if times > 1 else [Hybrid.HSDP])
+    ]
+    return [(*mesh, whole) for whole in owners for mesh in meshes if not whole or mesh[1] is Hybrid.HSDP]
+
+
 def choices_of(
     dtypes: Sequence[torch.dtype | None],
     stages: Sequence[int],
     checkpoints: Sequence[Checkpoint],
     prefetches: Sequence[int],
-    replicas: Sequence[int] = (1,),
+    divided: Sequence[Division] = ((1, Hybrid.HSDP, False),),
 ) -> list[Choice]:
-    """All of them that can be meant; under stage 0 nothing is gathered, ahead or not, and no shards repeat.
+    """All of them that can be meant; under stage 0 nothing is gathered, ahead or not, and nothing is divided.
 
     Raises:
         OptionError: one of them is no setting.
     """
     made = (
-        Choice(stage, prefetch, checkpoint, dtype, times if stage else 1)
+        Choice(stage, prefetch, checkpoint, dtype, *(division if stage else ()))
         for dtype in dtypes
         for stage in stages
-        for times in replicas
+        for division in divided
+        if stage == 3 or division[1] is not Hybrid.HPZ  # where full copies are kept, hpZ is HFSDP
         for checkpoint in checkpoints
         for prefetch in (prefetches if stage else prefetches[:1])
     )
-    check_worlds(replicas)
     result = list(dict.fromkeys(made))
     for choice in result:
         Options(stage=choice.stage, prefetch=choice.prefetch, checkpoint=choice.checkpoint, dtype=choice.dtype)
@@ -165,7 +191,7 @@ class Rewriter:
         """What each world takes; nothing where the checkpoint setting has no effect."""
         for world in (world for world in worlds if world % choice.replicas == 0):
             # From two ranks on along each axis, programs differ in the sizes of shards alone; and in who owns what.
-            most = world if self.whole else 2
+            most = world if choice.owners else 2
             shards, times = min(world // choice.replicas, most), min(choice.replicas, most)
             try:
                 program = self.program(choice, shards * times, times)
@@ -173,11 +199,11 @@ class Rewriter:
                 if error.subject != "checkpoint":
                     raise
                 return
-            layout = program.layout if self.whole else program.layout.over(world, choice.replicas)
+            layout = program.layout if choice.owners else program.layout.over(world, choice.replicas)
             yield self._forecast(replace(program, layout=layout), choice, hardware)
 
     def program(self, choice: Choice, world: int, replicas: int = 1) -> Program:
-        """The finished program of a choice, laid out for `world` ranks, of which so many have the same shards.
+        """The finished program of a choice, laid out for `world` ranks, so many of them along the outer axis.
 
         Raises:
             OptionError: the checkpoint setting has no effect, or cannot be met.
@@ -194,12 +220,13 @@ class Rewriter:
             axes_over(self.model, world, replicas),
             self.units,
             Precision(choice.dtype),
-            self.whole,
+            self.whole if choice.owners else None,
+            choice.hybrid,
         )
         at_stage = shared.laid_out(layout)
         # A budget is kept by the whole of the program, its schedule included; the other settings do not look at it.
         budget = choice.prefetch if choice.checkpoint not in (None, "unit") else None
-        head = (choice.stage, choice.checkpoint, world, replicas, budget)
+        head = (choice.stage, choice.checkpoint, world, replicas, choice.hybrid, choice.owners, budget)
         placed = self._run(head, at_stage, [step for step in before if step not in first])
         return self._run((*head, choice.prefetch), placed, behind).program
 
