@@ -4,7 +4,8 @@ stages.md is written as a whole. Elsewhere a comment says what the block below i
 
     <!-- printed: layers=2 stage=3 phase=forward -->             a function, as it is printed
     <!-- printed: layers=4 stage=3 phase=backward body -->       without the unboxing of its arguments
-    <!-- printed: layers=4 stage=3 phase=forward replicas=2 -->  of a mesh on which shards repeat so often
+    <!-- printed: layers=4 stage=3 phase=forward replicas=2 -->  of a mesh with so many ranks along its outer dimension
+    <!-- printed: layers=4 stage=3 phase=forward replicas=2 shard=hpz -->  and which divides that
     <!-- printed: layers=4 stage=3 phase=backward last=6 own --> its last lines, with the pass of examples/own_pass.py
     <!-- proven: layers=4 stage=3 -->                            what `zcompile prove` says of its dump
     <!-- proven: layers=4 stage=3 file=backward.py old=a new=b --> and of one in which `a` is `b`, once, in a file
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,7 +29,7 @@ from examples.own_pass import WAIT_AT_END, Net
 from zcompile.cost.hardware import load_profile
 from zcompile.cost.memory import model_state
 from zcompile.ir.axis import axes_of
-from zcompile.ir.layout import STAGES
+from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.ir.operation import Phase
 from zcompile.ir.printer import lines_with_nodes
 from zcompile.ir.program import Program
@@ -57,21 +59,33 @@ holds full gradients back. [How ZeRO looks as a program](programs.md) explains t
 """
 
 
+class Ranks(NamedTuple):
+    """How many there are, how many of them along an outer dimension, and what that divides."""
+
+    world: int = WORLD
+    replicas: int = 1
+    hybrid: Hybrid = Hybrid.HSDP
+
+
+FEW = Ranks()
+
+
 @cache
-def journal_of(layers: int, stage: int, *, own: bool = False, world: int = WORLD, replicas: int = 1) -> Journal:
+def journal_of(layers: int, stage: int, ranks: Ranks = FEW, *, own: bool = False) -> Journal:
     """What the passes make of the example's model, as torch.compile's own compiler gets it."""
     with torch.device("meta"):
         model, x = Net(layers), torch.empty(8, 64)
     traced, journal = trace(model, (x,)), Journal()
     options = Options(stage=stage, prefetch=PREFETCH, passes={"sink_waits": WAIT_AT_END} if own else None)
-    axes = axes_of(world, replicas=replicas)
-    options.pipeline().run(replace(traced, layout=make_layout(model, STAGES[stage], axes)), journal)
+    axes = axes_of(ranks.world, replicas=ranks.replicas)
+    layout = make_layout(model, STAGES[stage], axes, hybrid=ranks.hybrid)
+    options.pipeline().run(replace(traced, layout=layout), journal)
     return journal
 
 
-def program_of(layers: int, stage: int, *, own: bool = False, world: int = WORLD, replicas: int = 1) -> Program:
+def program_of(layers: int, stage: int, ranks: Ranks = FEW, *, own: bool = False) -> Program:
     """The finished program."""
-    return journal_of(layers, stage, own=own, world=world, replicas=replicas).entries[-1].after
+    return journal_of(layers, stage, ranks, own=own).entries[-1].after
 
 
 def with_blocks(text: str) -> str:
@@ -90,8 +104,8 @@ _BLOCK = re.compile(r"(<!-- (printed|proven): (.*?) -->\n)(```\w+)\n.*?\n```\n",
 
 def _block(words: Sequence[str]) -> str:
     given = dict(word.split("=") for word in words if "=" in word)
-    replicas = int(given.get("replicas", 1))
-    program = program_of(int(given["layers"]), int(given["stage"]), own="own" in words, replicas=replicas)
+    ranks = Ranks(replicas=int(given.get("replicas", 1)), hybrid=Hybrid(given.get("shard", "hsdp")))
+    program = program_of(int(given["layers"]), int(given["stage"]), ranks, own="own" in words)
     lines = program.phase(Phase(given["phase"])).text().strip("\n").split("\n")
     if "body" in words:
         lines = [lines[0], "    ...", *lines[lines.index("    ) = unbox(box)") + 1 :]]
@@ -130,31 +144,34 @@ NODES, RANKS = 2, 4
 LEVELS = f"""
 ## Two levels
 
-The same layers on {NODES} nodes of {RANKS} ranks, as one dimension and as a mesh `("replicate", "shard")`
-([how](training.md#hybrid-sharding)), in bytes: what a rank keeps from step to step, copies that stages 1 and 2 keep
-included, and what it sends in a step to ranks of its own node and of the other one. Along one dimension a rank sends
-every other the same, as exchanges on gloo do. Ψ: {{psi}} bytes of parameters; N: the ranks; S: those of a node; R: the
-nodes.
+The same layers on {NODES} nodes of {RANKS} ranks, on a mesh `("replicate", "shard")` with each
+[`shard=`](training.md#hybrid-sharding), in bytes: what a rank keeps from step to step, two moments of an optimizer and
+copies that stages 1 and 2 keep included; what it keeps beside from the forward to the backward; and what it sends in a
+step to ranks of its own node and of the other one. As one dimension a rank sends every other the same, as exchanges on
+gloo do. Ψ: {{psi}} bytes of parameters; N: the ranks; S: those of a node; R: the nodes.
 
 """
 
 
 def _two_levels() -> str:
     """A table of what each way to shard keeps and sends, and the formulas."""
-    headings = ("sharded over", "stage", "kept", "inside", "across", "across, at most")
+    headings = ("`shard=`", "stage", "kept", "until the backward", "inside", "across", "across, at most")
     rows = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
     world, psi = NODES * RANKS, sum(param.nbytes for param in program_of(4, 3).layout.params)
-    for replicas, over in ((1, "all ranks"), (NODES, "a node")):
+    flat = ("flat", Ranks(world))
+    for shard, ranks in (flat, *((one, Ranks(world, NODES, one)) for one in Hybrid)):
         for stage in (1, 3):
-            program = program_of(4, stage, world=world, replicas=replicas)
-            sent = program.volumes()
-            if replicas == 1:
+            program = program_of(4, stage, ranks)
+            layout, sent = program.layout, program.volumes()
+            if ranks.replicas == 1:
                 across = sent["dp"] * (world - RANKS) // (world - 1)
-                inside, formula = sent["dp"] - across, f"{program.layout.stage.volume}Ψ(N-S)/N"
+                inside, formula = sent["dp"] - across, f"{layout.stage.volume}Ψ(N-S)/N"
             else:
                 inside, across, formula = sent["shard"], sent["replicate"], "2Ψ/S (R-1)/R"
-            figures = (f"{nbytes:,}" for nbytes in (model_state(program.layout).nbytes, inside, across))
-            rows.append(f"| {over} | {'1 and 2' if stage == 1 else stage} | {' | '.join(figures)} | {formula} |")
+            passing = stage == 3 and layout.has_secondary and not layout.keeps_secondary
+            beside = sum(layout.secondary_bytes(unit.name) for unit in layout.units) if passing else 0
+            figures = (f"{nbytes:,}" for nbytes in (model_state(layout).nbytes, beside, inside, across))
+            rows.append(f"| {shard} | {'1 and 2' if stage == 1 else stage} | {' | '.join(figures)} | {formula} |")
     return LEVELS.format(psi=f"{psi:,}") + "\n".join(rows) + "\n"
 
 
