@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from zcompile._torch import copyable, local_tensor
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.timeline import Timeline
+from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.engine import Engine
 from zcompile.engine.fragments import Tree
 from zcompile.engine.model_runtime import ModelRuntime
@@ -43,7 +44,7 @@ from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.placement import ModelParallel
-from zcompile.schedule.option_checks import check_axes, check_outer, check_place, offload_of
+from zcompile.schedule.option_checks import AUTO, check_axes, check_outer, check_place, offload_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pass, Pipeline
 from zcompile.state.model_state import ModelState, Save
@@ -84,7 +85,7 @@ def compile(
         stage: What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
         mesh: The data-parallel `DeviceMesh`, by default all ranks; of two dimensions, "replicate" repeats the shards.
-        shard: What its two dimensions divide: "hsdp" (default), "hfsdp", "hpz" (docs/stages.md), or "flat", as if one.
+        shard: What its two dimensions divide: "hsdp" (default), "hfsdp", "hpz", "flat" (docs/stages.md), or "auto".
         units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
         whole: Parameters (shell wildcards) that one rank each keeps whole, for Muon, Shampoo or SOAP; stages 1 to 3.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
@@ -121,19 +122,12 @@ def _compiled(
     weights: Source | None,
 ) -> CompiledModule:
     check_kinds(model)
+    asked, remarks = _settled(model, asked, mesh, units, whole)
     parallel = model_parallel(model, mesh, flat=asked.divides_outside)
     communicator = _communicator(model, asked, mesh, parallel)
     check_outer(asked.outer_dtype, communicator.mesh.ndim)
     check_axes(asked.shard, communicator.mesh.ndim, whole=bool(whole))
-    layout = make_layout(
-        model,
-        STAGES[asked.stage],
-        axes_of_mesh(communicator.mesh, parallel.mesh if parallel is not None else None),
-        units,
-        asked.precision,
-        whole,
-        asked.hybrid,
-    )
+    layout = _layout(model, asked, communicator.mesh, parallel, units, whole)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
     everyone = agreement
@@ -149,6 +143,7 @@ def _compiled(
     memory = _shard_memory(asked, layout, agreement)
     layout = replace(layout, away=memory.is_away)
     runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
+    runtime.remarks += remarks
     engine = Engine(runtime, title=type(model).__name__)
     shards, sites, retired = shard_model(model, layout, communicator, given, parallel, memory)
     point_at_shards(optimizers, shards.values(), retired)
@@ -158,6 +153,47 @@ def _compiled(
     # The model's state is that of all ranks that have a part of it.
     state = ModelState(model, everyone.communicator, everyone, asked.stage)
     return CompiledModule(model, engine, sites, retired, state)
+
+
+def _layout(
+    model: nn.Module,
+    asked: Options,
+    mesh: DeviceMesh,
+    parallel: ModelParallel | None,
+    units: Sequence[str] | None,
+    whole: Sequence[str] | None,
+) -> Layout:
+    axes = axes_of_mesh(mesh, None if parallel is None else parallel.mesh)
+    return make_layout(model, STAGES[asked.stage], axes, units, asked.precision, whole, asked.hybrid)
+
+
+def _settled(
+    model: nn.Module,
+    asked: Options,
+    mesh: DeviceMesh | None,
+    units: Sequence[str] | None,
+    whole: Sequence[str] | None,
+) -> tuple[Options, list[str]]:
+    """Options without shard="auto", and what is said of the choice. Collective where there is one."""
+    if asked.shard != AUTO:
+        return asked, []
+    parallel = model_parallel(model, mesh)
+    communicator = _communicator(model, asked, mesh, parallel)
+    if communicator.outside is None:
+        return replace(asked, shard=None), []
+
+    def layout_of(shard: str) -> Layout:
+        settled = replace(asked, shard=shard)
+        laid_over = as_one(communicator.mesh) if settled.has_one_axis else communicator.mesh
+        return _layout(model, settled, laid_over, parallel, units, whole)
+
+    held = sum(local_tensor(p).nbytes for p in model.parameters() if not p.is_meta)
+    others = (None, None) if parallel is None else (parallel.mesh, parallel.ranks)
+    tensor, everyone = (None if one is None else Communicator(one, communicator.device) for one in others)
+    choice = choose_shard(
+        asked, communicator, layout_of, whole=bool(whole), held=held, model_parallel=tensor, everyone=everyone
+    )
+    return replace(asked, shard=choice.chosen.shard), [str(choice)]
 
 
 def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> None:

@@ -14,7 +14,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NoReturn, cast
 
@@ -38,6 +38,7 @@ from zcompile._torch import (
     version_of,
 )
 from zcompile.cost.timeline import Timeline
+from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
@@ -53,7 +54,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients.delivery import Refusal
 from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_mesh, resolve_mesh
 from zcompile.runtime.shards import UnitShards
-from zcompile.schedule.option_checks import check_axes, check_outer
+from zcompile.schedule.option_checks import AUTO, check_axes, check_outer
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
 
@@ -168,23 +169,51 @@ class Backend:
             return
         _check(fresh)
         if self._engine is None:
-            self._engine = self._make_engine(next(iter(fresh.values())).device)
+            self._engine = self._make_engine(fresh, kept)
         engine = self._engine
         lines = [f"{name} {list(param.shape)} {param.dtype}" for name, param in fresh.items()]
         engine.runtime.agreement.reach("the parameters of a graph", [str(self.options), *lines])
         self._shard(engine, fresh, kept)
 
-    def _make_engine(self, device: torch.device) -> Engine:
+    def _make_engine(self, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> Engine:
+        """The engine of all graphs; what shard="auto" leaves to be chosen is by the parameters of the first one."""
+        device = next(iter(fresh.values())).device
+        mesh, remarks = resolve_mesh(self.mesh, device), list[str]()
+        if self.options.shard == AUTO:
+            self.options, remarks = self._settled(mesh, fresh, kept)
         options = self.options
-        stage = STAGES[options.stage]
-        mesh = resolve_mesh(self.mesh, device)
         communicator = Communicator(as_one(mesh) if options.has_one_axis else mesh, device, options.hybrid)
         check_outer(options.outer_dtype, communicator.mesh.ndim)
         check_axes(options.shard, communicator.mesh.ndim)
-        layout = Layout((), stage, axes_of_mesh(communicator.mesh), hybrid=options.hybrid)
-        engine = Engine(ModelRuntime(layout, communicator, Agreement(communicator), options))
+        runtime = ModelRuntime(self._empty_layout(mesh, options), communicator, Agreement(communicator), options)
+        runtime.remarks += remarks
+        engine = Engine(runtime)
         watch_optimizers(self, engine.runtime, {})
         return engine
+
+    def _empty_layout(self, mesh: DeviceMesh, options: Options) -> Layout:
+        laid_over = as_one(mesh) if options.has_one_axis else mesh
+        return Layout((), STAGES[options.stage], axes_of_mesh(laid_over), hybrid=options.hybrid)
+
+    def _settled(
+        self, mesh: DeviceMesh, fresh: Mapping[str, nn.Parameter], kept: Set[str]
+    ) -> tuple[Options, list[str]]:
+        """Options without shard="auto", and what is said of the choice. Collective where there is one."""
+        device = next(iter(fresh.values())).device
+        communicator = Communicator(mesh, device)
+        if communicator.outside is None:
+            return replace(self.options, shard=None), []
+
+        def layout_of(shard: str) -> Layout:
+            layout = self._empty_layout(mesh, replace(self.options, shard=shard))
+            blocks, precision = blocks_of_names(fresh), self.options.precision
+            return layout.with_units(
+                tuple(make_units(fresh, blocks, layout.stage, layout.shards, precision, kept=kept))
+            )
+
+        held = sum(param.nbytes for param in fresh.values())
+        choice = choose_shard(self.options, communicator, layout_of, held=held)
+        return replace(self.options, shard=choice.chosen.shard), [str(choice)]
 
     def _watch_steps(self) -> None:
         """Call back before and after steps of optimizers and what Dynamo compiles, as long as this backend lives."""

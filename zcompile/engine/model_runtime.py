@@ -58,6 +58,8 @@ class ModelRuntime:
         """Its programs. A call holds the runtime, so that a loss has them for its backward when the model is gone."""
         self.breaks: list[Break] = []
         """Where graphs break: a model with any runs as several programs."""
+        self.remarks: list[str] = []
+        """What was chosen for it, and why."""
         self.recorder = communicator.recorder
         self.freshness = Freshness(self.shards, communicator)
         steps = self._steps

@@ -95,7 +95,7 @@ class Reports:
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
         programs, regions = [step.program for step in self.runtime.steps], len(self.compiler.regions.compiled)
-        return explain(self.runtime.layout, programs, regions, self.runtime.breaks)
+        return explain(self.runtime.layout, programs, regions, self.runtime.breaks, self.runtime.remarks)
 
     def dump(
         self,

@@ -51,8 +51,17 @@ def explain_breaks(breaks: Sequence[Break]) -> str:
     )
 
 
-def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: Sequence[Break] = ()) -> str:
-    """Units, bytes, volume against the stage's, predicted peak memory, what overlaps what, and graph breaks."""
+def explain(
+    layout: Layout,
+    programs: Sequence[Program],
+    regions: int,
+    breaks: Sequence[Break] = (),
+    remarks: Sequence[str] = (),
+) -> str:
+    """Units, bytes, volume against the stage's, predicted peak memory, what overlaps what, and graph breaks.
+
+    `remarks`: what was chosen, and why.
+    """
     out = io.StringIO()
     console = Console(file=out, width=110)
     psi = sum(param.nbytes for param in layout.params)
@@ -61,6 +70,8 @@ def explain(layout: Layout, programs: Sequence[Program], regions: int, breaks: S
     console.print(state_line(layout), soft_wrap=True)
     if line := owners_line(layout):
         console.print(line, soft_wrap=True)
+    for remark in remarks:
+        console.print(remark, soft_wrap=True, markup=False, highlight=False)
     console.print(_unit_table(programs[0].layout if programs and not breaks else layout))
     if breaks:
         console.print(explain_breaks(breaks), soft_wrap=True, markup=False, highlight=False)

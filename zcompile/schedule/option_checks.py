@@ -130,6 +130,8 @@ def check_wire(dtype: object, stage: int) -> None:
 
 FLAT = "flat"
 """`shard=` for all ranks of a mesh of two dimensions as if it had one."""
+AUTO = "auto"
+"""`shard=` for what is chosen by the memory at hand and the links."""
 SHARDS = (FLAT, *Hybrid)
 
 
@@ -137,8 +139,8 @@ def check_shard(shard: object, stage: int) -> None:
     """Raise OptionError for an unknown way to divide over two axes, or where nothing is divided."""
     if shard is None:
         return
-    if shard not in SHARDS:
-        raise OptionError("shard", f"{shard!r} is unknown", nearest(str(shard), SHARDS))
+    if shard not in (AUTO, *SHARDS):
+        raise OptionError("shard", f"{shard!r} is unknown", nearest(str(shard), (AUTO, *SHARDS)))
     if stage == 0:
         problem = f"is {shard!r}, which says what two dimensions of a mesh divide, and stage 0 divides nothing"
         raise OptionError("shard", problem, "choose stage 1, 2 or 3, or leave it out")

@@ -14,6 +14,7 @@ from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.model.units import Precision
 from zcompile.schedule.default_pipeline import UPDATES, pipeline
 from zcompile.schedule.option_checks import (
+    AUTO,
     FLAT,
     bytes_of,
     check_backend,
@@ -118,7 +119,7 @@ class Options:
     @property
     def divides_outside(self) -> bool:
         """True if both axes divide what ranks keep."""
-        return self.shard is not None and self.shard != Hybrid.HSDP
+        return self.shard is not None and self.shard not in (Hybrid.HSDP, AUTO)
 
     @property
     def limit(self) -> int | None:

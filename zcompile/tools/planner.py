@@ -86,23 +86,35 @@ def plan(
     device = load_profile(hardware) if isinstance(hardware, str) else hardware
     limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
     check_worlds(worlds)
-    owners = (True, False) if whole else (False,)
-    divided = divisions_of(replicas, hybrids, owners)
+    divided = divisions_of(replicas, hybrids, (True, False) if whole else (False,))
     choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches, divided)
-    tell = progress or (lambda *_: None)
-    rewriters: dict[torch.dtype | None, Rewriter] = {}
-    forecasts: list[Forecast] = []
-    for done, choice in enumerate(choices):
-        if choice.dtype not in rewriters:
-            tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
-            traced = trace(model, args, kwargs, dtype=choice.dtype, units=units, whole=whole, device=device.device)
-            rewriters[choice.dtype] = Rewriter(model, traced, units, whole)
-        tell(str(choice), done, len(choices))
-        forecasts += rewriters[choice.dtype].forecasts(choice, list(dict.fromkeys(worlds)), device)
-    tell("done", len(choices), len(choices))
+
+    def rewriter_in(dtype: torch.dtype | None) -> Rewriter:
+        traced = trace(model, args, kwargs, dtype=dtype, units=units, whole=whole, device=device.device)
+        return Rewriter(model, traced, units, whole)
+
+    forecasts = list(_forecasts(choices, rewriter_in, list(dict.fromkeys(worlds)), device, progress))
     if not forecasts:
         raise _without_effect(checkpoints)
     return _planned(model, device, limit, forecasts, (args, dict(kwargs or {})), tuple(whole or ()))
+
+
+def _forecasts(
+    choices: Sequence[Choice],
+    rewriter_in: Callable[[torch.dtype | None], Rewriter],
+    worlds: Sequence[int],
+    hardware: Hardware,
+    progress: Progress | None,
+) -> Iterator[Forecast]:
+    tell = progress or (lambda *_: None)
+    rewriters: dict[torch.dtype | None, Rewriter] = {}
+    for done, choice in enumerate(choices):
+        if choice.dtype not in rewriters:
+            tell(f"tracing in {str(choice.dtype or 'its own dtype').removeprefix('torch.')}", done, len(choices))
+            rewriters[choice.dtype] = rewriter_in(choice.dtype)
+        tell(str(choice), done, len(choices))
+        yield from rewriters[choice.dtype].forecasts(choice, worlds, hardware)
+    tell("done", len(choices), len(choices))
 
 
 def _without_effect(checkpoints: Sequence[Checkpoint]) -> OptionError:

@@ -1,0 +1,188 @@
+"""shard="auto": what a mesh's dimensions divide is chosen by the memory at hand and the links, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import zcompile
+from tests.models import MODELS, batch, make
+from tests.ranks import Ranks
+from tests.test_hybrid import adamw, differing, full_values, mesh_of, train
+from zcompile import AgreementError, OptionError
+from zcompile.cost.hardware import Hardware, Link
+from zcompile.ir.layout import STAGES, Hybrid, Layout
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import AllGather
+from zcompile.model.units import axes_over, make_layout
+from zcompile.schedule.options import Options
+from zcompile.schedule.shard_choice import Estimate, as_told, choose, estimate, room_in, traffic_of
+from zcompile.tools.tracing import trace
+
+GIGABIT = 125e6
+
+
+def hardware(outside: float, inside: float = 100 * GIGABIT, latency: float = 1e-5) -> Hardware:
+    links = (Link("inside", latency, inside, 2), Link("outside", latency, outside))
+    return replace(Hardware.of(flops=1e12, memory_bandwidth=1e11), links=links)
+
+
+def layout_of(kind: str, stage: int, shard: str) -> Layout:
+    model = make(kind)
+    axes = axes_over(model, 4, 1 if shard == "flat" else 2)
+    return make_layout(model, STAGES[stage], axes, hybrid=Hybrid.HSDP if shard == "flat" else Hybrid(shard))
+
+
+def estimates(rates: Hardware, kind: str = "gpt", stage: int = 3) -> dict[str, Estimate]:
+    return {shard: estimate(shard, layout_of(kind, stage, shard), rates) for shard in ("flat", *Hybrid)}
+
+
+# -- what is counted --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+@pytest.mark.parametrize("shard", ["flat", *Hybrid])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_counted_is_what_a_traced_program_sends(kind: str, shard: str, stage: int) -> None:
+    layout = layout_of(kind, stage, shard)
+    traced = trace(make(kind), batch(kind, 0, 0))
+    pipeline = Options(stage=stage, prefetch=0, backend="eager").pipeline(keeps=False)
+    program = pipeline.run(replace(traced, layout=layout.with_trainable(dict.fromkeys(layout.trainable, True))))
+    # A unit that the backward does not read is gathered once, and one that is tied once more.
+    gathers = Counter(op_of(node, AllGather).unit for node in program.nodes(AllGather))
+    counted: dict[str, int] = {}
+    for unit in layout.units:
+        for traffic, times in traffic_of(unit, layout):
+            name = traffic.axis.name
+            counted[name] = counted.get(name, 0) + traffic.sent * (gathers[unit.name] if times > 1 else 1)
+    assert counted == program.volumes()
+
+
+def test_slow_links_outside_are_used_little_and_equal_ones_alike() -> None:
+    slow, alike = estimates(hardware(GIGABIT)), estimates(hardware(1e15, 1e15, 0.0))
+    assert slow["flat"].seconds > slow["hsdp"].seconds, "flat sends three times outside what hybrids send"
+    assert slow["hfsdp"].seconds == slow["hpz"].seconds
+    assert alike["flat"].seconds < alike["hsdp"].seconds, "an optimizer of every rank's own part is what is left"
+
+
+def test_state_is_that_of_the_layout() -> None:
+    found = estimates(hardware(GIGABIT))
+    assert found["flat"].nbytes < found["hpz"].nbytes <= found["hfsdp"].nbytes < found["hsdp"].nbytes
+
+
+def test_shards_that_are_elsewhere_take_no_memory_of_the_device() -> None:
+    layout = layout_of("gpt", 3, "hsdp")
+    near, away = (estimate("hsdp", replace(layout, away=away), hardware(GIGABIT)) for away in (False, True))
+    assert away.nbytes < near.nbytes / 3
+
+
+# -- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def chosen(*ranks: tuple[dict[str, tuple[float, int]], int]) -> str:
+    told = [as_told([Estimate(name, *figures) for name, figures in found.items()], room) for found, room in ranks]
+    return choose(told).chosen.shard
+
+
+def test_the_fastest_that_fits_is_chosen_and_of_equals_the_smallest() -> None:
+    found = {"flat": (3.0, 10), "hsdp": (1.0, 40), "hfsdp": (2.0, 20), "hpz": (2.0, 15)}
+    assert chosen((found, 40)) == "hsdp"
+    assert chosen((found, 39)) == "hpz"
+    assert chosen((found, 14)) == "flat"
+    assert chosen((found, 9)) == "flat", "where none fits, what comes nearest"
+
+
+def test_the_slowest_rank_and_the_one_with_the_least_room_decide() -> None:
+    first, second = {"flat": (1.0, 10), "hsdp": (2.0, 40)}, {"flat": (3.0, 10), "hsdp": (2.0, 40)}
+    assert chosen((first, 50), (second, 50)) == chosen((second, 50), (first, 50)) == "hsdp"
+    assert chosen((first, 50), (second, 30)) == "flat"
+
+
+def test_half_of_the_memory_is_for_activations_unless_a_limit_says_how_much() -> None:
+    assert room_in(100.0, None) == 50
+    assert room_in(100.0, 30) == 70
+    assert room_in(100.0, 130) == 0
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, list[str]]:
+    """What was chosen, what is said of it, and what differs from asking for that."""
+    options: dict[str, Any] = {"mesh": mesh_of(shape), "backend": "eager", "shard": "auto"}
+    if how == "whole":
+        options["whole"] = [name for name, param in make("mlp").named_parameters() if param.dim() == 2]
+    if how == "across":
+        options["outer_dtype"] = torch.bfloat16
+    model = zcompile.compile(make("mlp", seed=rank), **options)
+    optimizer = adamw(model)
+    step = zcompile.train_step(model, lambda model, *given: model(*given), optimizer) if how == "step" else None
+    for number in range(3):
+        if step is not None:
+            step(*batch("mlp", rank, number))
+        else:
+            model(*batch("mlp", rank, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    layout = model.layout
+    shard = "flat" if layout.replicated is None else str(layout.hybrid)
+    beside = {key: options[key] for key in options if key in ("whole", "outer_dtype")}
+    return shard, model.explain(), differing(full_values(model), train(rank, "mlp", shape, shard=shard, **beside))
+
+
+@pytest.mark.parametrize("how", ["loop", "step", "whole", "across"])
+def test_all_ranks_choose_alike_and_train_as_if_it_had_been_asked_for(ranks: Ranks, how: str) -> None:
+    found = ranks.run(4, compiled_by, how, (2, 2))
+    assert len({(shard, said) for shard, said, _ in found}) == 1
+    shard, said, _ = found[0]
+    assert f'shard="auto" is {shard!r}, the fastest that fits' in said
+    assert shard in {"whole": ("flat", "hsdp"), "across": tuple(Hybrid)}.get(how, ("flat", *Hybrid))
+    assert [wrong for *_, wrong in found] == [[]] * 4
+
+
+def by_backend(rank: int) -> tuple[str, str]:
+    backend = (
+        zcompile.backend(mesh=mesh_of((2, 2)), shard="auto", options={})
+        if False
+        else zcompile.backend(mesh=mesh_of((2, 2)), shard="auto")
+    )
+    model = torch.compile(make("mlp"), backend=backend)
+    model(*batch("mlp", rank, 0)).backward()
+    return str(backend.options.shard), backend.explain()
+
+
+def test_the_backend_chooses_by_the_parameters_of_the_first_graph(ranks: Ranks) -> None:
+    found = ranks.run(4, by_backend)
+    assert len(set(found)) == 1
+    assert f'shard="auto" is {found[0][0]!r}' in found[0][1]
+
+
+def on_one_dimension(rank: int) -> bool:
+    return zcompile.compile(make("mlp"), shard="auto", backend="eager").layout.replicated is None
+
+
+def test_a_mesh_of_one_dimension_leaves_nothing_to_choose(ranks: Ranks) -> None:
+    assert ranks.run(2, on_one_dimension) == [True, True]
+
+
+def some_ask(rank: int) -> str:
+    try:
+        zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), shard="auto" if rank else "hsdp", backend="eager")
+    except AgreementError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_ranks_that_do_not_all_ask_are_told(ranks: Ranks) -> None:
+    found = ranks.run(4, some_ask)
+    assert len(set(found)) == 1
+    assert "rank" in found[0]
+
+
+def test_stage_0_divides_nothing() -> None:
+    with pytest.raises(OptionError, match="stage 0 divides nothing"):
+        Options(stage=0, shard="auto")
