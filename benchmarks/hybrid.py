@@ -1,8 +1,9 @@
-"""Meshes of two levels beside FSDP2: `python -m benchmarks.hybrid` prints a table for each link, in ten minutes.
+"""Meshes of two levels beside FSDP2: `python -m benchmarks.hybrid` prints a table for each link, in twenty minutes.
 
 Two nodes of two ranks each are two network namespaces, joined by a cable of a given rate; within one, messages take the
 loopback. All ways to train are in the same four processes and take turns, so their ratios are of one run. Bytes are
-those that the cable's ends count, and stand beside what the program says that it sends over the axis of nodes.
+those that the cable's ends count, and stand beside what the program says that it sends over the axis of nodes; times
+beside those that the simulator foretells, from the rates and links that these processes measure before they train.
 
 It needs Linux, root, `ip` and `tc`.
 """
@@ -32,15 +33,20 @@ from benchmarks.worker import run as serve_pipe
 NODES, RANKS = 2, 2
 WORLD = NODES * RANKS
 SIZES = Sizes(blocks=6, width=256, heads=4, vocabulary=4096, sequence=128, batch=2)
-WAYS = (
-    "fsdp2 flat",
-    "fsdp2 hybrid",
-    "zcompile flat",
-    "zcompile hybrid",
-    "zcompile hybrid, stage 2",
-    *(f"zcompile hybrid, {kind} across" for kind in ("bf16", "int8")),
-)
-BASE = "fsdp2 hybrid"
+MESH = ("replicate", "shard")
+OURS: dict[str, dict[str, Any]] = {
+    "zcompile flat": {"shard": "flat"},
+    "zcompile hsdp": {"shard": "hsdp"},
+    "zcompile hfsdp": {"shard": "hfsdp"},
+    "zcompile hpz": {"shard": "hpz"},
+    "zcompile flat, stage 2": {"shard": "flat", "stage": 2},
+    "zcompile hsdp, stage 2": {"shard": "hsdp", "stage": 2},
+    "zcompile hfsdp, stage 2": {"shard": "hfsdp", "stage": 2},
+    "zcompile hsdp, bf16 across": {"shard": "hsdp", "outer_dtype": torch.bfloat16},
+    "zcompile hsdp, int8 across": {"shard": "hsdp", "outer_dtype": torch.int8},
+}
+WAYS = ("fsdp2 flat", "fsdp2 hsdp", *OURS)
+BASE = "fsdp2 hsdp"
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,11 @@ class Round:
 
     way: str
     steps: int
+
+
+@dataclass(frozen=True)
+class Foretell:
+    """Measure the machine and its links, all ranks together, and simulate a step of every way that is ours."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +101,14 @@ def build(way: str) -> Way:
     from benchmarks.workload import ADAMW, make_model
 
     model = make_model(SIZES, 0)
-    shape, names = ((NODES, RANKS), ("replicate", "shard")) if "hybrid" in way else ((WORLD,), ("dp",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    if way.startswith("fsdp2"):
+    two_levels = init_device_mesh("cpu", (NODES, RANKS), mesh_dim_names=MESH)
+    if way not in OURS:
+        mesh = two_levels if way == BASE else init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return _loop(model, torch.optim.AdamW(model.parameters(), **ADAMW)), None
-    across = torch.bfloat16 if "bf16" in way else torch.int8 if "int8" in way else None
-    compiled = zcompile.compile(model, mesh=mesh, stage=2 if "stage 2" in way else 3, outer_dtype=across)
+    compiled = zcompile.compile(model, mesh=two_levels, **OURS[way])
     return _loop(compiled, torch.optim.AdamW(compiled.parameters(), **ADAMW)), compiled
 
 
@@ -139,8 +149,29 @@ def serve(connection: Connection) -> None:
 
     connection.send([train(way, begin.warmup) for way in ways])
     while True:
-        message: Round = connection.recv()
-        connection.send(train(message.way, message.steps))
+        message: Round | Foretell = connection.recv()
+        if isinstance(message, Foretell):
+            connection.send(foretold({way: compiled for way, (_, compiled) in ways.items() if compiled is not None}))
+        else:
+            connection.send(train(message.way, message.steps))
+
+
+def foretold(compiled: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step, as they are simulated. Collective."""
+    from dataclasses import replace
+
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from zcompile.cost.simulator import simulate
+    from zcompile.engine.calibration import measure, survey
+    from zcompile.runtime.groups import Communicator
+
+    mesh = init_device_mesh("cpu", (NODES, RANKS), mesh_dim_names=MESH)
+    ranks = Communicator(mesh, torch.device("cpu"))
+    rates, links = survey(ranks, "these processes"), measure(ranks).links
+    hardware = replace(rates, links=links)
+    steps = {way: [program for program in one.programs if program.has_backward] for way, one in compiled.items()}
+    return {way: simulate(programs[0], hardware, steps=True).seconds for way, programs in steps.items()}
 
 
 def _wire() -> int:
@@ -156,29 +187,33 @@ def _outside(compiled: Any) -> int | None:
     return found["replicate"].bytes if "replicate" in found else None
 
 
-def measure(link: str, ways: Sequence[str], rounds: int, steps: int, warmup: int) -> dict[str, list[list[Trained]]]:
-    """What each rank has seen in each round, by the way to train."""
+def measure(
+    link: str, ways: Sequence[str], rounds: int, steps: int, warmup: int
+) -> tuple[dict[str, list[list[Trained]]], dict[str, float]]:
+    """What each rank has seen in each round, by the way to train; and what was foretold."""
     found: dict[str, list[list[Trained]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder, opened(LINKS[link]) as nodes:
         ends: list[End] = [nodes[rank // RANKS] for rank in range(WORLD)]
         with Team("benchmarks.hybrid", ends, Path(folder) / "log", 1200, environment=_environment) as team:
             team.tell(*(Begin(rank, f"{folder}/store", ways, warmup) for rank in range(WORLD)))
             team.hear()
+            team.tell(*([Foretell()] * WORLD))
+            expected: dict[str, float] = team.hear()[0]
             for number in range(rounds):
                 for way in ways if number % 2 == 0 else reversed(ways):
                     team.tell(*([Round(way, steps)] * WORLD))
                     found[way].append(team.hear())
-    return found
+    return found, expected
 
 
 def _environment(given: Any, rank: int, end: End) -> dict[str, str]:
     return {**on_two_ends(given, rank, end), "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
 
 
-def table(link: str, found: dict[str, list[list[Trained]]], steps: int) -> Table:
+def table(link: str, found: dict[str, list[list[Trained]]], expected: dict[str, float], steps: int) -> Table:
     """Times, their ratios in each round, and bytes of a node in a step."""
     result = Table(title=f"{link}, {NODES} nodes of {RANKS} ranks", title_justify="left")
-    for heading in ("way", "step s", f"of {BASE}", "spread", "wire MB", "program MB", "loss"):
+    for heading in ("way", "step s", f"of {BASE}", "spread", "foretold", "wire MB", "program MB", "loss"):
         result.add_column(heading, justify="left" if heading == "way" else "right")
     slowest = {
         way: [max(statistics.median(one.seconds) for one in ranks) for ranks in rows] for way, rows in found.items()
@@ -191,7 +226,8 @@ def table(link: str, found: dict[str, list[list[Trained]]], steps: int) -> Table
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         loss = f"{statistics.mean(one.loss for one in rows[-1]):.4f}"
         times = f"{statistics.median(slowest[way]):.3f}", f"{statistics.median(ratios):.2f}"
-        result.add_row(way, *times, spread, f"{wire:.2f}" if wire else "", said, loss)
+        predicted = f"{expected[way]:.3f}" if way in expected else ""
+        result.add_row(way, *times, spread, predicted, f"{wire:.2f}" if wire else "", said, loss)
     return result
 
 
@@ -205,8 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=3)
     options = parser.parse_args(arguments)
     for link in options.link:
-        found = measure(link, options.way, options.rounds, options.steps, options.warmup)
-        Console(width=120).print(table(link, found, options.steps))
+        found, expected = measure(link, options.way, options.rounds, options.steps, options.warmup)
+        Console(width=120).print(table(link, found, expected, options.steps))
 
 
 if __name__ == "__main__":
