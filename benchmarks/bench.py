@@ -21,11 +21,15 @@ from rich.console import Console
 
 from benchmarks.configurations import BY_NAME, groups
 from benchmarks.links import LINKS, Link, LinkError, opened
+from benchmarks.nodes import NodesResult
 from benchmarks.protocol import Sizes
 from benchmarks.report import write
 from benchmarks.results import LinkResult, Result, fail_other_losses
 from benchmarks.rounds import Plan, Say, measure, placed
+from benchmarks.team import TeamError
 
+BETWEEN_NODES = {"nodes-1gbit": "1gbit", "nodes-250mbit": "250mbit"}
+"""Links between two nodes of two ranks, which reach each other by the loopback."""
 OUTPUT = Path(__file__).resolve().parent / "results" / "local"
 ROOM = 2.6 * 2**30  # bytes that the two ranks of a configuration need, paused ones included
 INTERRUPTED = 130  # the exit status of a program stopped by Ctrl-C
@@ -34,7 +38,8 @@ INTERRUPTED = 130  # the exit status of a program stopped by Ctrl-C
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--links", nargs="+", choices=LINKS, default=list(LINKS), help="networks to measure over (all)")
+    links = [*LINKS, *BETWEEN_NODES]
+    add("--links", nargs="+", choices=links, default=links, help="networks to measure over (all)")
     add("--only", nargs="+", choices=BY_NAME, default=list(BY_NAME), metavar="NAME", help="configurations (all)")
     add("--starts", type=int, default=2, help="times that each configuration is started anew (2)")
     add("--rounds", type=int, default=3, help="turns that each configuration gets in each of them (3)")
@@ -82,7 +87,10 @@ def main(arguments: Sequence[str]) -> int:
     status = 0
     try:
         for name in options.links:
-            measure_link(LINKS[name], options, plan, result, say)
+            if name in LINKS:
+                measure_link(LINKS[name], options, plan, result, say)
+            else:
+                measure_nodes(name, plan, result, say)
     except KeyboardInterrupt:
         console.print("interrupted: what was measured so far is written")
         status = INTERRUPTED
@@ -105,6 +113,19 @@ def measure_link(link: Link, options: argparse.Namespace, plan: Plan, result: Re
     except LinkError as error:
         found.left_out = str(error)
         say(f"{link.name} is left out: {error}")
+
+
+def measure_nodes(name: str, plan: Plan, result: Result, say: Say) -> None:
+    """Measure every way to divide over two nodes of two ranks (`benchmarks.hybrid`), over a link between them."""
+    from benchmarks import hybrid  # starts torch
+
+    say(f"{name}: {', '.join(hybrid.WAYS)}")
+    try:
+        result.nodes[name] = hybrid.measure(BETWEEN_NODES[name], hybrid.WAYS, plan.rounds, plan.steps, plan.warmup)
+    except (LinkError, TeamError) as error:
+        result.nodes[name] = NodesResult(left_out=str(error))
+        say(f"{name} is left out: {error}")
+    result.write(plan.output / "results.json")
 
 
 def finish(result: Result, output: Path, console: Console) -> None:

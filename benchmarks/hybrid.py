@@ -11,11 +11,9 @@ It needs Linux, root, `ip` and `tc`.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.links import LINKS, End, opened
+from benchmarks.nodes import BASE, NODES, RANKS, WORLD, Begin, Foretell, NodesResult, Round, Trained
 from benchmarks.protocol import Sizes
 from benchmarks.team import Team, on_two_ends
 from benchmarks.worker import run as serve_pipe
 
-NODES, RANKS = 2, 2
-WORLD = NODES * RANKS
 SIZES = Sizes(blocks=6, width=256, heads=4, vocabulary=4096, sequence=128, batch=2)
 MESH = ("replicate", "shard")
 OURS: dict[str, dict[str, Any]] = {
@@ -46,47 +42,6 @@ OURS: dict[str, dict[str, Any]] = {
     "zcompile hsdp, int8 across": {"shard": "hsdp", "outer_dtype": torch.int8},
 }
 WAYS = ("fsdp2 flat", "fsdp2 hsdp", *OURS)
-BASE = "fsdp2 hsdp"
-
-
-@dataclass(frozen=True)
-class Begin:
-    """The first message to a rank."""
-
-    rank: int
-    store: str
-    ways: Sequence[str]
-    warmup: int
-
-
-@dataclass(frozen=True)
-class Round:
-    """Train so many steps in one way, all ranks together."""
-
-    way: str
-    steps: int
-
-
-@dataclass(frozen=True)
-class Foretell:
-    """Measure the machine and its links, all ranks together, and simulate a step of every way that is ours."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What came of a round.
-
-    Attributes:
-        seconds: Of each step.
-        wire: Bytes that this rank's node has sent over the cable; 0 on loopback.
-        outside: Bytes that this rank says it has sent along the axis of nodes; None where that is not known.
-        loss: Of the last step.
-    """
-
-    seconds: Sequence[float]
-    wire: int
-    outside: int | None
-    loss: float
 
 
 Way = tuple[Callable[[Any, Any], torch.Tensor], Any]
@@ -187,48 +142,30 @@ def _outside(compiled: Any) -> int | None:
     return found["replicate"].bytes if "replicate" in found else None
 
 
-def measure(
-    link: str, ways: Sequence[str], rounds: int, steps: int, warmup: int
-) -> tuple[dict[str, list[list[Trained]]], dict[str, float]]:
-    """What each rank has seen in each round, by the way to train; and what was foretold."""
-    found: dict[str, list[list[Trained]]] = {way: [] for way in ways}
+def measure(link: str, ways: Sequence[str], rounds: int, steps: int, warmup: int) -> NodesResult:
+    """Train in all of these ways in turns.
+
+    Raises:
+        LinkError: this machine cannot limit a network.
+        TeamError: a rank failed, died or did not answer in time.
+    """
+    result = NodesResult(steps=steps, rounds={way: [] for way in ways})
     with tempfile.TemporaryDirectory() as folder, opened(LINKS[link]) as nodes:
         ends: list[End] = [nodes[rank // RANKS] for rank in range(WORLD)]
         with Team("benchmarks.hybrid", ends, Path(folder) / "log", 1200, environment=_environment) as team:
             team.tell(*(Begin(rank, f"{folder}/store", ways, warmup) for rank in range(WORLD)))
             team.hear()
             team.tell(*([Foretell()] * WORLD))
-            expected: dict[str, float] = team.hear()[0]
+            result.foretold = team.hear()[0]
             for number in range(rounds):
                 for way in ways if number % 2 == 0 else reversed(ways):
                     team.tell(*([Round(way, steps)] * WORLD))
-                    found[way].append(team.hear())
-    return found, expected
+                    result.rounds[way].append(team.hear())
+    return result
 
 
 def _environment(given: Any, rank: int, end: End) -> dict[str, str]:
     return {**on_two_ends(given, rank, end), "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-
-
-def table(link: str, found: dict[str, list[list[Trained]]], expected: dict[str, float], steps: int) -> Table:
-    """Times, their ratios in each round, and bytes of a node in a step."""
-    result = Table(title=f"{link}, {NODES} nodes of {RANKS} ranks", title_justify="left")
-    for heading in ("way", "step s", f"of {BASE}", "spread", "foretold", "wire MB", "program MB", "loss"):
-        result.add_column(heading, justify="left" if heading == "way" else "right")
-    slowest = {
-        way: [max(statistics.median(one.seconds) for one in ranks) for ranks in rows] for way, rows in found.items()
-    }
-    for way, rows in found.items():
-        ratios = [one / base for one, base in zip(slowest[way], slowest.get(BASE, slowest[way]), strict=True)]
-        wire = statistics.median(ranks[0].wire for ranks in rows) / steps / 1e6
-        outside = [sum(one.outside or 0 for one in ranks[:RANKS]) / steps / 1e6 for ranks in rows]
-        said = f"{outside[-1]:.2f}" if rows[-1][0].outside is not None else ""
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        loss = f"{statistics.mean(one.loss for one in rows[-1]):.4f}"
-        times = f"{statistics.median(slowest[way]):.3f}", f"{statistics.median(ratios):.2f}"
-        predicted = f"{expected[way]:.3f}" if way in expected else ""
-        result.add_row(way, *times, spread, predicted, f"{wire:.2f}" if wire else "", said, loss)
-    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -241,8 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=3)
     options = parser.parse_args(arguments)
     for link in options.link:
-        found, expected = measure(link, options.way, options.rounds, options.steps, options.warmup)
-        Console(width=120).print(table(link, found, expected, options.steps))
+        found = measure(link, options.way, options.rounds, options.steps, options.warmup)
+        Console(width=120).print(found.table(link))
 
 
 if __name__ == "__main__":

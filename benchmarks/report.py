@@ -28,6 +28,9 @@ def report(result: Result) -> RenderableType:
             parts.append(link_table(name, link, result))
             parts += [Text(f"{failed} FAILED: {why}", style="red") for failed, why in failures(link)]
             parts += [Text(f"{fewer} has fewer rounds: {why}", style="yellow") for fewer, why in gaps(link)]
+    for name, nodes in result.nodes.items():
+        left_out = Text(f"\n{name} is left out: {nodes.left_out}", style="red")
+        parts.append(left_out if nodes.left_out else nodes.table(f"\n{name}"))
     targets = targets_table(result)
     parts += [Text(f"\n{FORMULA}"), *([targets] if targets.row_count else [])]
     return Group(*parts)

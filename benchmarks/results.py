@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from benchmarks.configurations import BASELINE, BY_NAME, CONFIGURATIONS
+from benchmarks.nodes import NodesResult
 from benchmarks.protocol import Ready, Turn
 
 TOLERANCE = 1e-3
@@ -108,6 +109,8 @@ class Result:
     cores: int
     parameters: int = 0
     links: dict[str, LinkResult] = field(default_factory=dict)
+    nodes: dict[str, NodesResult] = field(default_factory=dict)
+    """Two nodes of two ranks, by the link between them."""
 
     def write(self, path: Path) -> None:
         write_json(dataclasses.asdict(self), path)

@@ -15,6 +15,7 @@ from benchmarks.bench import measure_link, parse
 from benchmarks.configurations import BY_NAME, CONFIGURATIONS, REFERENCES, groups, peers
 from benchmarks.floor import floors, lowest, traffic
 from benchmarks.links import LINKS, LOOPBACK, Link, LinkError, opened
+from benchmarks.nodes import NodesResult, Trained
 from benchmarks.protocol import Ready, Turn
 from benchmarks.report import write
 from benchmarks.results import Entry, Line, LinkResult, Result, Spread, fail_other_losses, ratio, spread
@@ -54,6 +55,32 @@ def test_a_spread_is_the_median_with_the_least_and_the_largest() -> None:
     assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert str(spread([3.0, 1.0, 2.0])) == "2.00 (1.00 to 3.00)"
     assert spread([]) is None
+
+
+def test_nodes_are_told_by_the_slowest_rank_and_the_bytes_of_one_node() -> None:
+    def trained(seconds: float, outside: int | None) -> list[Trained]:
+        return [Trained([seconds / (1 + rank)] * 3, 4_000_000, outside, 7.5) for rank in range(4)]
+
+    rounds = {
+        "fsdp2 hsdp": [trained(2.0, None)] * 3,
+        "zcompile hpz": [trained(1.0, 1_000_000)] * 2 + [trained(1.5, 1_000_000)],
+    }
+    found = result()
+    found.nodes["nodes-1gbit"] = NodesResult(steps=2, rounds=rounds, foretold={"zcompile hpz": 1.25})
+    line = next(line for line in printed(found).splitlines() if "zcompile hpz" in line)
+    assert line.replace("│", " ").split()[2:] == [
+        "1.000",
+        "0.50",
+        "0.50",
+        "to",
+        "0.75",
+        "1.250",
+        "2.00",
+        "1.00",
+        "7.5000",
+    ]
+    found.nodes["nodes-1gbit"] = NodesResult(left_out="no tc")
+    assert "nodes-1gbit is left out: no tc" in printed(found)
 
 
 def test_a_ratio_is_taken_within_each_round() -> None:
