@@ -19,6 +19,7 @@ QUICK = (
     "stage 3, parameters, reduction fails",
     "tensor parallel, stage 3",
     "hybrid, bf16, arenas",
+    "hpz, bf16, arenas, checkpoint",
     "owners, bf16, arenas, checkpoint",
     "train step, stage 3, optimizer, update fails",
 )
@@ -27,6 +28,7 @@ WAITS = {
     "stage 2, parameters": 2,
     "stage 3, parameters": 2,
     "hybrid, parameters": 2,
+    "hpz, parameters": 2,
     "owners, parameters": 2,
     "owners, float16, scaling": 1,
     "owners, train step, optimizer": 1,
@@ -55,6 +57,7 @@ WAITS = {
     "train step, stage 3, writing": 1,
     # GradScaler asks the device whether a gradient has overflowed.
     "stage 3, float16, scaling": 1,
+    "hfsdp, float16, scaling": 1,
 }
 """How often the host waits for the device in one step, where it does."""
 

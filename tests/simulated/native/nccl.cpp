@@ -176,6 +176,16 @@ class Nccl final : public Backend {
                });
   }
 
+  c10::intrusive_ptr<Work> alltoall_base(
+      Tensor& arrived, Tensor& sent, std::vector<int64_t>& arrivedSizes, std::vector<int64_t>& sentSizes,
+      const c10d::AllToAllOptions& opts) override {
+    return run({"all_to_all", c10d::OpType::ALLTOALL_BASE, opts.asyncOp}, {sent}, {arrived},
+               [&](Tensors& in, Tensors& out) {
+                 if (transport_) transport_->alltoall_base(out[0], in[0], arrivedSizes, sentSizes, opts)->wait();
+                 else out[0].copy_(in[0]);
+               });
+  }
+
   c10::intrusive_ptr<Work> scatter(
       Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& opts) override {
     return run({"scatter", c10d::OpType::SCATTER, opts.asyncOp}, ins.empty() ? Tensors{} : ins[0], outs,
