@@ -16,33 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zcompile.errors import ProofError
-from zcompile.proof.checker_grammar import is_function_of_values
-from zcompile.proof.checker_runtime import RUNTIME, RuntimeLines
+from zcompile.proof.checker_grammar import is_function_of_values, packet_of
+from zcompile.proof.checker_runtime import DTYPES, RUNTIME, RuntimeLines
 from zcompile.proof.checker_terms import BOUND, FUNCTIONS, LISTS, LITERAL, RANDOM, SAME, VIEWS, WHOLE, TermTable
-from zcompile.proof.checker_texts import (
-    BACKWARD,
-    CAPTURE,
-    FIX,
-    FORWARD,
-    Margin,
-    Place,
-    Text,
-    dotted,
-    full,
-    literal,
-    packet_of,
-    told,
-)
-from zcompile.proof.checker_values import (
-    Lease,
-    Moved,
-    Proof,
-    SecondaryPart,
-    Storage,
-    TermValue,
-    UnitPart,
-    WholeUnit,
-)
+from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FIX, FORWARD, Margin, Place, Text, dotted, literal, refusal
+from zcompile.proof.checker_values import Lease, Moved, Proof, SecondaryPart, Storage, TermValue, UnitPart, WholeUnit
 
 
 class Evaluation(RuntimeLines):
@@ -54,9 +32,7 @@ class Evaluation(RuntimeLines):
         found = {f"result {i}": (self._term(one), self.terms.here) for i, one in enumerate(results)}
         results, rest = self.step(backward, "backward", left) if backward else ([], [])
         found |= {f"the gradient of input {i}": (self._term(one), self.terms.here) for i, one in enumerate(results)}
-        found |= {
-            f"the number of {kind}s": (self.terms.make(f"{n}"), self.terms.here) for kind, n in self.taken.items()
-        }
+        found |= {f"the number of {one}s": (self.terms.make(f"{n}"), self.terms.here) for one, n in self.taken.items()}
         if self.runs:
             for grads in rest:
                 self.deliver(grads)
@@ -68,8 +44,7 @@ class Evaluation(RuntimeLines):
             self.terms.here = place
             if options != self.gathers.get(unit) or version != self.units[unit].version:
                 self.refuse(f"is not what the next forward gathers first of {unit}, or is gathered before its update")
-        for kind, terms in self.effects.items():
-            found |= {f"{kind} {number}": one for number, one in enumerate(terms)}
+        found |= {f"{kind} {i}": one for kind, terms in self.effects.items() for i, one in enumerate(terms)}
         return found | {f"the gradient of {name}": one for name, one in self.delivered.items()}
 
     def step(self, text: Text, phase: str, crossing: Sequence[Any] = ()) -> Any:
@@ -99,7 +74,7 @@ class Evaluation(RuntimeLines):
         if kind == "unit":
             return self.units[rest]
         if kind == "parameter":
-            return self._given(full(self.params[rest], margin.types[0][1]), f"the parameter {rest}", margin)
+            return self._given(self.params[rest].full(margin.types[0][1]), f"the parameter {rest}", margin)
         if kind == "constant":
             return self._given(f"constant {name}", f"the constant {name}", margin)
         return Lease(margin.words, int(margin.types[0][2]) if kind == "arena" else 0)
@@ -225,8 +200,8 @@ class Evaluation(RuntimeLines):
         if len(self.terms.here) == 1 and name in self.regions and not named:
             return self._region(name, given)
         if len(self.terms.here) == 1 and name in RUNTIME and self.runs:
-            options = {key: one if isinstance(one, range) else self.terms.heads[one.term] for key, one in named.items()}
-            return getattr(self, f"_{name}")(*given, **options)
+            heads = {key: one if isinstance(one, range) else self.terms.heads[one.term] for key, one in named.items()}
+            return getattr(self, f"_{name}")(*given, **{key: DTYPES.get(str(one), one) for key, one in heads.items()})
         if name == "graph" and len(given) == 1 and not named:
             return self._made(self.terms.make("graph", given[0].term))
         if not is_function_of_values(name) or "out" in named:
@@ -251,17 +226,17 @@ class Evaluation(RuntimeLines):
         self.graph, self.terms.here = False, here
         return results
 
-    def _parameter(self, owner: Any, item: int) -> TermValue:
+    def _parameter(self, owner: Any, item: int) -> Any:
         """A parameter that a region takes: of a gathered unit, or of one that every rank has whole."""
         if not isinstance(owner, (WholeUnit, UnitPart)):
             self.refuse(f"takes a parameter of what is no full unit, but {type(owner).__name__}")
-        param = (owner.shards if isinstance(owner, WholeUnit) else owner).params[item]
+        shards, dtype = (owner.shards, owner.dtype) if isinstance(owner, WholeUnit) else (owner, None)
+        param = shards.params[item]
         is_whole = "whole" in param.flags
-        cast = isinstance(owner, WholeUnit) and (is_whole or owner.dtype == param.computed)
-        head = full(param, (param.computed if cast else "") or param.dtype)
-        head = head if is_whole or isinstance(owner, WholeUnit) else f"shard({param.name})"
-        value: TermValue = self._alive(self._made(self.terms.make(head, *owner.version), owner.memory))
-        return value
+        cast = dtype is not None and (is_whole or dtype == param.computed)
+        head = param.full((param.computed if cast else "") or param.dtype)
+        head = f"shard({param.name})" if dtype is None and not is_whole else head
+        return self._alive(self._made(self.terms.make(head, *owner.version), owner.memory))
 
     def _operation(self, name: str, given: list[Any], named: Mapping[str, Any]) -> Any:
         make, heads, draws = self.terms.make, self.terms.heads, self.effects["random draw"]
@@ -315,8 +290,7 @@ def prove(texts: Mapping[str, str], rules: Sequence[Mapping[str, str]] = ()) -> 
     try:
         return _proven(files, terms)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        where, lines = told(terms.here)
-        raise ProofError(where, f"cannot be followed ({type(error).__name__}: {error}){lines}", FIX) from error
+        raise refusal(terms.here, f"cannot be followed ({type(error).__name__}: {error})") from error
 
 
 def _proven(files: Mapping[str, Text], terms: TermTable) -> Proof:
@@ -339,6 +313,5 @@ def _proven(files: Mapping[str, Text], terms: TermTable) -> Proof:
             raise terms.difference(known, what, one, other, place)
     for terms.here, problem in program.doubts:
         program.refuse(problem)
-    return Proof(
-        sum(len(text.lines) for text in files.values()), len(terms.heads), len(traced.gradients), [*terms.applied]
-    )
+    lines = sum(len(text.lines) for text in files.values())
+    return Proof(lines, len(terms.heads), len(traced.gradients), [*terms.applied])

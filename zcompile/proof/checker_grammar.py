@@ -56,6 +56,12 @@ def is_function_of_values(name: str) -> bool:
     return False
 
 
+def packet_of(head: str) -> str:
+    """The name of an operation without its library and overload."""
+    parts = head.split("|")[0].split(".")
+    return parts[2 if parts[0] == "ops" else 1] if len(parts) > 1 else ""
+
+
 def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     if ast.unparse(function.args) != "box" or function.returns:
         yield function.lineno, "is no function of a box"

@@ -13,22 +13,16 @@ from typing import Any, NoReturn
 
 from zcompile.errors import ProofError
 from zcompile.proof.checker_terms import TermTable
-from zcompile.proof.checker_texts import FIX, ParamText, Place, Text, told
-from zcompile.proof.checker_values import (
-    Averages,
-    Begun,
-    Lease,
-    Moved,
-    SecondaryPart,
-    Storage,
-    TermValue,
-    UnitPart,
-    WholeUnit,
-)
+from zcompile.proof.checker_texts import FIX, ParamText, Place, Text, refusal
+from zcompile.proof.checker_values import Averages, Lease, Moved, SecondaryPart, Storage, TermValue, UnitPart, WholeUnit
 
 RUNTIME = frozenset({"all_gather", "gather_ahead", "reduce_scatter", "all_reduce", "accumulate", "update", "wait"})
 RUNTIME |= {"release", "copy", "store", "offload", "fetch"}
-_DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16", "torch.int8": "i8"}
+DTYPES = {f"torch.float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"torch.bfloat16": "bf16", "torch.int8": "i8"}
+
+
+class Begun(list[Any]):
+    """What is under way: its result, until it is waited for."""
 
 
 class RuntimeLines:
@@ -51,20 +45,16 @@ class RuntimeLines:
         """How both axes divide what ranks keep; empty where one repeats it."""
         self.effects: dict[str, list[tuple[int, Place]]] = defaultdict(list)
         self.delivered: dict[str, tuple[int, Place]] = {}
-        self.gathers: dict[str, Any] = {}
-        self.ahead: dict[str, Any] = {}
+        self.gathers, self.ahead = dict[str, Any](), dict[str, Any]()
         self.ranges: dict[Any, range] = {}
         self.mutated: set[Storage] = set()
-        self.scope: dict[str, Any] = {}
-        self.gradients: dict[str, Any] = {}
-        self.taken: dict[str, int] = {}
+        self.scope, self.gradients, self.taken = dict[str, Any](), dict[str, Any](), dict[str, int]()
         self.doubts: list[tuple[Place, str]] = []
         self.ends: list[Place] = []
         self.phase, self.how, self.graph = "", "scatter", False
 
     def refuse(self, problem: str) -> NoReturn:
-        where, lines = told(self.terms.here)
-        raise ProofError(where, f"{problem}{lines}", FIX)
+        raise refusal(self.terms.here, problem)
 
     def _made(self, term: int, memory: Storage | None = None) -> TermValue:
         memory = memory or Storage("", self.phase, self.graph)
@@ -103,29 +93,28 @@ class RuntimeLines:
             self.refuse("takes bytes of the arena that another line has")
         self.ranges |= {key: at} if at is not None else {}
 
-    def _all_gather(
-        self, shards: Any, source: Any = None, keep: str = "", dtype: str = "", at: range | None = None
-    ) -> Begun:
-        memory, dtype_ = Storage(f"the parameters of {shards.unit}"), _DTYPES.get(dtype, dtype)
+    def _all_gather(self, shards: Any, source: Any = None, keep: str = "", dtype: str = "", at: Any = None) -> Begun:
+        made = shards, dtype, shards.version, keep, Storage(f"the parameters of {shards.unit}"), self.terms.here
         if isinstance(source, Lease):
-            return self._gather_outside(shards, source, keep, dtype_, memory)
+            self._check_outside(shards, source, keep)
+            return Begun([SecondaryPart(*made)])
         divided = bool(self.hybrid) and any("whole" not in param.flags for param in shards.params)
-        if divided is not (source is not None) or (divided and source[:3] != (shards, dtype_, shards.version)):
+        fits = source is not None and source[:3] == made[:3] if divided else source is None
+        if not fits:
             self.refuse(f"gathers {shards.unit} from what are not its {'secondary ' * divided}shards as they are now")
-        gathered = WholeUnit(shards, dtype_, shards.version, keep, memory, self.terms.here)
+        gathered = WholeUnit(*made)
         shards.full.append(gathered.memory)
         if self.phase == "forward":
             self.gathers.setdefault(shards.unit, (keep, dtype))
         self._lay(gathered.memory, at)
         return Begun([gathered])
 
-    def _gather_outside(self, shards: UnitPart, group: Lease, keep: str, dtype: str, memory: Storage) -> Begun:
-        """What the ranks at one place outside have of a unit, which is gathered inside then."""
+    def _check_outside(self, shards: UnitPart, group: Lease, keep: str) -> None:
+        """Refuse to gather over another group what the ranks at one place outside have, or to keep it otherwise."""
         if group.kind != f"group {self.outside}" or not self.hybrid:
             self.refuse(f"gathers secondary shards of {shards.unit} over {group.kind}")
         if (keep == "bool True") != (self.hybrid == "hfsdp" and self.stage == 3):
             self.refuse(f"{'keeps' if keep else 'does not keep'} secondary shards of {shards.unit} beyond the step")
-        return Begun([SecondaryPart(shards, dtype, shards.version, memory)])
 
     def _gather_ahead(self, shards: Any, keep: str = "", dtype: str = "") -> None:
         if self.ahead.setdefault(shards.unit, one := ((keep, dtype), shards.version, self.terms.here)) is not one:
@@ -154,9 +143,8 @@ class RuntimeLines:
             if self.terms.heads[grad.term] != "NoneType None":
                 memory = self._alive(grad).memory
                 if memory.owner or memory.phase != "backward" or (holds and memory.graph):
-                    self.refuse(
-                        f"reduces in place {memory.owner or 'what it does not own'}, the gradient of {param.name}"
-                    )
+                    owner = memory.owner or "what it does not own"
+                    self.refuse(f"reduces in place {owner}, the gradient of {param.name}")
                 memory.gone = f"was given away at {self._line()}"
                 terms[param.name] = self.average(param, grad, how, dtype)
         return Averages(shards, terms, self.terms.here, Storage(""))
@@ -184,30 +172,23 @@ class RuntimeLines:
             means = [self.across(one, m, one.reduced, one.across) for (one, _), m in zip(pairs, means, strict=True)]
         return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
 
-    def _reduce_scatter(
-        self,
-        shards: Any,
-        grads: Any,
-        group: Any = None,
-        dtype: str = "",
-        bucket: str = "",
-        at: Any = None,
-        wire: str = "",
-    ) -> Begun:
+    def _reduce_scatter(self, shards: Any, grads: Any, group: Any = None, dtype: str = "", **options: Any) -> Begun:
         if group is not None:
-            return self._reduce_outside(shards, grads, group, "part", dtype, wire)
+            return self._reduce_outside(shards, grads, group, "part", dtype, **options)
+        return self._reduce_inside(shards, grads, dtype, **options)
+
+    def _reduce_inside(self, shards: Any, grads: Any, dtype: str, bucket: str = "", at: Any = None) -> Begun:
         holds = self.alone or any("whole" in param.flags for param in shards.params)
-        result = self._averaged(shards, grads, "scatter", _DTYPES.get(dtype, dtype), holds=holds)
+        result = self._averaged(shards, grads, "scatter", dtype, holds=holds)
         self._lay(result.memory, at)
         return Begun([result])
 
     def _all_reduce(self, shards: Any, grads: Any, group: Any = None, dtype: str = "", wire: str = "") -> Begun:
         if group is not None:
             return self._reduce_outside(shards, grads, group, "all", dtype, wire)
-        return Begun([self._averaged(shards, grads, "all", _DTYPES.get(dtype, dtype))])
+        return Begun([self._averaged(shards, grads, "all", dtype)])
 
-    def _reduce_outside(self, shards: Any, grads: Any, group: Any, how: str, dtype: str, wire: str) -> Begun:
-        dtype, wire = (_DTYPES.get(one, one) for one in (dtype, wire))
+    def _reduce_outside(self, shards: Any, grads: Any, group: Any, how: str, dtype: str, wire: str = "") -> Begun:
         if not isinstance(grads, Averages) or grads.shards is not shards or group.kind != f"group {self.outside}":
             self.refuse(f"averages over {group.kind} what are not the averages of {shards.unit} inside")
         if (how == "part") != bool(self.hybrid):

@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 from zcompile.errors import ProofError
-from zcompile.proof.checker_texts import FIX, Place, dotted, literal, told
+from zcompile.proof.checker_texts import FIX, Place, dotted, literal, refusal, told
 
 LITERAL = re.compile(r"(?:int|float|bool|str|NoneType|complex) ")
 LISTS = ("list", "tuple")
@@ -59,30 +59,19 @@ def _rule(said: Mapping[str, str]) -> tuple[str, Any, Any]:
         pattern, replacement = (_pattern(ast.parse(said[key], mode="eval").body) for key in ("pattern", "replacement"))
         if isinstance(pattern, str) or len(said["replacement"]) >= len(said["pattern"]):
             raise ValueError("what is replaced is no call, or no longer than what replaces it")
-        if unbound := {*_variables(replacement)}.difference(_variables(pattern)):
+        if unbound := {one for one in _parts(replacement) if isinstance(one, str)}.difference(_parts(pattern)):
             raise ValueError(f"the pattern has no {min(unbound)}")
         return f"{said['name']}: {said['pattern']} counts as {said['replacement']}", pattern, replacement
     except (SyntaxError, LookupError, ValueError, TypeError) as error:
-        raise ProofError(
-            f"rule {said}", f"cannot be read: {error}", "write calls and variables, as in docs/proof.md"
-        ) from error
+        fix = "write calls and variables, as in docs/proof.md"
+        raise ProofError(f"rule {said}", f"cannot be read: {error}", fix) from error
 
 
-def _variables(pattern: Any) -> Iterator[str]:
-    """Those of one side of a rule."""
-    if isinstance(pattern, str):
-        yield pattern
-    else:
-        for part in pattern[1:]:
-            yield from _variables(part)
-
-
-def _called(pattern: Any) -> Iterator[str]:
-    """The operations of one side of a rule."""
-    if not isinstance(pattern, str):
-        yield pattern[0].partition("|")[0]
-        for part in pattern[1:]:
-            yield from _called(part)
+def _parts(pattern: Any) -> Iterator[Any]:
+    """One side of a rule, and all that it is made of: variables are names, the rest begins with its head."""
+    yield pattern
+    for part in () if isinstance(pattern, str) else pattern[1:]:
+        yield from _parts(part)
 
 
 class TermTable:
@@ -99,7 +88,8 @@ class TermTable:
         self.applied: dict[str, None] = {}
         self._known: dict[tuple[str, tuple[int, ...]], int] = {}
         self._rules = [*map(_rule, rules)]
-        self.operations = {name for _, *sides in self._rules for side in sides for name in _called(side)}
+        calls = (one for _, *sides in self._rules for side in sides for one in _parts(side) if type(one) is tuple)
+        self.operations = {head.partition("|")[0] for head, *_ in calls}
         """Those of the traced step, and of rules: what an operation does that is none of these is not known."""
 
     def make(self, head: str, *args: int) -> int:
@@ -148,9 +138,7 @@ class TermTable:
         `known`: the number of terms of the traced step.
         """
         if -1 in (wanted, found):
-            where, lines = told(place)
-            problem = f"{what} is {'missing' if found == -1 else 'nothing that the traced step has'}"
-            return ProofError(where, f"{problem}{lines}", FIX)
+            return refusal(place, f"{what} is {'missing' if found == -1 else 'nothing that the traced step has'}")
         if found >= known and self.args[found]:
             path = self._path(found, known)
             if "." in self.heads[path[-1]]:  # an operation

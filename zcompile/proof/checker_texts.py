@@ -35,10 +35,14 @@ class ParamText(NamedTuple):
 
     name: str
     dtype: str
-    computed: str
-    reduced: str
-    across: str
     flags: list[str]
+    computed: str = ""
+    reduced: str = ""
+    across: str = ""
+
+    def full(self, dtype: str) -> str:
+        """The head of the whole parameter in a dtype."""
+        return f"full({self.name})" if dtype == self.dtype else f"full({self.name}, {dtype})"
 
 
 def file_text(path: Path) -> str:
@@ -95,6 +99,12 @@ def told(place: Place) -> tuple[str, str]:
     return ", ".join(f"{text.name} line {line}" for text, line in place), f"{lines}  # {source}" if source else lines
 
 
+def refusal(place: Place, problem: str) -> ProofError:
+    """The error for what is wrong there."""
+    where, lines = told(place)
+    return ProofError(where, f"{problem}{lines}", FIX)
+
+
 def _unescaped(text: str) -> str:
     return re.sub(r"\\u\{([0-9a-f]+)\}", lambda match: chr(int(match[1], 16)), text)
 
@@ -114,21 +124,8 @@ def literal(node: ast.expr) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def packet_of(head: str) -> str:
-    """The name of an operation without its library and overload."""
-    parts = head.split("|")[0].split(".")
-    return parts[2 if parts[0] == "ops" else 1] if len(parts) > 1 else ""
-
-
 def param_of(text: str) -> ParamText:
     """From a line of the units: `layers.0.weight f32[4, 4] computed in bf16 unused`."""
     name, _, rest = text.partition(" ")
-    found = dict(re.findall(r"(computed|reduced|across) in (\w+)", rest))
-    flags = rest.partition("]")[2].split()
-    computed, reduced, across = (found.get(kind, "") for kind in ("computed", "reduced", "across"))
-    return ParamText(_unescaped(name), rest.partition("[")[0], computed, reduced, across, flags)
-
-
-def full(param: ParamText, dtype: str) -> str:
-    """The head of a whole parameter in a dtype."""
-    return f"full({param.name})" if dtype == param.dtype else f"full({param.name}, {dtype})"
+    dtypes = dict(re.findall(r"(computed|reduced|across) in (\w+)", rest))
+    return ParamText(_unescaped(name), rest.partition("[")[0], rest.partition("]")[2].split(), **dtypes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zcompile.proof.checker_texts import Place, param_of
 
@@ -51,8 +51,8 @@ class UnitPart:
         self.version: tuple[int, ...] = ()
 
 
-class WholeUnit(NamedTuple):
-    """The full parameters of a unit."""
+class Gathered(NamedTuple):
+    """What has been gathered of a unit, from shards of that version, by the line there."""
 
     shards: UnitPart
     dtype: str
@@ -62,13 +62,12 @@ class WholeUnit(NamedTuple):
     place: Place
 
 
-class SecondaryPart(NamedTuple):
-    """What a rank has of a unit inside, where both of two axes divide it."""
+class WholeUnit(Gathered):
+    """The full parameters of a unit."""
 
-    shards: UnitPart
-    dtype: str
-    version: tuple[int, ...]
-    memory: Storage
+
+class SecondaryPart(Gathered):
+    """What a rank has of a unit inside, where both of two axes divide it."""
 
 
 class Averages(NamedTuple):
@@ -93,7 +92,3 @@ class Lease(NamedTuple):
 
     kind: str
     size: int
-
-
-class Begun(list[Any]):
-    """What is under way: its result, until it is waited for."""
