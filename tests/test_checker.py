@@ -101,10 +101,13 @@ def texts_of(before: Program, after: Program) -> Texts:
     return texts | {f"regions/{name}.py": region_text(region) for name, region in after.regions.items()}
 
 
-def journal_of(kind: str, *, world: int = 2, stage: int = 3, updates: bool = False, **given: Any) -> Journal:
-    options = Options(stage=stage, **given)
+def journal_of(
+    kind: str, *, world: int = 2, replicas: int = 1, stage: int = 3, updates: bool = False, **given: Any
+) -> Journal:
+    options, journal = Options(stage=stage, **given), Journal()
     model, program = traced(kind, options.dtype, options.reduce_dtype)
-    layout, journal = make_layout(model, STAGES[stage], axes_of(world), precision=options.precision), Journal()
+    axes = axes_of(world, replicas=replicas)
+    layout = make_layout(model, STAGES[stage], axes, precision=options.precision, hybrid=options.hybrid)
     options.pipeline(updates=updates).run(replace(program, layout=layout), journal)
     return journal
 
@@ -398,6 +401,13 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         r"store\(blocks_1_out, stack\)",
         "store(blocks_1_out, tokens_1)",
         "",
+    ),
+    "a full unit for secondary shards": (
+        {"world": 4, "replicas": 2, "shard": "hpz"},
+        FORWARD,
+        r"(    tokens_full = wait\(tokens_gather\)[^\n]*\n)",
+        r"\1    again = all_gather(tokens, tokens_full)\n",
+        "gathers tokens from what are not its secondary shards",
     ),
     "an unknown function": ({}, FORWARD, r"release\(tokens_full\)", "free(tokens_full)", "no function that is known"),
     "an unknown statement": (

@@ -99,7 +99,7 @@ class RuntimeLines:
             self._check_outside(shards, source, keep)
             return Begun([SecondaryPart(*made)])
         divided = bool(self.hybrid) and any("whole" not in param.flags for param in shards.params)
-        fits = source is not None and source[:3] == made[:3] if divided else source is None
+        fits = isinstance(source, SecondaryPart) and source[:3] == made[:3] if divided else source is None
         if not fits:
             self.refuse(f"gathers {shards.unit} from what are not its {'secondary ' * divided}shards as they are now")
         gathered = WholeUnit(*made)
