@@ -21,9 +21,9 @@ from tests import zoo
 from tests.cases import quickly
 from tests.models import batch, make
 from zcompile import OptionError, Pass, PipelineError, Program, ProgramError, Rule, facts
-from zcompile.ir.layout import STAGES
+from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.ir.operation import Phase, data, op_of, set_data
-from zcompile.ir.ops import Accumulate, Call, Compute, Input, Reduce
+from zcompile.ir.ops import Accumulate, Call, Compute, GatherInside, Input, Reduce
 from zcompile.ir.region import Region
 from zcompile.ir.side_effects import is_random
 from zcompile.model.units import Precision, axes_over, make_layout
@@ -151,6 +151,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+UNCHECKED = [name for name, asked in SETTINGS.items() if "checkpoint" not in asked]
+
+
 @functools.cache
 def traced(kind: str, dtype: torch.dtype | None = None) -> tuple[nn.Module, Program]:
     """A model, and what is traced of it."""
@@ -191,6 +194,18 @@ def test_real_programs_compute_what_was_traced_after_every_pass(
             except OptionError:
                 continue  # a budget that cannot be met, or a checkpoint without effect
     assert proven > 10
+
+
+@quickly(
+    "hybrid, stage, setting",
+    [(hybrid, stage, setting) for hybrid in (Hybrid.HFSDP, Hybrid.HPZ) for stage in (2, 3) for setting in UNCHECKED],
+    [(Hybrid.HFSDP, 3, "train step"), (Hybrid.HPZ, 2, "train step"), (Hybrid.HPZ, 3, "alone")],
+)
+def test_programs_with_secondary_shards_compute_what_was_traced(hybrid: Hybrid, stage: int, setting: str) -> None:
+    model, program = traced("shared")
+    layout = make_layout(model, STAGES[stage], axes_over(model, 4, 2), hybrid=hybrid)
+    verified = zcompile.pipeline(stage=stage, **SETTINGS[setting]).verified(replace(program, layout=layout))
+    assert verified.program.nodes(GatherInside)
 
 
 def test_choices_within_choices_are_told_apart() -> None:

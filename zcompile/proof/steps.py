@@ -232,7 +232,7 @@ def _gather_outside(step: StepTerms, node: fx.Node) -> Value:
 
 def _gather_inside(step: StepTerms, node: fx.Node) -> Value:
     """Whole parameters, as they were when they were sent outside: of shards that an update has changed since, none."""
-    shards, secondary = (step.values[given] for given in node.all_input_nodes[:2])  # an arena may come behind
+    shards, secondary = (step.values[given] for given in node.all_input_nodes[:2])  # behind them the arena
     outer, dtype = step.program.layout.replicated, op_of(node, ops.GatherInside).dtype
     if not isinstance(secondary, SecondaryUnit) or not isinstance(shards, FullUnit):
         return None
