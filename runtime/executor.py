@@ -244,9 +244,16 @@ def _gather_outside(
         return OutsideGather(bound, kept, (), keep)
     if (full := bound.kept) is not None and not full.is_stale:
         return OutsideGather(bound, Secondary(torch.empty(0, dtype=torch.uint8, device=device), []), (), keep=False)
+    return _start_outside(bound, outside, keep=keep, dtype=dtype)
+
+
+def _start_outside(
+    bound: BoundUnit, outside: AxisCommunicator, *, keep: bool, dtype: torch.dtype | None
+) -> OutsideGather:
+    shards = bound.shards
     shards.memory.before(bound.unit.name)
     secondary = _secondary_of(bound, dtype, None)
-    secondary.writes, secondary.stream = shards.writes() if keep else 0, stream_number(device)
+    secondary.writes, secondary.stream = shards.writes() if keep else 0, stream_number(outside.device)
     sent, arrived = [shards.wire(params) for params, _ in secondary.messages], [one for _, one in secondary.messages]
     with shards.memory.sending():
         sent = sent_in_place(sent, arrived, [None] * len(sent), outside, always=shards.memory.is_away)
@@ -270,6 +277,14 @@ def _secondary_of(bound: BoundUnit, dtype: torch.dtype | None, memory: torch.Ten
 def _sent_dtype(params: list[Param], dtype: torch.dtype | None) -> torch.dtype:
     """In which a message is gathered by a line that says `dtype`."""
     return dtype if dtype is not None and params[0].compute_dtype is dtype else params[0].dtype
+
+
+def gathered(bound: BoundUnit) -> Full:
+    """The full parameters of a unit, now: for code that runs outside of a program."""
+    communicator, dtype, secondary = bound.shards.communicator, bound.unit.compute_dtype, None
+    if communicator.outside is not None and communicator.parts > 1 and bound.unit.is_sharded:
+        secondary = _start_outside(bound, communicator.outside, keep=False, dtype=dtype).wait()
+    return _start(bound, False, dtype, None, secondary=secondary).wait()
 
 
 def gather_ahead(bound: BoundUnit, *, keep: bool = False, dtype: torch.dtype | None = None) -> None:

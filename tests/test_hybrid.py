@@ -286,15 +286,15 @@ def test_an_overflow_on_one_rank_is_every_ranks(ranks: Ranks) -> None:
 
 
 class Breaking(nn.Module):
-    """Its code breaks the graph; a scalar, and a parameter that is read by plain Python."""
+    """Its code breaks the graph; a scalar and rows that ranks divide, which plain Python reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(7, 5), nn.Linear(5, 1)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale, self.gain = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.arange(1.0, 6.0))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first(x) * self.gain
         torch.compiler.disable(print)(end="")
         return ((self.last(x) * self.scale - y) ** 2).mean()
 

@@ -30,7 +30,7 @@ from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
 from zcompile.frontend.local_graphs import Locals
 from zcompile.model.sharding import Retired, Site
 from zcompile.report.explain import Break, explain_breaks
-from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, all_gather
+from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, gathered
 from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.lockstep import RunKind
@@ -246,7 +246,7 @@ class Fragment:
         for unit in units:
             bound = BoundUnit(engine.runtime.shards[unit.name], unit)
             with torch.inference_mode(False), torch.no_grad():
-                full = all_gather(bound, dtype=unit.compute_dtype).wait()
+                full = gathered(bound)
             made = {n: _Leaf(full[i], requires_grad=trainable[n]) for i, n in enumerate(unit.names)}
             for name, leaf in made.items():
                 leaf.zcompile_name = name
