@@ -1,6 +1,6 @@
 """Averages that travel in fewer bits than they are summed in, as in ZeRO++ (Wang et al. 2023, section 3.3).
 
-    bfloat16    rounded: each element is off by 2^-9 of itself at most
+    bfloat16    rounded: each element is off by 2^-8 of itself at most
     int8        in blocks of 256 elements: each is off by 1/254 of the largest of its block at most
 
 What arrives is summed in the dtype of the average, and every rank sums the same: what itself has sent, too, as the
