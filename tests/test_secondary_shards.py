@@ -41,6 +41,7 @@ from tests.test_hybrid import (
 from zcompile import OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import Data, Phase, op_of
 from zcompile.ir.ops import AllGather, GatherInside, GatherOutside, Group, ReduceOutside, Release, Update, WaitGather
+from zcompile.report.explain import peak_full_bytes
 
 HYBRIDS = ("hfsdp", "hpz")
 ALL = [(shard, stage, prefetch) for shard in HYBRIDS for stage in (1, 2, 3) for prefetch in range(3)]
@@ -175,7 +176,7 @@ def sent_by(rank: int, shard: str, stage: int) -> dict[str, Any]:
         "outside": [len(program.nodes(kind)) for kind in (GatherOutside, GatherInside, ReduceOutside)],
         "placements": parameter.placements,
         "rows": parameter.to_local().shape[0],
-        "explained": compiled.explain(),
+        "full": (peak_full_bytes(program), sum(program.layout.gathered_bytes(u.name) for u in program.layout.units)),
     }
 
 
@@ -192,6 +193,7 @@ def test_what_goes_over_each_axis_is_as_predicted(ranks: Ranks, shard: str, stag
         assert second["shard"] == step["shard"] - (forward["shard"] if stage == 1 else 0)
         assert one["outside"][0] == one["outside"][2] > 0
         assert one["placements"] == (Shard(0),)
+        assert one["full"][0] <= one["full"][1], "secondary shards are no full parameters"
 
 
 # -- kept secondary shards --------------------------------------------------------------------------------------------

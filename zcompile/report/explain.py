@@ -14,7 +14,7 @@ from torch import fx
 from zcompile.cost.memory import model_state, most_kept, peak_bytes
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Phase, Role, data, op_of
-from zcompile.ir.ops import Call, Communication, Release
+from zcompile.ir.ops import AllGather, Call, Communication, GatherAhead, Release
 from zcompile.ir.owners import cost_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
@@ -179,9 +179,9 @@ def peak_full_bytes(program: Program) -> int:
     alive = peak = 0
     for node in program.graph.nodes:
         op = data(node).op
-        if isinstance(op, (Communication, Release)) and op.role in (Role.GATHER, Role.FREE):
+        if isinstance(op, (AllGather, GatherAhead, Release)):
             nbytes = program.layout.gathered_bytes(op.unit)
-            alive += nbytes if op.role is Role.GATHER else -nbytes
+            alive += -nbytes if isinstance(op, Release) else nbytes
         peak = max(peak, alive)
     return peak
 
