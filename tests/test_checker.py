@@ -465,6 +465,7 @@ UNKNOWN: dict[str, tuple[str, str, str]] = {
     "a constant": (FORWARD, r"^", "units = {}\n"),
     "a default": (FORWARD, r"def forward\(box\)", "def forward(box, _=print())"),
     "another box": (FORWARD, r"unbox\(box\)", "unbox(reversed(box))"),
+    "no names": (FORWARD, r"\n    tokens_full = wait", "\n    () = wait"),
     "a decorator": ("regions/region_1.py", r"def region_1", "@cuda_graph(fixed=print())\ndef region_1"),
     "a name that takes what is in the middle": (
         "regions/region_1.py",

@@ -87,7 +87,7 @@ def _in_function(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
 
 def _binds(target: ast.expr) -> bool:
     """True for a name, or several, of which the last may take all that is left."""
-    if not isinstance(target, ast.Tuple):
+    if not isinstance(target, ast.Tuple) or not target.elts:
         return isinstance(target, ast.Name)
     *names, last = target.elts
     last = last.value if isinstance(last, ast.Starred) else last
