@@ -18,6 +18,7 @@ from zcompile.ir.axis import Axis, AxisKind
 NODES = replace(
     Hardware.of(flops=1e12, memory_bandwidth=1e12),
     links=(Link("inside", 1e-6, 100.0, members=8), Link("between", 1e-3, 50.0)),
+    device="cuda",
 )
 """Nodes of eight ranks; what a node sends to others is half as fast as what a rank sends within it."""
 
@@ -33,6 +34,13 @@ def test_within_a_node_only_the_inner_link_counts() -> None:
 def test_between_nodes_a_node_receives_what_its_ranks_do_not_have() -> None:
     inner, outer = (1 - 1 / 32) * 800 / 100, (1 - 8 / 32) * 800 / 50
     assert NODES.collective_seconds(800, ranks(32)) == pytest.approx(3e-6 + 2e-3 + max(inner, outer))
+
+
+def test_between_hosts_every_rank_receives_for_itself() -> None:
+    hosts = replace(NODES, device="cpu")
+    assert hosts.collective_seconds(800, ranks(32)) == pytest.approx(3e-6 + 2e-3 + 8 * (1 - 8 / 32) * 800 / 50)
+    assert hosts.collective_seconds(800, ranks(8)) == NODES.collective_seconds(800, ranks(8))
+    assert hosts.collective_seconds(800, ranks(4, 8)) == NODES.collective_seconds(800, ranks(4, 8))
 
 
 def test_groups_across_nodes_share_the_link_of_each() -> None:
@@ -57,9 +65,12 @@ def test_alone_nothing_is_sent() -> None:
     assert all(NODES.collective_seconds(800, ranks(1, stride)) == 0.0 for stride in (2, 8, 12, 16, 20))
 
 
-@given(st.integers(1, 4096), st.floats(0, 1e12), st.sampled_from([1, 2, 4, 8, 16, 64]))
-def test_more_ranks_never_take_less(world: int, payload: float, stride: int) -> None:
-    fewer, more = (NODES.collective_seconds(payload, ranks(size, stride)) for size in (world, world + 1))
+@given(
+    st.integers(1, 4096), st.floats(0, 1e12), st.sampled_from([1, 2, 4, 8, 16, 64]), st.sampled_from(["cpu", "cuda"])
+)
+def test_more_ranks_never_take_less(world: int, payload: float, stride: int, device: str) -> None:
+    hardware = replace(NODES, device=device)
+    fewer, more = (hardware.collective_seconds(payload, ranks(size, stride)) for size in (world, world + 1))
     assert fewer <= more + 1e-9
 
 
@@ -107,7 +118,7 @@ GOOD = profile_text(NODES)
         ("latency = 1e-06", "latency = -1.0", "bad: link 1: has latency = -1.0"),
         ("members = 8", "members = 0", "bad: link 'inside' has no members, and is not the last"),
         ("members = 8", "members = 2.5", "bad: link 1: has members = 2.5"),
-        ('device = "cpu"', 'device = "tpu"', "bad: has device = 'tpu'"),
+        ('device = "cuda"', 'device = "tpu"', "bad: has device = 'tpu'"),
         ('name = "unnamed"', "name = 3", "bad: has name = 3"),
     ],
 )

@@ -91,8 +91,9 @@ class Hardware:
     def collective_seconds(self, payload: float, axis: Axis, messages: int = 1) -> float:
         """Seconds of a collective of `payload` bytes over the ranks of `axis`, neighbours joined by the lower levels.
 
-        Each member of a level receives all that its own ranks do not have; levels work at the same time, so the slowest
-        counts. Latencies of a level grow with the logarithm of its members, and those of all levels add up.
+        Each member of a level receives all that its own ranks do not have: once, or between hosts, whose ranks send to
+        each other one by one, for every rank of its own. Levels work at the same time, so the slowest counts.
+        Latencies of a level grow with the logarithm of its members, and those of all levels add up.
 
         Args:
             payload: Of the tensors, twice for an all_reduce.
@@ -108,7 +109,8 @@ class Hardware:
                 continue
             own, sharing = max(ranks // stride, 1), min(ranks, stride)
             latency += link.latency * math.ceil(math.log2(members))
-            seconds = max(seconds, payload * (1 - own / world) / (link.bandwidth / sharing))
+            received = payload * (1 - own / world) * (own if self.device == HOST else 1)
+            seconds = max(seconds, received / (link.bandwidth / sharing))
         return messages * latency + seconds
 
     def _levels(self, world: int) -> Iterator[tuple[Link, int, int]]:
