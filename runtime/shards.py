@@ -266,7 +266,10 @@ class UnitShards:
             copy.writes = self.writes()
 
     def outgrow_kept(self) -> None:
-        """Every kept copy is out of date now. One that no gather has renewed since the last time is freed."""
+        """Every kept copy is out of date now. One that no gather has renewed since the last time is freed.
+
+        Secondary shards are freed at once: what is left, all ranks would compare with their shards in each step.
+        """
         self.kept = {names: full for names, full in self.kept.items() if not full.is_stale}
         for full in self.kept.values():
             full.is_stale = True

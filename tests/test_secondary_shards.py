@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -227,6 +229,27 @@ def written(rank: int, shard: str) -> list[str]:
 @pytest.mark.parametrize("shard", HYBRIDS)
 def test_writes_to_parameters_are_noticed(ranks: Ranks, shard: str) -> None:
     assert ranks.run(4, written, shard) == [[]] * 4
+
+
+def outgrown(rank: int) -> tuple[int, int, int]:
+    """Secondary shards that are kept, those left once a step is known of, and how often the ranks have compared any."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard="hfsdp")
+    optimizer, freshness = adamw(compiled), compiled._engine.runtime.freshness
+    with mock.patch.object(freshness, "compare", wraps=freshness.compare) as compare:
+        for step in range(3):
+            compiled(*batch("mlp", rank, step)).backward()
+            optimizer.step()
+        kept = [one.memory for shards in freshness.units.values() for one in shards.secondary.values()]
+        memory = [weakref.ref(one) for one in kept]
+        del kept
+        freshness.outgrow()
+        return len(memory), sum(one() is not None for one in memory), compare.call_count
+
+
+def test_a_step_frees_kept_secondary_shards_and_leaves_none_to_compare(ranks: Ranks) -> None:
+    for kept, left, comparisons in ranks.run(4, outgrown):
+        assert kept > 0
+        assert left == comparisons == 0
 
 
 def late(rank: int, shard: str) -> list[str]:
