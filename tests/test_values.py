@@ -23,7 +23,7 @@ from tests.models import batch, make
 from zcompile import OptionError, Pass, PipelineError, Program, ProgramError, Rule, facts
 from zcompile.ir.layout import STAGES, Hybrid
 from zcompile.ir.operation import Phase, data, op_of, set_data
-from zcompile.ir.ops import Accumulate, Call, Compute, GatherInside, Input, Reduce
+from zcompile.ir.ops import Accumulate, Call, Compute, GatherInside, GatherOutside, Input, Reduce
 from zcompile.ir.region import Region
 from zcompile.ir.side_effects import is_random
 from zcompile.model.units import Precision, axes_over, make_layout
@@ -202,10 +202,14 @@ def test_real_programs_compute_what_was_traced_after_every_pass(
     [(Hybrid.HFSDP, 3, "train step"), (Hybrid.HPZ, 2, "train step"), (Hybrid.HPZ, 3, "alone")],
 )
 def test_programs_with_secondary_shards_compute_what_was_traced(hybrid: Hybrid, stage: int, setting: str) -> None:
+    assert divided_twice(hybrid, stage, setting).program.nodes(GatherInside)
+
+
+def divided_twice(hybrid: Hybrid, stage: int = 3, setting: str = "plain") -> Verified:
+    """A finished program of which both of two axes divide the parameters."""
     model, program = traced("shared")
     layout = make_layout(model, STAGES[stage], axes_over(model, 4, 2), hybrid=hybrid)
-    verified = zcompile.pipeline(stage=stage, **SETTINGS[setting]).verified(replace(program, layout=layout))
-    assert verified.program.nodes(GatherInside)
+    return zcompile.pipeline(stage=stage, **SETTINGS[setting]).verified(replace(program, layout=layout))
 
 
 def test_choices_within_choices_are_told_apart() -> None:
@@ -366,6 +370,16 @@ def test_a_graph_within_a_region_is_read_as_it_is_now() -> None:
     finished = zcompile.pipeline(stage=3).verified(replace(traced, layout=layout))
     with pytest.raises(ProgramError, match="values as they were traced"):
         finished.after([changed(edit)])
+
+
+def test_what_two_axes_divide_is_what_was_asked_for() -> None:
+    def claim(program: Program) -> Program:
+        for node in program.nodes(GatherOutside):
+            program.respell(node, replace(op_of(node, GatherOutside), keep=False))
+        return replace(program, layout=replace(program.layout, hybrid=Hybrid.HPZ))
+
+    with pytest.raises(ProgramError, match="the hybrid of the layout: hpz; the traced step has hfsdp"):
+        divided_twice(Hybrid.HFSDP).after([changed(claim)])
 
 
 @pytest.mark.parametrize(

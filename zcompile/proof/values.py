@@ -126,7 +126,7 @@ class TracedValues:
         if program.unused != unused:
             name = min(program.unused ^ unused)
             yield Violation(None, f"{name} is said to be {'unused' if name in program.unused else 'used'}; it is not")
-        for what in ("stage", "axes", "away"):
+        for what in ("stage", "axes", "away", "hybrid"):
             if (found := getattr(layout, what)) != (wanted := getattr(self.layout, what)):
                 yield Violation(None, f"the {what} of the layout: {_said(found)}; the traced step has {_said(wanted)}")
         for unit, wanted in zip(layout.units, self.layout.units, strict=False):
