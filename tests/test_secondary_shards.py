@@ -318,7 +318,8 @@ def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, shard: str, st
 
 
 def replayed_with(rank: int, folder: str, shard: str, stage: int) -> None:
-    replayed(rank, folder, shard=shard, stage=stage)
+    """Of so few units that the backward has to gather some of them inside."""
+    replayed(rank, folder, shard=shard, stage=stage, prefetch=0)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ _KNOWN_LIBRARIES = ("_c10d_functional", "_dtensor")
 _UNEQUAL = ("all_to_all_single",)
 """Collectives of which each rank may send another size."""
 _TYPES = re.compile(r"(?:=?&?\w+\[[^\]]*\](?:@\d+)?(?:, )?)*")
-_GIVEN = re.compile(r"(?:unit|group) (\S+)$")
+_GIVEN = re.compile(r"(?<!full )(?<!secondary )(?:unit|group) (\S+)$")
 _FIX = "give the texts that zcompile has printed, of one version and unedited"
 
 
@@ -311,7 +311,7 @@ class _Reader:
     def _unbox(self, call: _Call) -> None:
         for element in call.target.elts if isinstance(call.target, ast.Tuple) else []:
             margin, name = " ".join(call.function.margins(element)), ast.unparse(element)
-            if (found := _GIVEN.search(margin)) and "full unit" not in margin:
+            if found := _GIVEN.search(margin):
                 self.given[name] = found[1]
             if found := re.search(r"\b(\d+) values", margin):
                 self.counts[name] = int(found[1])
