@@ -299,6 +299,18 @@ def data_axes(mesh: DeviceMesh) -> dict[AxisKind, str]:
 _DATA_KINDS = (AxisKind.REPLICATE, AxisKind.SHARD)
 
 
+def repeats_outside(mesh: DeviceMesh) -> bool:
+    """True if, of two dimensions, the first one repeats shards: those of a secondary shard then follow each other."""
+    return mesh.ndim == 1 or next(iter(data_axes(mesh))) is AxisKind.REPLICATE
+
+
+def check_inside(mesh: DeviceMesh, hybrid: Hybrid) -> None:
+    """Raise GroupError if both dimensions are to divide parameters, and the one that shards is the outer one."""
+    if hybrid is not Hybrid.HSDP and not repeats_outside(mesh):
+        problem = f"is {mesh}, whose shards are not inside of its replicas, as shard={hybrid.value!r} wants them"
+        raise GroupError("mesh", problem, "give the dimension that repeats first, or choose shard='hsdp' or 'flat'")
+
+
 def as_one(mesh: DeviceMesh) -> DeviceMesh:
     """The data-parallel mesh as one dimension of all its ranks. Collective."""
     return mesh if mesh.ndim == 1 else flattened(mesh)

@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import zcompile
@@ -40,7 +42,7 @@ from tests.test_hybrid import (
     through_torch_compile,
     train,
 )
-from zcompile import OptionError, PipelineError, ProgramError
+from zcompile import GroupError, OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import Data, Phase, op_of
 from zcompile.ir.ops import AllGather, GatherInside, GatherOutside, Group, ReduceOutside, Release, Update, WaitGather
 from zcompile.report.explain import peak_full_bytes
@@ -346,6 +348,32 @@ def refused(rank: int, options: dict[str, Any], shape: Shape | None) -> str:
 def test_what_cannot_be_meant_is_refused(ranks: Ranks, options: dict[str, Any], shape: Shape | None, says: str) -> None:
     for error in ranks.run(4, refused, options, shape):
         assert says in error
+
+
+def sharding_outside(rank: int, shard: str) -> tuple[str, list[str]]:
+    """What is said of a mesh whose first dimension shards, or what differs where it may."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    dist.barrier()  # a rank that is done at once would close its connections while others are still connecting
+    try:
+        compiled = zcompile.compile(make("mlp"), mesh=mesh, backend="eager", shard=shard)
+    except GroupError as error:
+        return str(error), []
+    want, got = make("mlp")(*batch("mlp", rank, 0)), compiled(*batch("mlp", rank, 0))
+    return compiled.explain(), [] if torch.equal(want, got) else [f"{want} {got}"]
+
+
+@pytest.mark.parametrize("shard", HYBRIDS)
+def test_shards_must_be_inside_to_be_divided_further(ranks: Ranks, shard: str) -> None:
+    for said, _ in ranks.run(4, sharding_outside, shard):
+        assert f"whose shards are not inside of its replicas, as shard='{shard}' wants them" in said
+
+
+def test_where_shards_are_not_inside_only_what_can_be_is_chosen(ranks: Ranks) -> None:
+    for said, wrong in ranks.run(4, sharding_outside, "auto"):
+        assert 'shard="auto" is' in said
+        assert "flat" in said
+        assert "hpz" not in said
+        assert wrong == []
 
 
 # -- in fewer bits ----------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.gradients.outside import Outside
-from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, default_device, resolve_mesh
+from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, default_device, resolve_mesh
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.offload.shard_file import ShardFile
 from zcompile.runtime.shard_memory import ShardMemory
@@ -129,6 +129,7 @@ def _compiled(
     check_axes(asked.shard, communicator.mesh.ndim, whole=bool(whole))
     layout = _layout(model, asked, communicator.mesh, parallel, units, whole)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
+    check_inside(communicator.mesh, asked.hybrid)
     given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
     everyone = agreement
     if parallel is not None:

@@ -52,7 +52,7 @@ from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients.delivery import Refusal
-from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_mesh, resolve_mesh
+from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, check_mesh, resolve_mesh
 from zcompile.runtime.shards import UnitShards
 from zcompile.schedule.option_checks import AUTO, check_axes, check_outer
 from zcompile.schedule.options import Options
@@ -171,8 +171,10 @@ class Backend:
         if self._engine is None:
             self._engine = self._make_engine(fresh, kept)
         engine = self._engine
-        lines = [f"{name} {list(param.shape)} {param.dtype}" for name, param in fresh.items()]
+        lines = [f"axis {axis.name}: {axis}" for axis in engine.runtime.layout.axes]
+        lines += [f"{name} {list(param.shape)} {param.dtype}" for name, param in fresh.items()]
         engine.runtime.agreement.reach("the parameters of a graph", [str(self.options), *lines])
+        check_inside(engine.runtime.communicator.mesh, self.options.hybrid)
         self._shard(engine, fresh, kept)
 
     def _make_engine(self, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> Engine:

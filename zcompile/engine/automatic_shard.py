@@ -12,7 +12,7 @@ from zcompile.engine.calibration import measure
 from zcompile.ir.layout import Hybrid, Layout
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.device import free_bytes
-from zcompile.runtime.groups import Communicator
+from zcompile.runtime.groups import Communicator, repeats_outside
 from zcompile.schedule.option_checks import FLAT
 from zcompile.schedule.options import Options
 from zcompile.schedule.shard_choice import ShardChoice, as_told, choose, estimate, room_in
@@ -46,18 +46,19 @@ def choose_shard(
     agreement.reach("the model", [str(asked)])  # where ranks without a choice to make come first; they do not measure
     hardware = measure(communicator, asked.dtype or torch.float32, model_parallel)
     away = asked.offload_parameters is not None
+    divides = not whole and repeats_outside(communicator.mesh)
     estimates = [
-        estimate(shard, replace(layout_of(shard), away=away), hardware) for shard in _candidates(asked, whole=whole)
+        estimate(shard, replace(layout_of(shard), away=away), hardware) for shard in _candidates(asked, divides=divides)
     ]
     told = json.dumps(as_told(estimates, room_in(free_bytes(communicator.device) + held, asked.limit)))
     shared = (agreement if everyone is None else Agreement(everyone)).share('the choice of shard="auto"', told)
     return choose([json.loads(text) for text in shared])
 
 
-def _candidates(asked: Options, *, whole: bool) -> Iterator[str]:
-    """The settings of `shard=` that the other options allow."""
+def _candidates(asked: Options, *, divides: bool) -> Iterator[str]:
+    """The settings of `shard=` that the other options allow. `divides`: both dimensions may divide a parameter."""
     if asked.outer_dtype is None:
         yield FLAT
     yield Hybrid.HSDP
-    if not whole:
+    if divides:
         yield from (Hybrid.HFSDP, Hybrid.HPZ)
