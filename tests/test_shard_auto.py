@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests.models import MODELS, batch, make
@@ -181,6 +183,27 @@ def test_ranks_that_do_not_all_ask_are_told(ranks: Ranks) -> None:
     found = ranks.run(4, some_ask)
     assert len(set(found)) == 1
     assert "rank" in found[0]
+
+
+def unlike(rank: int, what: str) -> str:
+    """All ask, of another mesh, or with owners on one rank alone."""
+    names = ("shard", "replicate") if what == "axis" and rank == 3 else ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    whole = ["layers.0.weight"] if what == "whole" and rank == 3 else None
+    dist.barrier()
+    try:
+        zcompile.compile(make("mlp"), mesh=mesh, shard="auto", whole=whole, backend="eager")
+    except AgreementError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("what", ["axis", "whole"])
+def test_ranks_that_ask_of_other_things_are_told_before_they_measure(ranks: Ranks, what: str) -> None:
+    found = ranks.run(4, unlike, what, group=10)
+    assert len(set(found)) == 1
+    assert "rank 3: " in found[0]
+    assert what in found[0]
 
 
 def test_stage_0_divides_nothing() -> None:

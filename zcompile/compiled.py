@@ -281,10 +281,7 @@ def _refuse_shared_storage(model: nn.Module) -> None:
 
 
 def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
-    lines = [f"axis {axis.name}: {axis}" for axis in layout.axes]
-    lines += [f"{p.name} whole on rank {p.owner}" for p in layout.params if p.owner is not None]
-    lines += [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in layout.params]
-    return [*lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
+    return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
 class CompiledModule(nn.Module):

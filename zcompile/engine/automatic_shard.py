@@ -40,10 +40,11 @@ def choose_shard(
         everyone: All ranks that have a part of the model, by default the data-parallel ones.
 
     Raises:
-        AgreementError: ranks have asked for other options.
+        AgreementError: ranks have asked for other options, or have another mesh or model.
     """
     agreement = Agreement(communicator)
-    agreement.reach("the model", [str(asked)])  # where ranks without a choice to make come first; they do not measure
+    lines = [str(asked), *layout_of(Hybrid.HSDP).lines]
+    agreement.reach("the model", lines)  # where ranks without a choice to make come first; they do not measure
     hardware = measure(communicator, asked.dtype or torch.float32, model_parallel)
     away = asked.offload_parameters is not None
     divides = not whole and repeats_outside(communicator.mesh)

@@ -299,6 +299,13 @@ class Layout:
     def with_units(self, units: tuple[Unit, ...]) -> Layout:
         return replace(self, units=units)
 
+    @property
+    def lines(self) -> list[str]:
+        """What ranks compare of it before they have it in common."""
+        lines = [f"axis {axis.name}: {axis}" for axis in self.axes]
+        lines += [f"{p.name} whole on rank {p.owner}" for p in self.params if p.owner is not None]
+        return lines + [f"{p.name} {list(p.shape)} {p.dtype} trainable={p.trainable}" for p in self.params]
+
     def restricted(self, names: Collection[str]) -> Layout:
         """This layout with only the parameters called `names`, and without units that have none of them."""
         kept = ((unit, tuple(p for p in unit.params if p.name in names)) for unit in self.units)
