@@ -2,14 +2,16 @@
 
 An optimizer step says that it has changed parameters. Where none came in between (gradient accumulation, evaluation,
 the next train step), a parameter says whether it may have been written to: by version counters, by operations that
-these do not show, or by anybody who has taken its `.data`. The ranks tell each other with the run, and if one of them
-has such a parameter, all compare what they keep with their shards and agree on the result: no rank gathers alone.
+these do not show, or by anybody who has taken its `.data`, or has what `state_dict` gives. The ranks tell each other
+with the run, and if one of them has such a parameter, all compare what they keep with their shards and agree on the
+result: no rank gathers alone.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -28,6 +30,15 @@ class Freshness:
         self.idle = 0
         """Steps that have found no gradient."""
         self._steps_seen = 0
+        self._given: list[weakref.ref[torch.Tensor]] = []
+        """What shows the memory of shards to others, who may write to it; no counter of a parameter tells of that."""
+
+    def give(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that somebody has `tensors`, which show the memory of shards, and may write to them."""
+        self._given += map(weakref.ref, tensors)
+
+    def _prune(self) -> None:
+        self._given = [given for given in self._given if given() is not None]
 
     def step(self, *, idle: bool = False) -> None:
         """An optimizer has stepped parameters of these units; `idle`: it has found no gradient."""
@@ -45,7 +56,10 @@ class Freshness:
             for unit in self.units.values():
                 if any(param.requires_grad for param in unit.parameters.values()):
                     unit.outgrow_kept()
-        return any(unit.may_differ for unit in self.units.values())
+        if not self.has_current:
+            self._prune()  # what was written so far will be gathered
+            return False
+        return bool(self._given) or any(unit.may_differ for unit in self.units.values())
 
     @property
     def has_current(self) -> bool:
@@ -65,3 +79,4 @@ class Freshness:
             unit.drop_copies()
         for unit in kept:
             unit.compared()
+        self._prune()

@@ -254,6 +254,25 @@ def test_a_step_frees_kept_secondary_shards_and_leaves_none_to_compare(ranks: Ra
         assert left == comparisons == 0
 
 
+def written_by_state(rank: int, shard: str, stage: int) -> list[str]:
+    """What `state_dict` gives is written to: by who lets it go at once, and by who holds it."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard, stage=stage)
+    plain, found, held = make("mlp"), [], compiled.state_dict()
+    for number in range(4):
+        with torch.no_grad():
+            want, got = plain(*batch("mlp", rank, 0)), compiled(*batch("mlp", rank, 0))
+        found += [] if torch.equal(want, got) else [f"call {number}: {want} {got}"]
+        for state in (plain.state_dict(), held if number % 2 else compiled.state_dict()):
+            for value in state.values():
+                value.mul_(0.5)
+    return found
+
+
+@pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("flat", 2)])
+def test_writes_to_what_state_dict_gives_are_noticed(ranks: Ranks, shard: str, stage: int) -> None:
+    assert ranks.run(4, written_by_state, shard, stage) == [[]] * 4
+
+
 def late(rank: int, shard: str) -> list[str]:
     """A step comes between a forward and its backward: its gradients are those of the parameters of the forward."""
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard)

@@ -394,6 +394,7 @@ class CompiledModule(nn.Module):
         for name, value in state.items():
             if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and owner_of(value) is None:
                 state[name] = copyable(value)
+        self._engine.runtime.freshness.give(value for value in state.values() if isinstance(value, DTensor))
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -54,6 +54,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients.delivery import Refusal
 from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, check_mesh, resolve_mesh
 from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.stale_copies import Freshness
 from zcompile.schedule.option_checks import AUTO, check_axes, check_outer
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
@@ -283,7 +284,7 @@ class Backend:
         """Free the memory of `old`. Code outside of compiled graphs reads NaN in it, and its backward is refused."""
         old.data = self._nan[old.dtype][: old.numel()].view(old.shape)
         # nn.Module's state_dict takes `detach()` of a parameter, its load_state_dict `copy_(value)`: the shard's.
-        old.detach = lambda: copyable(cast(DTensor, shard.detach()))  # type: ignore[method-assign]
+        old.detach = partial(_detached, self.engine.runtime.freshness, shard)  # type: ignore[method-assign]
         old.copy_ = partial(_copy, unit, name)  # type: ignore[method-assign]
         old.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]
         self._versions[id(old)] = version_of(old)
@@ -553,6 +554,12 @@ def _normalising(module: fx.GraphModule) -> set[fx.Node]:
 def _refuse_copy(name: str, _: object) -> NoReturn:
     fix = "copy the model before its first compiled call, or its state_dict()"
     raise ParameterError(name, "cannot be copied: it has no memory, its shard has", fix)
+
+
+def _detached(freshness: Freshness, shard: nn.Parameter) -> DTensor:
+    shown = copyable(cast(DTensor, shard.detach()))
+    freshness.give([shown])
+    return shown
 
 
 def _copy(unit: UnitShards, name: str, value: torch.Tensor, *_: object) -> torch.Tensor:
