@@ -209,3 +209,8 @@ def test_ranks_that_ask_of_other_things_are_told_before_they_measure(ranks: Rank
 def test_stage_0_divides_nothing() -> None:
     with pytest.raises(OptionError, match="stage 0 divides nothing"):
         Options(stage=0, shard="auto")
+
+
+def test_a_misspelt_setting_is_told_the_nearest_one_as_it_is_given() -> None:
+    with pytest.raises(OptionError, match=r"did you mean 'hfsdp'\? choose from 'auto', 'flat', 'hfsdp', 'hpz', 'hsdp'"):
+        Options(shard="hfspd")

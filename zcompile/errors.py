@@ -103,7 +103,7 @@ class ReplayError(ZcompileError):
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """The advice for a misspelt name: the nearest choice first, then all of them (the first dozen of many)."""
-    known = sorted(choices)
+    known = sorted(map(str, choices))  # of an enumeration, the texts that are given
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     more = f" and {len(known) - 12} more" if len(known) > 12 else ""
     return (f"did you mean {close[0]!r}? " if close else "") + f"choose from {', '.join(map(repr, known[:12]))}{more}"
