@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import zcompile
 from tests.models import batch, make
@@ -22,7 +23,10 @@ from tests.ranks import Ranks
 from zcompile.cost.forecast import Choice
 from zcompile.errors import AgreementError, ProofError
 from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.layout import STAGES as STAGES_OF_ZERO
+from zcompile.ir.layout import Hybrid
 from zcompile.ir.program import Program
+from zcompile.model.units import axes_over, make_layout
 from zcompile.passes.partition_activations import partition_activations
 from zcompile.proof.rank_events import Act, RankEvent, RankEvents, read_events
 from zcompile.proof.ranks import check_folders, check_texts, conflict_along, first_conflict
@@ -94,6 +98,32 @@ def pipeline(stages: int, batches: int = 4, data: int = 1, waits: str = "late") 
 
 def check(lines: Mapping[int, list[str]], stages: int, data: int = 1) -> None:
     check_texts({rank: text(of, stages, data) for rank, of in lines.items()})
+
+
+# -- two axes of data -------------------------------------------------------------------------------------------------
+
+
+def divided_twice() -> Program:
+    """A step whose backward gathers inside from the secondary shards of the forward."""
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)
+    layout = make_layout(model, STAGES_OF_ZERO[3], axes_over(model, 4, 2), hybrid=Hybrid.HPZ)
+    return zcompile.pipeline(stage=3, prefetch=0).run(replace(trace(model, (x,)), layout=layout))
+
+
+def test_secondary_shards_that_outlive_the_forward_are_no_group() -> None:
+    program = divided_twice()
+    text = program.text(regions=True)
+    check_texts(dict.fromkeys(range(4), text))
+    events = read_events({"": text}).events
+    assert [event.what for event in events if event.act is Act.JOIN] == program.communications()
+
+
+def test_a_rank_that_gathers_inside_from_primary_shards_is_told() -> None:
+    right = divided_twice().text(regions=True)
+    wrong = re.sub(r"all_gather\(u1, u1_secondary\)", "all_gather(u1)", right, count=1)
+    assert wrong != right
+    with pytest.raises(ProofError, match=r"rank 0: 'forward: all_gather 1 .* from secondary shards'"):
+        check_texts({**dict.fromkeys(range(4), right), 1: wrong})
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------

@@ -301,6 +301,11 @@ class GatherInside(AllGather):
 
     takes = ((Shards,), (WaitSecondary,))
 
+    @property
+    def agreed(self) -> tuple[str, str]:
+        """With what is sent, which is more than primary shards."""
+        return ("all_gather keep" if self.keep else "all_gather"), " from secondary shards"
+
     def copied(self, layout: Layout) -> int:
         """Secondary shards are on the device."""
         return 0

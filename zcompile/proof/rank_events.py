@@ -123,7 +123,7 @@ _KNOWN_LIBRARIES = ("_c10d_functional", "_dtensor")
 _UNEQUAL = ("all_to_all_single",)
 """Collectives of which each rank may send another size."""
 _TYPES = re.compile(r"(?:=?&?\w+\[[^\]]*\](?:@\d+)?(?:, )?)*")
-_GIVEN = re.compile(r"(?<!full )(?<!secondary )(?:unit|group) (\S+)$")
+_GIVEN = re.compile(r"(?<!full )(?<!secondary )\b(?:unit|group) (\S+)$")
 _FIX = "give the texts that zcompile has printed, of one version and unedited"
 
 
@@ -392,6 +392,7 @@ class _Reader:
         keep = " keep" if call.name == "all_gather" and options.get("keep") == "True" else ""
         by = f" by {options['bucket']}" if "bucket" in options else ""
         by += f" over {axis}" if (axis := self._outside(call)) else ""
+        by += " from secondary shards" if not axis and call.name == "all_gather" and call.argument(1) else ""
         by += f" in {dtype_text(dtype_of(options['wire'].removeprefix('torch.')))}" if "wire" in options else ""
         return f"{call.name}{keep} {unit} ({', '.join(texts)}){by}"
 
