@@ -562,6 +562,12 @@ def test_a_gather_ahead_that_no_forward_takes() -> None:
     assert update_refusal(program) == "b_ahead gathers b as no forward does"
 
 
+def test_a_gather_ahead_of_another_units_shards() -> None:
+    program = train_step().copy()
+    program.node("b_ahead").update_arg(0, program.node("a"))
+    assert update_refusal(program) == "b_ahead gathers b, but is given a"
+
+
 def test_the_runner_names_the_pass_that_broke_an_earlier_fact() -> None:
     def forgetful(program: Program) -> Program:
         program = program.copy()

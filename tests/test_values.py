@@ -207,7 +207,7 @@ def test_programs_with_secondary_shards_compute_what_was_traced(hybrid: Hybrid, 
 
 def divided_twice(hybrid: Hybrid, stage: int = 3, setting: str = "plain") -> Verified:
     """A finished program of which both of two axes divide the parameters."""
-    model, program = traced("shared")
+    model, program = traced("mlp")
     layout = make_layout(model, STAGES[stage], axes_over(model, 4, 2), hybrid=hybrid)
     return zcompile.pipeline(stage=stage, **SETTINGS[setting]).verified(replace(program, layout=layout))
 

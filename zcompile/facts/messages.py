@@ -106,6 +106,8 @@ def _gathered_ahead(program: Program) -> Iterator[Violation]:
             yield Violation(node, f"{node.name} gathers {op.unit} as no forward does")
         if op.unit in updated and position[updated[op.unit]] > position[node]:
             yield Violation(node, f"{node.name} gathers {op.unit} before its update")
+        if data(shards := node.all_input_nodes[0]).op != Shards(op.unit):
+            yield Violation(node, f"{node.name} gathers {op.unit}, but is given {shards.name}")
     for unit, times in Counter(op_of(node, GatherAhead).unit for node in program.nodes(GatherAhead)).items():
         if times > 1:
             yield Violation(None, f"{unit} is gathered ahead {times} times; want once")

@@ -108,7 +108,9 @@ def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:
 
 def _mistaken_outside(program: Program, node: fx.Node, op: ReduceOutside) -> Iterator[Violation]:
     """What is averaged outside has been inside, of the same parameters; the axis is the outer one."""
-    _, averages, group = given_to(node)
+    shards, averages, group = given_to(node)
+    if shards != Shards(op.unit):
+        yield Violation(node, f"{node.name} names the unit {op.unit}, and is given the shards of {shards.unit}")
     if averages != WaitReduce(op.unit, op.params) or group != Group(op.axis):
         yield Violation(node, f"{node.name} averages {op.params} over {op.axis}, and is given {averages} over {group}")
     if op.wire is not (wanted := program.layout.unit(op.unit).outer_dtype):

@@ -256,11 +256,13 @@ def _reduce(step: StepTerms, node: fx.Node) -> Value:
 
 
 def _reduce_outside(step: StepTerms, node: fx.Node) -> Value:
-    """The means outside of what are means inside already; of what is none nothing."""
-    op, found = op_of(node, ops.ReduceOutside), step.values[node.all_input_nodes[1]]
-    if not isinstance(found, Mapping):
+    """The means outside of what are means inside of the same unit already; of what is none nothing."""
+    op, (shards, found) = op_of(node, ops.ReduceOutside), (step.values[given] for given in node.all_input_nodes[:2])
+    if not isinstance(found, Mapping) or not isinstance(shards, FullUnit):
         return None
-    params = {param.name: param for param in step.program.layout.unit(op.unit).params}
+    params = {param.name: param for param in shards.unit.params}
+    if not found.keys() <= params.keys():
+        return None
     means = {}
     for name, term in found.items():
         scattered = op.scatter and bool(params[name].shards)
