@@ -444,6 +444,11 @@ def averaged_otherwise(program: zcompile.Program) -> None:
     program.respell(node, replace(op_of(node, ReduceOutside), scatter=False))
 
 
+def averaged_with_other_shards(program: zcompile.Program) -> None:
+    first, second = program.nodes(ReduceOutside)[:2]
+    first.update_arg(0, second.args[0])
+
+
 def after_the_update(program: zcompile.Program) -> None:
     """In a train step a unit is gathered once more, from what was sent outside before it was stepped."""
     gathers = {op_of(node, GatherInside).unit: node for node in program.nodes(GatherInside)}
@@ -464,6 +469,7 @@ MISTAKES = {
     of_primary_shards: "from what are not its secondary shards",
     kept_otherwise: "secondary shards of",
     averaged_otherwise: "gives each rank outside all of",
+    averaged_with_other_shards: "and is given the shards of",
     after_the_update: "after its update",
 }
 

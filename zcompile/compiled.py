@@ -106,8 +106,8 @@ def compile(
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
     Raises:
-        OptionError, PipelineError, OptimizerError: what cannot be meant, or another's; a limit too low, at first call.
-        ModelError, GroupError, AgreementError: no parameters, sharded, quantised; group, mesh or ranks that do not fit.
+        OptionError, PipelineError: an option, weights or a pass that cannot be meant; a limit too low, at first call.
+        ModelError, OptimizerError, GroupError, AgreementError: a model, optimizer, mesh or ranks that do not fit.
     """
     return _compiled(model, Options.among(locals()), mesh, units, whole, _optimizers(optimizer, model), weights)
 

@@ -220,6 +220,7 @@ SCENARIOS: dict[str, Scenario] = {
     "hfsdp, side stream": loop(3, replicas=2, shard="hfsdp", streams="forward"),
     "hfsdp, train step, alternating": step(3, replicas=2, shard="hfsdp", streams="alternating"),
     "hfsdp, written to": loop(3, replicas=2, shard="hfsdp", writes=True),
+    "shard by the links, stage 3": loop(3, replicas=2, shard="auto"),
     "tensor parallel, stage 2": loop(2, tensor=2),
     "tensor parallel, stage 3": loop(3, tensor=2),
     "tensor parallel, parts": loop(3, tensor=2, partition_activations=True, checkpoint="unit"),
