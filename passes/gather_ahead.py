@@ -61,13 +61,13 @@ def _full_bytes(program: Program, params: Sequence[str]) -> int:
 
 
 def _first_gathers(program: Program) -> list[fx.Node]:
-    """Gathers that stand before the first region."""
-    result = []
+    """Of each unit the first gather before the first region: one that is used again may have two there."""
+    result: dict[str, fx.Node] = {}
     for node in program.nodes(AllGather, Call, phase=Phase.FORWARD):
         if isinstance(data(node).op, Call):
             break
-        result.append(node)
-    return result
+        result.setdefault(op_of(node, AllGather).unit, node)
+    return list(result.values())
 
 
 def _started(program: Program, gather: str) -> Program:

@@ -59,7 +59,7 @@ class ShardedParameter(ExplainedDTensor):
 
         Raises:
             ParameterError: the result is differentiable, a term of a loss outside of the model's call; or `func` mixes
-                the parameter with a plain tensor, or puts one into its `.data`.
+                the parameter with a plain tensor, or puts one into its `.data`; or torch cannot divide what it writes.
             GroupError: naming the ranks that have not come, and the line that has called it.
         """
         if func == _SET_DATA:  # a new object each time
@@ -73,6 +73,8 @@ class ShardedParameter(ExplainedDTensor):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise _refusal(args, func) from error
+            if "require placement changes" in str(error):
+                raise _undivided(args, func) from error
             if "not supported for tensor subclasses" in str(error):
                 raise _refusal(args, func, "take its full_tensor() on every rank, or its to_local()") from None
             raise
@@ -147,6 +149,16 @@ def _whole(result: DTensor, tensor: ExplainedDTensor | None) -> DTensor:
         return result
     with watched(tensor, "a sum over a parameter's shards"):
         return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
+
+
+def _undivided(args: Any, func: Callable[..., Any]) -> ParameterError:
+    """The refusal of a whole tensor to be written into rows: torch divides none that has fewer rows than ranks."""
+    tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
+    written = f"{getattr(func, '__name__', 'an operation')} writes a tensor that is whole on all ranks"
+    shape, world = list(tensor.shape), tensor.device_mesh.size()
+    problem = f"{written} into this parameter, of shape {shape}, by rows on {world} ranks"
+    fix = "keep it whole on one rank, with whole= in zcompile.compile, or take an optimizer that works by elements"
+    return ParameterError(tensor.zcompile_name, problem, fix)
 
 
 def _refusal(args: Any, func: Callable[..., Any], fix: str = "") -> ParameterError:

@@ -73,12 +73,42 @@ def backward(box):
     gather_ahead(a)                      #                       +64 B         a
     return [None], []
 """
+AGAIN = """
+def forward(box):
+    (
+        a,                #            1 parameters  unit a
+        b,                #            1 parameters  unit b
+        x,                # f32[8, 4]
+    ) = unbox(box)
+    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
+    yc = region_0(a, yb)  # f32[8, 4]  +128 B        a
+    return [yc], [x, ya, yb]
+
+
+def backward(box):
+    (
+        a,                        #                       1 parameters  unit a
+        b,                        #                       1 parameters  unit b
+        x,                        # f32[8, 4]
+        ya,                       # f32[8, 4]                           a
+        yb,                       # f32[8, 4]                           b
+        dy,                       # f32[8, 4]                           tangent
+    ) = unbox(box)
+    db, gc = region_1(a, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        a
+    del yb, dy                    #                       -192 B
+    da, gb = region_1(b, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    del ya, db                    #                       -256 B
+    ga = region_2(da, x)          # f32[4, 4]             +64 B         a.lin
+    del x, da                     #                       -128 B
+    return [None], {'a.weight': ga, 'b.weight': gb}
+"""
 
 
 def updated(head: str = CHAIN, phases: str = GATHERED, prefetch: int = 1) -> Program:
     """A train step up to this pass."""
     program = parsed(head, phases)
-    if phases == OUTLINED:
+    if not program.nodes(AllGather):
         program = insert_gathers(program)
     program = schedule_prefetch(insert_reductions(program), prefetch=prefetch)
     return insert_updates(sink_waits(program, depth=1, consumed=True))
@@ -112,6 +142,15 @@ def test_a_gather_that_would_raise_the_peak_stays() -> None:
     after = gather_ahead(before)
     assert [op_of(node, GatherAhead).unit for node in after.nodes(GatherAhead)] == ["a"]
     assert parameter_peak(after) == parameter_peak(before)
+
+
+def test_a_unit_that_the_forward_uses_again_is_gathered_ahead_once() -> None:
+    """With two gathers of it before the first region the second is the forward's own, as its copy is another one."""
+    before = updated(phases=AGAIN, prefetch=2)
+    assert [op_of(node, AllGather).unit for node in before.nodes(AllGather)][:3] == ["a", "b", "a"]
+    after = gather_ahead(before)
+    verify(after, (facts.UPDATED_ONCE, facts.GATHERED_AHEAD, facts.VOLUME_RIGHT), "here")
+    assert sorted(op_of(node, GatherAhead).unit for node in after.nodes(GatherAhead)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
