@@ -138,7 +138,8 @@ def _secondary(program: Program, shards: fx.Node, call: fx.Node) -> fx.Node:
             return node
     axis = layout.replicated
     assert axis is not None, "secondary shards are gathered along the outer axis"
-    op = GatherOutside(unit, axis.name, layout.keeps_secondary, layout.unit(unit).compute_dtype)
+    dtype, wire = layout.unit(unit).compute_dtype, layout.unit(unit).outer_gather_dtype
+    op = GatherOutside(unit, axis.name, layout.keeps_secondary, dtype, wire)
     phase = data(call).phase
     type_ = TensorType.make(torch.uint8, (op.buffer_bytes(layout),))
     group = group_of(program, axis)

@@ -26,7 +26,7 @@ def pack_small(program: Program, *, small: int = SMALL_BYTES, bucket: int | None
 def _packed(unit: Unit, limit: int, bucket: float) -> Unit:
     def kind(index: int) -> tuple[object, ...]:
         param: Param = unit.params[index]
-        layout = bool(param.shards), param.owner
+        layout = bool(param.shards), param.owner, param.outer_gather_dtype
         return param.dtype, param.compute_dtype, param.reduction_dtype, *layout, param.nbytes <= limit
 
     messages: list[tuple[int, ...]] = []

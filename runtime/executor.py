@@ -14,10 +14,12 @@ import torch
 
 from zcompile.ir.layout import Param, Unit
 from zcompile.ir.secondary import message_places, secondary_bytes
+from zcompile.ir.wire import shard_wire_bytes
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.device import current_stream, stream_number
 from zcompile.runtime.groups import AxisCommunicator
+from zcompile.runtime.low_precision import decode_shards
 from zcompile.runtime.messages import flattened, pack, part_of, piece_inside, sent_in_place, unpack
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
@@ -113,15 +115,20 @@ class OutsideGather:
     secondary: Secondary
     works: Sequence[AsyncWork]
     keep: bool
+    coded: Sequence[torch.Tensor | None] = ()
+    """Where messages arrive that are encoded."""
 
     def wait(self) -> torch.Tensor:
         """The secondary shards of the unit, as the bytes of one tensor."""
         ranks = self.bound.shards.communicator.outside
         assert ranks is not None or not self.works, "what is gathered outside is so along the outer axis"
-        for work, (_, arrived) in zip(self.works, self.secondary.messages, strict=False):
+        for work, (params, tensor), coded in zip(self.works, self.secondary.messages, self.coded, strict=False):
             if ranks is not None:
-                _land(work, "all_gather", self.bound.unit.name, ranks, arrived.nbytes, ranks.axis)
-        self.works = ()
+                nbytes = tensor.nbytes if coded is None else coded.nbytes
+                _land(work, "all_gather", self.bound.unit.name, ranks, nbytes, ranks.axis)
+                if coded is not None:
+                    _decode(coded.view(ranks.size, -1), params, tensor.view(ranks.size, -1))
+        self.works, self.coded = (), ()
         if self.keep:
             self.bound.shards.secondary[self.bound.unit.names] = self.secondary
         return self.secondary.memory
@@ -214,14 +221,16 @@ def all_gather(
     keep: bool = False,
     dtype: torch.dtype | None = None,
     at: torch.Tensor | None = None,
+    wire: torch.dtype | None = None,
 ) -> Gather | OutsideGather:
     """Start gathering the full parameters of a unit; nothing is sent where a copy is kept (see `runtime.stale_copies`).
 
     With `dtype`, shards that the layout computes with in it are cast before they are sent. `at`: where it arrives.
-    `given`: the ranks outside, for its secondary shards; or what these are, for its full parameters.
+    `given`: the ranks outside, for its secondary shards; or what these are, for its full parameters. Outside shards
+    travel as `wire`, where the layout says so of them.
     """
     if isinstance(given, AxisCommunicator):
-        return _gather_outside(bound, given, keep=keep, dtype=dtype)
+        return _gather_outside(bound, given, keep=keep, dtype=dtype, wire=wire)
     ahead: Gather | None = bound.shards.ahead.pop(bound.unit.names, None) if bound.updater is not None else None
     if ahead is not None:
         return ahead
@@ -232,7 +241,7 @@ def all_gather(
 
 
 def _gather_outside(
-    bound: BoundUnit, outside: AxisCommunicator, *, keep: bool, dtype: torch.dtype | None
+    bound: BoundUnit, outside: AxisCommunicator, *, keep: bool, dtype: torch.dtype | None, wire: torch.dtype | None
 ) -> OutsideGather:
     """Start gathering secondary shards, unless they, or the full copy that comes of them, are kept and current."""
     shards, device = bound.shards, outside.device
@@ -244,21 +253,41 @@ def _gather_outside(
         return OutsideGather(bound, kept, (), keep)
     if (full := bound.kept) is not None and not full.is_stale:
         return OutsideGather(bound, Secondary(torch.empty(0, dtype=torch.uint8, device=device), []), (), keep=False)
-    return _start_outside(bound, outside, keep=keep, dtype=dtype)
+    return _start_outside(bound, outside, keep=keep, dtype=dtype, wire=wire)
 
 
 def _start_outside(
-    bound: BoundUnit, outside: AxisCommunicator, *, keep: bool, dtype: torch.dtype | None
+    bound: BoundUnit, outside: AxisCommunicator, *, keep: bool, dtype: torch.dtype | None, wire: torch.dtype | None
 ) -> OutsideGather:
     shards = bound.shards
     shards.memory.before(bound.unit.name)
     secondary = _secondary_of(bound, dtype, None)
     secondary.writes, secondary.stream = shards.writes() if keep else 0, stream_number(outside.device)
-    sent, arrived = [shards.wire(params) for params, _ in secondary.messages], [one for _, one in secondary.messages]
+    params, wanted = zip(*secondary.messages, strict=True)
+    kinds = [wire if some[0].outer_gather_dtype is wire else None for some in params]
+    coded = [None if kind is None else _room(some, kind, outside) for some, kind in zip(params, kinds, strict=True)]
+    arrived = [one if room is None else room for one, room in zip(wanted, coded, strict=True)]
     with shards.memory.sending():
+        sent = [
+            shards.wire(some) if kind is None else shards.coded(some, kind)
+            for some, kind in zip(params, kinds, strict=True)
+        ]
         sent = sent_in_place(sent, arrived, [None] * len(sent), outside, always=shards.memory.is_away)
         works = outside.all_gather_many(arrived, sent)
-    return OutsideGather(bound, secondary, works, keep)
+    return OutsideGather(bound, secondary, works, keep, coded)
+
+
+def _room(params: list[Param], wire: torch.dtype, outside: AxisCommunicator) -> torch.Tensor:
+    """Where a message arrives that is encoded."""
+    nbytes = sum(shard_wire_bytes(param.shard_numel, wire) for param in params)
+    return torch.empty(outside.size * nbytes, dtype=torch.uint8, device=outside.device)
+
+
+def _decode(coded: torch.Tensor, params: list[Param], shards: torch.Tensor) -> None:
+    """Decode a message, [ranks, bytes], into secondary shards, [ranks, elements]: this rank's own shard, too."""
+    wire = params[0].outer_gather_dtype
+    assert wire is not None, "it has travelled in fewer bits"
+    shards.copy_(decode_shards(coded, [param.shard_numel for param in params], wire, shards.dtype))
 
 
 def _secondary_of(bound: BoundUnit, dtype: torch.dtype | None, memory: torch.Tensor | None) -> Secondary:
@@ -283,7 +312,8 @@ def gathered(bound: BoundUnit) -> Full:
     """The full parameters of a unit, now: for code that runs outside of a program."""
     communicator, dtype, secondary = bound.shards.communicator, bound.unit.compute_dtype, None
     if communicator.outside is not None and communicator.parts > 1 and bound.unit.is_sharded:
-        secondary = _start_outside(bound, communicator.outside, keep=False, dtype=dtype).wait()
+        wire = bound.unit.outer_gather_dtype
+        secondary = _start_outside(bound, communicator.outside, keep=False, dtype=dtype, wire=wire).wait()
     return _start(bound, False, dtype, None, secondary=secondary).wait()
 
 

@@ -1,14 +1,18 @@
-"""Averages that travel in fewer bits than they are summed in, as in ZeRO++ (Wang et al. 2023, section 3.3).
+"""Averages and shards that travel in fewer bits, as in ZeRO++ (Wang et al. 2023, sections 3.3 and 3.1).
 
     bfloat16    rounded: each element is off by 2^-8 of itself at most
     int8        in blocks of 256 elements: each is off by 1/254 of the largest of its block at most
 
-What arrives is summed in the dtype of the average, and every rank sums the same: what itself has sent, too, as the
-others got it. Beyond two ranks averages travel so once more. Where a number is not finite, its block is not, so that
-an overflow is still seen.
+What averages arrive is summed in the dtype of the average, and every rank sums the same: what itself has sent, too, as
+the others got it. Beyond two ranks averages travel so once more. Where a number is not finite, its block is not, so
+that an overflow is still seen.
+
+Of shards each parameter has blocks of its own: numbers do not depend on what travels in one message.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -51,9 +55,33 @@ def parts_of(flat: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def padded_rows(rows: torch.Tensor) -> torch.Tensor:
     """`rows`, [ranks, numel], each padded with zeros to whole blocks."""
+    if rows.shape[1] % BLOCK == 0:
+        return rows
     padded = rows.new_zeros(len(rows), padded_to_blocks(rows.shape[1]))
     padded[:, : rows.shape[1]].copy_(rows)
     return padded
+
+
+def encode_shards(flat: torch.Tensor, numels: Sequence[int], wire: torch.dtype) -> torch.Tensor:
+    """Shards of `numels` elements, end to end in `flat`, 1-D, as bytes, 1-D uint8."""
+    rows = flat[None]
+    if wire is torch.int8:
+        rows = torch.cat([padded_rows(shard) for shard in rows.split(list(numels), dim=1)], dim=1)
+    return encode(rows, wire)[0]
+
+
+def decode_shards(sent: torch.Tensor, numels: Sequence[int], wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """What `encode_shards` gave on each rank, [ranks, bytes], in `dtype`: shards end to end, [ranks, elements]."""
+    rows = decode(sent, wire, dtype)
+    if wire is torch.int8:
+        shards = rows.split([padded_to_blocks(numel) for numel in numels], dim=1)
+        rows = torch.cat([shard[:, :numel] for shard, numel in zip(shards, numels, strict=True)], dim=1)
+    return rows
+
+
+def as_sent(flat: torch.Tensor, numels: Sequence[int], wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """Shards as all ranks have them in `dtype`, once they have been sent; 1-D, like `flat`."""
+    return decode_shards(encode_shards(flat, numels, wire)[None], numels, wire, dtype)[0]
 
 
 def mean_of(sent: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> torch.Tensor:

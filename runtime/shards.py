@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from zcompile._torch import backward_number, local_tensor, version_of
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.low_precision import as_sent, encode_shards
 from zcompile.runtime.shard_memory import ShardMemory, aligned_end
 from zcompile.runtime.tensors.explained import explain
 from zcompile.runtime.tensors.parameter import ShardedParameter, sharded
@@ -163,6 +164,18 @@ class UnitShards:
             return self.buffers[first.dtype][start:stop]
         return torch.cat([self.padded_shard(param) for param in params])
 
+    def coded(self, params: list[Param], wire: torch.dtype) -> torch.Tensor:
+        """What `wire(params)` gives, on the device, encoded in `wire`."""
+        flat = self.wire(params).to(self.communicator.device, non_blocking=True)
+        return encode_shards(flat, [param.shard_numel for param in params], wire)
+
+    def as_gathered(self, params: list[Param], dtype: torch.dtype) -> torch.Tensor:
+        """What `wire(params)` gives, on the device, as it is once it has been gathered in `dtype`."""
+        if (wire := params[0].outer_gather_dtype) is None:
+            return self.wire(params).to(self.communicator.device, dtype, non_blocking=True)
+        flat = self.wire(params).to(self.communicator.device, non_blocking=True)
+        return as_sent(flat, [param.shard_numel for param in params], wire, dtype)
+
     def local(self, param: Param) -> torch.Tensor:
         """This rank's values of `param`: its rows, or the whole of it where it is not sharded."""
         return local_tensor(self.parameters[param.name])
@@ -300,13 +313,15 @@ class UnitShards:
                 if param.shards or param.compute_dtype or self.memory.is_away:  # else it is the shard itself
                     start, stop = param.shard_rows(rank)
                     kept = full[index][start:stop] if param.shape else full[index]
-                    result.append(torch.ne(kept, self.local(param).to(kept, non_blocking=True)).any())
+                    mine = self.local(param).to(kept, non_blocking=True)
+                    if param.outer_gather_dtype is not None:
+                        mine = self.as_gathered([param], kept.dtype)[: kept.numel()].view_as(kept)
+                    result.append(torch.ne(kept, mine).any())
         for secondary in self.secondary.values():
             assert self.communicator.outside is not None, "they are gathered along the outer axis"
             place, parts = self.communicator.outside.rank, self.communicator.parts
             for params, sent in secondary.messages:
-                mine = sent.view(parts, -1)[place]
-                result.append(torch.ne(mine, self.wire(params).to(mine, non_blocking=True)).any())
+                result.append(torch.ne(sent.view(parts, -1)[place], self.as_gathered(params, sent.dtype)).any())
         for gather in self.ahead.values():
             result += [
                 torch.ne(sent, self.wire(params).to(sent, non_blocking=True)).any() for params, sent in gather.sent

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.rounding import rounded
 from zcompile.ir.layout import Unit
 from zcompile.runtime import shards
 from zcompile.runtime.arena import Arenas
@@ -321,6 +322,14 @@ def part(case: Case, index: int, full: torch.Tensor, rank: int) -> torch.Tensor:
     return rows_of(full, case.world, rank) if param.shards else full
 
 
+def arriving(case: Case, index: int, full: torch.Tensor) -> torch.Tensor:
+    """A whole parameter as it arrives, where each rank's rows may travel in fewer bits."""
+    wire = case.unit.params[index].outer_gather_dtype
+    if wire is None or case.outer == 1:
+        return full
+    return torch.cat([rounded(rows_of(full, case.world, rank), wire) for rank in range(case.world)])
+
+
 # -- one rank's part of a test ----------------------------------------------------------------------------------------
 
 
@@ -375,7 +384,8 @@ def gathering(case: Case, bound: BoundUnit) -> Steps[list[str]]:
             negate(bound)  # what is on its way stays as it was: a copy is sent
         secondary = None
         if case.outer > 1 and case.unit.is_sharded:
-            outside = all_gather(bound, bound.shards.communicator.outside, keep=not keeps, dtype=case.dtype)
+            wire = case.unit.outer_gather_dtype
+            outside = all_gather(bound, bound.shards.communicator.outside, keep=not keeps, dtype=case.dtype, wire=wire)
             yield
             secondary = wait(outside)
             assert isinstance(secondary, torch.Tensor)
@@ -385,7 +395,7 @@ def gathering(case: Case, bound: BoundUnit) -> Steps[list[str]]:
         assert isinstance(full, Full)
         for index, param in enumerate(params):
             sign = -1 if changed and not ahead else 1
-            wanted = (sign * case.full(index)).to(param.full_dtype)
+            wanted = arriving(case, index, sign * case.full(index)).to(param.full_dtype)
             if not ahead or (param.shards and case.world > 1):  # what a rank has whole is not sent
                 found += wrong(f"{param.name} gathered, keep={keeps} ahead={ahead}", full[index], wanted)
             found += [] if full[index].is_contiguous() else [f"{param.name} is not contiguous"]

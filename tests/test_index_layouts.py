@@ -7,6 +7,7 @@ gather them in worlds of 1 to 8. What is wanted is torch's: `torch.chunk`, sums 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -88,9 +89,12 @@ def cases(draw: st.DrawFn, least: int = 1, most: int = 8, *, levels: bool = Fals
     outer = draw(st.sampled_from([2, 4])) if levels else 1
     world = outer * draw(st.sampled_from([1, 2, 4])) if levels else world
     given_ = draw(params(world, low, owned=not levels))
+    wire = draw(st.sampled_from([None, torch.bfloat16, torch.int8])) if levels else None
+    given_ = tuple(replace(p, outer_gather_dtype=wire if p.shards and draw(st.booleans()) else None) for p in given_)
     kinds: dict[tuple[object, ...], list[list[int]]] = {}
     for index, param in enumerate(given_):
-        kind = (param.dtype, param.compute_dtype, param.reduction_dtype, bool(param.shards), param.owner)
+        dtypes = (param.dtype, param.compute_dtype, param.reduction_dtype, param.outer_gather_dtype)
+        kind = (*dtypes, bool(param.shards), param.owner)
         groups = kinds.setdefault(kind, [[]])
         if groups[-1] and draw(st.integers(0, 2)) == 0:
             groups.append([])

@@ -82,6 +82,12 @@ def test_every_row_says_what_it_does() -> None:
             ReduceOutside("b", ("b.weight",), "outer", scatter=True, wire=torch.int8),
         ),
         ("all_gather", (Shards("b"), Group("outer")), {"keep": True}, GatherOutside("b", "outer", keep=True)),
+        (
+            "all_gather",
+            (Shards("b"), Group("outer")),
+            {"wire": torch.int8},
+            GatherOutside("b", "outer", wire=torch.int8),
+        ),
         ("wait", (GatherOutside("b", "outer"),), {}, WaitSecondary("b")),
         ("all_gather", (Shards("b"), WaitSecondary("b")), {}, GatherInside("b")),
         ("wait", (GatherInside("b"),), {}, WaitGather("b")),

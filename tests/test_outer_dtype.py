@@ -20,6 +20,7 @@ from tests.cases import quickly
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
 from tests.ranks import Ranks
+from tests.rounding import EACH, rounded
 from tests.test_hybrid import STEPS, Shape, Values, adamw, differing, full_values, mean, mesh_of, train
 from zcompile import OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import data
@@ -29,18 +30,6 @@ from zcompile.runtime.groups import AxisCommunicator, Communicator
 from zcompile.runtime.low_precision import decode, encode
 
 WIRES = (torch.bfloat16, torch.int8)
-EACH = 256
-
-
-def rounded(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """By hand, block by block: the values as others get them."""
-    if wire is torch.bfloat16:
-        return values.to(wire).to(values.dtype)
-    found = []
-    for block in values.flatten().split(EACH):
-        scale = float((block.float().abs().max() / 127).item())
-        found.append(block if scale == 0 else torch.round(block.float() / scale) * torch.tensor(scale))
-    return torch.cat(found).to(values.dtype).view(values.shape)
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------

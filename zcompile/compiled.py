@@ -44,7 +44,14 @@ from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.placement import ModelParallel
-from zcompile.schedule.option_checks import AUTO, check_axes, check_outer, check_place, offload_of
+from zcompile.schedule.option_checks import (
+    AUTO,
+    check_axes,
+    check_gathered,
+    check_outer,
+    check_place,
+    offload_of,
+)
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pass, Pipeline
 from zcompile.state.model_state import ModelState, Save
@@ -63,6 +70,7 @@ def compile(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     outer_dtype: torch.dtype | None = None,
+    outer_gather_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
     bucket: int | str | None = None,
@@ -79,6 +87,8 @@ def compile(
 ) -> CompiledModule:
     """Shard `model` by ZeRO, with rank 0's values, into a module that runs its training step as a program. Collective.
 
+    Raises OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError for what does not fit.
+
     Args:
         model: Any module, all on one device or on meta, where its own code gives values. Its code is not touched.
         optimizer: One or several built over the model's parameters: pointed at the shards. Later ones need no mention.
@@ -91,6 +101,7 @@ def compile(
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
         outer_dtype: bfloat16 or int8, in which averages travel along a mesh's "replicate"; changes numbers.
+        outer_gather_dtype: The same for shards that "hfsdp" and "hpz" gather along it.
         checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
         memory_limit: Bytes, or "2 GiB", beside shards and optimizer state: stage 3 keeps as many units full as fit.
         bucket: Bytes, or "25 MiB", of what is copied at a time to be sent; by default the cost model decides.
@@ -104,10 +115,6 @@ def compile(
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
         record: A folder for a recording of the first training step, which `zcompile replay` runs again.
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
-
-    Raises:
-        OptionError, PipelineError: an option, weights or a pass that cannot be meant; a limit too low, at first call.
-        ModelError, OptimizerError, GroupError, AgreementError: a model, optimizer, mesh or ranks that do not fit.
     """
     return _compiled(model, Options.among(locals()), mesh, units, whole, _optimizers(optimizer, model), weights)
 
@@ -130,6 +137,7 @@ def _compiled(
     layout = _layout(model, asked, communicator.mesh, parallel, units, whole)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     check_inside(communicator.mesh, asked.hybrid)
+    check_gathered(layout, asked.outer_gather_dtype)
     given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
     everyone = agreement
     if parallel is not None:

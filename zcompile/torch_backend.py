@@ -210,9 +210,7 @@ class Backend:
         def layout_of(shard: str) -> Layout:
             layout = self._empty_layout(mesh, replace(self.options, shard=shard))
             blocks, precision = blocks_of_names(fresh), self.options.precision
-            return layout.with_units(
-                tuple(make_units(fresh, blocks, layout.stage, layout.shards, precision, kept=kept))
-            )
+            return layout.with_units(tuple(make_units(fresh, blocks, layout, precision, kept=kept)))
 
         held = sum(param.nbytes for param in fresh.values())
         choice = choose_shard(self.options, communicator, layout_of, held=held)
@@ -249,7 +247,7 @@ class Backend:
         layout, communicator = engine.runtime.layout, engine.runtime.communicator
         blocks, precision = blocks_of_names(fresh), self.options.precision
         taken = {identifier(unit.name) for unit in layout.units}
-        units = list(make_units(fresh, blocks, layout.stage, layout.shards, precision, kept=kept, taken=taken))
+        units = list(make_units(fresh, blocks, layout, precision, kept=kept, taken=taken))
         plain = not layout.stage.optimizer_sharded
         shards: dict[str, UnitShards] = {}
         made: dict[int, _Known] = {}
@@ -455,6 +453,7 @@ def backend(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     outer_dtype: torch.dtype | None = None,
+    outer_gather_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
     memory_limit: int | str | None = None,
     bucket: int | str | None = None,

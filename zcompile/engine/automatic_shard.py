@@ -58,8 +58,9 @@ def choose_shard(
 
 def _candidates(asked: Options, *, divides: bool) -> Iterator[str]:
     """The settings of `shard=` that the other options allow. `divides`: both dimensions may divide a parameter."""
-    if asked.outer_dtype is None:
+    if asked.outer_dtype is None and asked.outer_gather_dtype is None:
         yield FLAT
-    yield Hybrid.HSDP
+    if asked.outer_gather_dtype is None or not divides:
+        yield Hybrid.HSDP
     if divides:
         yield from (Hybrid.HFSDP, Hybrid.HPZ)

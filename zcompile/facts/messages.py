@@ -131,7 +131,8 @@ def _messages_packed(program: Program) -> Iterator[Violation]:
 
 def _message_violations(unit: Unit, message: tuple[int, ...]) -> Iterator[Violation]:
     params = [unit.params[index] for index in message]
-    kinds = {(p.dtype, p.compute_dtype, p.reduction_dtype, bool(p.shards), p.owner) for p in params}
+    dtypes = ((p.dtype, p.compute_dtype, p.reduction_dtype, p.outer_gather_dtype) for p in params)
+    kinds = {(*some, bool(p.shards), p.owner) for some, p in zip(dtypes, params, strict=True)}
     if len(kinds) > 1:
         names = [param.name for param in params]
         yield Violation(None, f"a message of {unit.name} mixes dtypes, owners, or whole and sharded: {names}")

@@ -136,6 +136,8 @@ def _mistaken_gather(program: Program, node: fx.Node, op: AllGather | GatherOuts
         if op.keep is not layout.keeps_secondary:
             problem = "keeps" if op.keep else "does not keep"
             yield Violation(node, f"{node.name} {problem} secondary shards of {op.unit} beyond the step")
+        if op.wire is not (wire := layout.unit(op.unit).outer_gather_dtype):
+            yield Violation(node, f"{node.name} sends shards of {op.unit} as {op.wire}; want {wire}")
     elif isinstance(op, AllGather):
         if (wanted := layout.has_secondary and layout.unit(op.unit).is_sharded) is not isinstance(op, GatherInside):
             what = "secondary shards" if wanted else "shards, of which there are no secondary ones"

@@ -17,6 +17,7 @@ import torch
 from zcompile.errors import ModelError
 from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.owners import choose_owners, cost_of
+from zcompile.ir.wire import shard_wire_bytes
 
 SMALL_BYTES = 64 * 1024
 """A parameter of at most this many bytes travels packed with its neighbours: a copy costs less than a message."""
@@ -81,6 +82,8 @@ class Param:
     """The rank, of those that shard, that keeps all of it; None: its rows are divided among them."""
     outer_dtype: torch.dtype | None = None
     """In which averages of its gradient travel between replicas; None: in that of the average."""
+    outer_gather_dtype: torch.dtype | None = None
+    """In which its shards travel outside, where both axes divide it; None: in that of the full parameter."""
 
     @property
     def full_dtype(self) -> torch.dtype:
@@ -126,6 +129,14 @@ class Param:
     def padded_bytes(self) -> int:
         """Bytes of the full parameter, padded for the world."""
         return self.padded_numel * self.full_dtype.itemsize
+
+    def gathered_as(self, wire: torch.dtype | None) -> Param:
+        """This parameter with shards that travel outside as `wire`, where that is fewer bytes: not if they are tiny."""
+        usual = self.shard_numel * self.full_dtype.itemsize
+        fewer = (
+            wire is not None and self.full_dtype.is_floating_point and shard_wire_bytes(self.shard_numel, wire) < usual
+        )
+        return replace(self, outer_gather_dtype=wire if fewer and self.shards else None)
 
     @property
     def is_small(self) -> bool:
@@ -181,6 +192,11 @@ class Unit:
     def outer_dtype(self) -> torch.dtype | None:
         """In which averages of this unit travel between replicas; None: in that of the averages."""
         return next((param.outer_dtype for param in self.params if param.outer_dtype), None)
+
+    @property
+    def outer_gather_dtype(self) -> torch.dtype | None:
+        """In which shards of this unit travel outside, but for those that do not; None: in that of full parameters."""
+        return next((param.outer_gather_dtype for param in self.params if param.outer_gather_dtype), None)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -337,9 +353,14 @@ class Layout:
         sizes = {axis.kind: axis for axis in axes_of(world, parts, replicas=replicas)}
         axes = tuple(replace(sizes[axis.kind], name=axis.name) for axis in self.axes if axis.kind in sizes)
         assert len(axes) == len(sizes), "replicas are those of a layout that has some"
-        shards = world if self.has_secondary and replicas > 1 else sizes[AxisKind.SHARD].size
+        secondary = self.has_secondary and replicas > 1
+        shards = world if secondary else sizes[AxisKind.SHARD].size
+
+        def divide(param: Param, wire: torch.dtype | None) -> Param:
+            return replace(param, shards=shards).gathered_as(wire if secondary else None) if param.shards else param
+
         units = tuple(
-            replace(unit, params=tuple(replace(p, shards=shards) if p.shards else p for p in unit.params))
+            replace(unit, params=tuple(divide(param, unit.outer_gather_dtype) for param in unit.params))
             for unit in self.units
         )
         divided = replace(self, units=units, axes=axes)

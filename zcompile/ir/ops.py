@@ -24,12 +24,13 @@ from zcompile.ir.operation import (
     Role,
     Traffic,
     data,
+    op_of,
     options_of,
     takes,
 )
 from zcompile.ir.secondary import secondary_bytes
 from zcompile.ir.tensor_type import dtype_text
-from zcompile.ir.wire import average_payload, padded_to_blocks, wire_bytes
+from zcompile.ir.wire import average_payload, padded_to_blocks, shard_wire_bytes, wire_bytes
 
 ByteRange = tuple[int, int]
 """The bytes [start, stop) of the arena that a line has for what it gathers, or copies to be sent."""
@@ -210,6 +211,11 @@ class Communication(Operation):
         return self.payload(layout) // layout.sharded.size if layout.away else 0
 
 
+def _sent_in(wire: torch.dtype | None) -> str:
+    """What ranks compare of the dtype in which something is sent, if that is named."""
+    return "" if wire is None else f" in {dtype_text(wire)}"
+
+
 @dataclass(frozen=True, slots=True)
 class AllGather(Communication):
     """Start gathering a unit. `keep`: the full copy outlives the program and is gathered again only after a change."""
@@ -255,33 +261,60 @@ class GatherOutside(Communication):
     keep: bool = False
     dtype: torch.dtype | None = None
     """As of an `AllGather`."""
+    wire: torch.dtype | None = None
+    """In which shards are sent, if not in the dtype in which they are wanted: see `zcompile.ir.wire`."""
 
     @property
     def agreed(self) -> tuple[str, str]:
-        """With what is kept, and the axis."""
-        return ("all_gather keep" if self.keep else "all_gather"), f" over {self.axis}"
+        """With what is kept, the axis, and what is sent."""
+        return ("all_gather keep" if self.keep else "all_gather"), f" over {self.axis}{_sent_in(self.wire)}"
 
-    def sent_dtype(self, param: Param) -> torch.dtype:
-        """That of the shard, unless the line names the one computed in."""
+    def is_coded(self, param: Param) -> bool:
+        """True for a parameter whose shards are encoded."""
+        return self.wire is not None and param.outer_gather_dtype is self.wire
+
+    def wanted_dtype(self, param: Param) -> torch.dtype:
+        """That of secondary shards: of the shard, unless the line names the one computed in."""
         return param.full_dtype if self.dtype is param.compute_dtype else param.dtype
 
+    def sent_dtype(self, param: Param) -> torch.dtype:
+        """That of secondary shards, or of what is encoded."""
+        return self.wire if self.wire is not None and self.is_coded(param) else self.wanted_dtype(param)
+
     def message_bytes(self, layout: Layout) -> list[int]:
-        """Of secondary shards."""
-        messages = self.messages(layout)
-        return [sum(layout.numel_inside(p) * self.sent_dtype(p).itemsize for p in params) for params in messages]
+        """Of secondary shards, as they are sent."""
+        return [self._sent_bytes(params, layout) for params in self.messages(layout)]
 
     def payload(self, layout: Layout) -> int:
-        """That of the secondary shards."""
+        """That of secondary shards, as they are sent."""
         return sum(self.message_bytes(layout))
 
     def buffer_bytes(self, layout: Layout) -> int:
-        """Bytes of the tensor that they arrive in."""
-        return secondary_bytes(self.message_bytes(layout))
+        """Bytes of the tensor that secondary shards are in."""
+        return secondary_bytes([self._wanted_bytes(params, layout) for params in self.messages(layout)])
+
+    def coded_bytes(self, layout: Layout) -> int:
+        """Bytes of what arrives encoded, beside that tensor."""
+        coded = [params for params in self.messages(layout) if self.is_coded(params[0])]
+        return sum(self._sent_bytes(params, layout) for params in coded)
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """With what arrives encoded."""
+        return data(node).nbytes + self.coded_bytes(layout)
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """Over its axis."""
-        axis, payload = layout.axis(self.axis), self.payload(layout)
-        return Traffic(axis, payload, len(self.messages(layout)), payload // axis.size if layout.away else 0)
+        """Over its axis. What is copied from the host is encoded behind that."""
+        axis, messages = layout.axis(self.axis), self.messages(layout)
+        copied = sum(self._wanted_bytes(params, layout) for params in messages) // axis.size if layout.away else 0
+        return Traffic(axis, self.payload(layout), len(messages), copied)
+
+    def _sent_bytes(self, params: list[Param], layout: Layout) -> int:
+        if self.wire is None or not self.is_coded(params[0]):
+            return self._wanted_bytes(params, layout)
+        return layout.axis(self.axis).size * sum(shard_wire_bytes(param.shard_numel, self.wire) for param in params)
+
+    def _wanted_bytes(self, params: list[Param], layout: Layout) -> int:
+        return sum(layout.numel_inside(param) * self.wanted_dtype(param).itemsize for param in params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +326,10 @@ class WaitSecondary(Operation):
     takes = ((GatherOutside,),)
 
     unit: str
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """What has arrived encoded is freed."""
+        return data(node).nbytes - op_of(node.all_input_nodes[0], GatherOutside).coded_bytes(layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +498,7 @@ class ReduceOutside(Averaging):
     @property
     def agreed(self) -> tuple[str, str]:
         """With the axis, and what is sent."""
-        return self.function, f" over {self.axis}{'' if self.wire is None else f' in {dtype_text(self.wire)}'}"
+        return self.function, f" over {self.axis}{_sent_in(self.wire)}"
 
     def message_bytes(self, layout: Layout) -> list[int]:
         """Of what a rank has inside, as it is sent."""

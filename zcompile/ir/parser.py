@@ -463,7 +463,8 @@ def _placeholders_first(graph: fx.Graph) -> None:
 def _param(text: str, shards: int) -> Param:
     name, _, rest = text.partition(" ")
     type_ = TensorType.parse(rest)
-    dtypes = {kind: dtype_of(short) for kind, short in re.findall(r" (computed|reduced|across) in (\w+)", rest)}
+    said = re.findall(r" (computed|reduced|across|gathered) in (\w+)", rest)
+    dtypes = {kind: dtype_of(short) for kind, short in said}
     return Param(
         unescaped(name),
         type_.shape,
@@ -474,6 +475,7 @@ def _param(text: str, shards: int) -> Param:
         dtypes.get("reduced"),
         int(owner[1]) if (owner := re.search(r" owner (\d+)$", rest)) else None,
         dtypes.get("across"),
+        dtypes.get("gathered"),
     )
 
 

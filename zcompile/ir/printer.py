@@ -200,6 +200,7 @@ def _param_text(param: Param, unused: frozenset[str]) -> str:
         (f" computed in {dtype_text(param.compute_dtype)}" if param.compute_dtype else "")
         + (f" reduced in {dtype_text(param.reduction_dtype)}" if param.reduction_dtype else "")
         + (f" sent across in {dtype_text(param.outer_dtype)}" if param.outer_dtype else "")
+        + (f" gathered in {dtype_text(param.outer_gather_dtype)}" if param.outer_gather_dtype else "")
         + (" unused" if param.name in unused else "")
         + ("" if param.trainable else " frozen")
         + ("" if param.shards else " whole")

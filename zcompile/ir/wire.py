@@ -1,6 +1,7 @@
-"""What averages take on a wire on which they travel in fewer bits: as bfloat16, or as int8 in blocks with a scale each.
+"""What is sent in fewer bits takes so many bytes: as bfloat16, or as int8 in blocks with a scale each.
 
-Ranks average parts, each its own, and send each other the averages, both in few bits; two ranks exchange all at once.
+Of averages ranks average parts, each its own, and send each other the averages, both in few bits; two ranks exchange
+all at once. Of a parameter each rank sends its shard.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ def padded_to_blocks(numel: int) -> int:
 
 
 def wire_bytes(numel: int, wire: torch.dtype) -> int:
-    """Bytes of `numel` elements, which are whole blocks."""
+    """Bytes of `numel` elements, of which int8 has whole blocks."""
     scales = numel // BLOCK * torch.float32.itemsize if wire is torch.int8 else 0
     return numel * wire.itemsize + scales
+
+
+def shard_wire_bytes(numel: int, wire: torch.dtype) -> int:
+    """Bytes of a shard of `numel` elements, of which int8 has whole blocks for each parameter."""
+    return wire_bytes(padded_to_blocks(numel) if wire is torch.int8 else numel, wire)
 
 
 def average_payload(numel: int, ranks: int, wire: torch.dtype) -> int:

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -106,11 +106,13 @@ class Precision:
     `dtype`: in which floating-point parameters are gathered and computed with; None: in their own.
     `reduce_dtype`: in which gradients are averaged; None: float32 where `dtype` is given, else the gradient's own.
     `outer_dtype`: in which averages travel between replicas; None: as they are.
+    `outer_gather_dtype`: in which shards travel outside, where both axes divide parameters; None: as they are.
     """
 
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     outer_dtype: torch.dtype | None = None
+    outer_gather_dtype: torch.dtype | None = None
 
     def compute(self, param: torch.Tensor) -> torch.dtype | None:
         """What `param` is cast to for a gather; None where it is not."""
@@ -153,22 +155,20 @@ def make_layout(
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
     layout = Layout((), stage, axes, hybrid=hybrid)
-    made = tuple(make_units(params, blocks, stage, layout.shards, precision, kept=kept))
-    layout = layout.with_units(made)
+    layout = layout.with_units(tuple(make_units(params, blocks, layout, precision, kept=kept)))
     return layout.owned(match_params(params, whole)) if whole else layout
 
 
 def make_units(
     params: Mapping[str, torch.Tensor],
     blocks: Sequence[str],
-    stage: Stage,
-    world: int,
+    layout: Layout,
     precision: Precision,
     *,
     kept: Set[str] = frozenset(),
     taken: Set[str] = frozenset(),
 ) -> Iterator[Unit]:
-    """Units of named parameters: one a block, and one for each run between blocks.
+    """Units of named parameters for a layout: one a block, and one for each run between blocks.
 
     Parameters in `kept` keep their dtype; identifiers in `taken` are other units'.
     """
@@ -178,8 +178,8 @@ def make_units(
         index = next((i for i, (path, _) in enumerate(groups) if block and path == block), None)
         if index is None and (block or not groups or groups[-1][0]):
             groups.append((block, []))
-        mixed = Precision(None, precision.reduce_dtype, precision.outer_dtype) if name in kept else precision
-        groups[-1 if index is None else index][1].append(_param(name, param, stage, world, mixed))
+        mixed = replace(precision, dtype=None) if name in kept else precision
+        groups[-1 if index is None else index][1].append(_param(name, param, layout, mixed))
     return _named(groups, {*taken})
 
 
@@ -192,24 +192,29 @@ def _named(groups: list[tuple[str, list[Param]]], taken: set[str]) -> Iterator[U
             name += "_"
         taken.add(identifier(name))
         # Whole parameters last and small ones behind large ones: those packed lie side by side in a shard's buffer.
-        order = sorted(params, key=lambda p: (not p.shards, str(p.dtype), str(p.full_dtype), p.is_small))
-        yield Unit(name, tuple(order), modules)
+        yield Unit(name, tuple(sorted(params, key=_place)), modules)
 
 
-def _param(name: str, param: torch.Tensor, stage: Stage, world: int, precision: Precision) -> Param:
+def _place(param: Param) -> tuple[bool, str, str, bool, str]:
+    """Where a parameter stands in its unit: beside those that it may travel with."""
+    return not param.shards, str(param.dtype), str(param.full_dtype), param.is_small, str(param.outer_gather_dtype)
+
+
+def _param(name: str, param: torch.Tensor, layout: Layout, precision: Precision) -> Param:
     held = local_tensor(param)  # a tensor-parallel parameter is to all that follows what this rank has of it
-    sharded = stage.optimizer_sharded and held.dim() > 0 and held.numel() > 0
+    sharded = layout.stage.optimizer_sharded and held.dim() > 0 and held.numel() > 0
     compute = precision.compute(param)
-    return Param(
+    made = Param(
         name,
         tuple(held.shape),
         param.dtype,
         param.requires_grad,
-        world if sharded else 0,
+        layout.shards if sharded else 0,
         compute,
         precision.reduction(param, compute),
         outer_dtype=precision.outer_dtype if sharded else None,
     )
+    return made.gathered_as(precision.outer_gather_dtype if layout.has_secondary else None)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -45,12 +45,9 @@ class RuntimeLines:
         """How both axes divide what ranks keep; empty where one repeats it."""
         self.effects: dict[str, list[tuple[int, Place]]] = defaultdict(list)
         self.delivered: dict[str, tuple[int, Place]] = {}
-        self.gathers, self.ahead = dict[str, Any](), dict[str, Any]()
-        self.ranges: dict[Any, range] = {}
-        self.mutated: set[Storage] = set()
-        self.scope, self.gradients, self.taken = dict[str, Any](), dict[str, Any](), dict[str, int]()
-        self.doubts: list[tuple[Place, str]] = []
-        self.ends: list[Place] = []
+        self.gathers, self.ahead, self.scope, self.gradients = (dict[str, Any]() for _ in range(4))
+        self.taken, self.ranges, self.mutated = dict[str, int](), dict[Any, range](), set[Storage]()
+        self.doubts, self.ends = list[tuple[Place, str]](), list[Place]()
         self.phase, self.how, self.graph = "", "scatter", False
 
     def refuse(self, problem: str) -> NoReturn:
@@ -93,10 +90,17 @@ class RuntimeLines:
             self.refuse("takes bytes of the arena that another line has")
         self.ranges |= {key: at} if at is not None else {}
 
-    def _all_gather(self, shards: Any, source: Any = None, keep: str = "", dtype: str = "", at: Any = None) -> Begun:
+    def _all_gather(
+        self, shards: Any, source: Any = None, keep: str = "", dtype: str = "", at: Any = None, wire: str = ""
+    ) -> Begun:
         made = shards, dtype, shards.version, keep, Storage(f"the parameters of {shards.unit}"), self.terms.here
         if isinstance(source, Lease):
-            self._check_outside(shards, source, keep)
+            if source.kind != f"group {self.outside}" or not self.hybrid:
+                self.refuse(f"gathers secondary shards of {shards.unit} over {source.kind}")
+            if (keep == "bool True") != (self.hybrid == "hfsdp" and self.stage == 3):
+                self.refuse(f"{'keeps' if keep else 'does not keep'} secondary shards of {shards.unit} beyond the step")
+            if wire != (said := max(param.gathered for param in shards.params)):
+                self.refuse(f"gathers {shards.unit} in {wire or 'its own dtype'}; its units say {said or 'nothing'}")
             return Begun([SecondaryPart(*made)])
         divided = bool(self.hybrid) and any("whole" not in param.flags for param in shards.params)
         fits = isinstance(source, SecondaryPart) and source[:3] == made[:3] if divided else source is None
@@ -108,13 +112,6 @@ class RuntimeLines:
             self.gathers.setdefault(shards.unit, (keep, dtype))
         self._lay(gathered.memory, at)
         return Begun([gathered])
-
-    def _check_outside(self, shards: UnitPart, group: Lease, keep: str) -> None:
-        """Refuse to gather over another group what the ranks at one place outside have, or to keep it otherwise."""
-        if group.kind != f"group {self.outside}" or not self.hybrid:
-            self.refuse(f"gathers secondary shards of {shards.unit} over {group.kind}")
-        if (keep == "bool True") != (self.hybrid == "hfsdp" and self.stage == 3):
-            self.refuse(f"{'keeps' if keep else 'does not keep'} secondary shards of {shards.unit} beyond the step")
 
     def _gather_ahead(self, shards: Any, keep: str = "", dtype: str = "") -> None:
         if self.ahead.setdefault(shards.unit, one := ((keep, dtype), shards.version, self.terms.here)) is not one:

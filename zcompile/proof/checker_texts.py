@@ -39,10 +39,12 @@ class ParamText(NamedTuple):
     computed: str = ""
     reduced: str = ""
     across: str = ""
+    gathered: str = ""
 
     def full(self, dtype: str) -> str:
         """The head of the whole parameter in a dtype."""
-        return f"full({self.name})" if dtype == self.dtype else f"full({self.name}, {dtype})"
+        ways = ([dtype] if dtype != self.dtype else []) + ([f"gathered in {self.gathered}"] if self.gathered else [])
+        return f"full({', '.join([self.name, *ways])})"
 
 
 def file_text(path: Path) -> str:
@@ -127,5 +129,5 @@ def literal(node: ast.expr) -> str:
 def param_of(text: str) -> ParamText:
     """From a line of the units: `layers.0.weight f32[4, 4] computed in bf16 unused`."""
     name, _, rest = text.partition(" ")
-    dtypes = dict(re.findall(r"(computed|reduced|across) in (\w+)", rest))
+    dtypes = dict(re.findall(r"(computed|reduced|across|gathered) in (\w+)", rest))
     return ParamText(_unescaped(name), rest.partition("[")[0], rest.partition("]")[2].split(), **dtypes)

@@ -379,6 +379,8 @@ class _Reader:
         else:
             sends = [not param.is_whole for param in params]
             kinds = [param.sent_in(param.computed, param.own, options.get("dtype")) for param in params]
+            coded = zip(params, kinds, strict=True)
+            kinds = [param.sent_in(param.gathered, kind, options.get("wire")) for param, kind in coded]
         packed = {
             index: tuple(message) for message in self.constants.get("packed", {}).get(unit, ()) for index in message
         }
@@ -446,8 +448,8 @@ class _Param:
         type_, _, flags = rest.partition("]")
         self.own, _, dims = type_.partition("[")
         self.shape = f"[{dims}]"
-        dtypes = dict(re.findall(r" (computed|reduced|across) in (\w+)", flags))
-        self.computed, self.reduced = dtypes.get("computed"), dtypes.get("reduced")
+        dtypes = dict(re.findall(r" (computed|reduced|across|gathered) in (\w+)", flags))
+        self.computed, self.reduced, self.gathered = map(dtypes.get, ("computed", "reduced", "gathered"))
         self.full = self.computed or self.own
         self.is_whole = flags.endswith(" whole")
         owner = re.search(r" owner \d+$", flags)

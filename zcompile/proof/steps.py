@@ -34,6 +34,8 @@ class FullUnit:
     dtype: torch.dtype | None
     updated: bool = False
     """True if the optimizer has stepped for them before."""
+    wire: torch.dtype | None = None
+    """In which their shards have travelled outside, of those that do: that is one more cast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,8 @@ class StepTerms:
         param = found.unit.params[item]
         cast = not param.shards or param.compute_dtype is found.dtype
         dtype = param.full_dtype if cast else param.dtype
-        return self.terms.make((UPDATED if found.updated else PARAMETER, param.name, str(dtype)))
+        wire = found.wire if found.wire is param.outer_gather_dtype else None
+        return self.terms.make((UPDATED if found.updated else PARAMETER, param.name, sent(str(dtype), wire)))
 
     def _draw(self) -> int:
         self.draws += 1
@@ -173,13 +176,14 @@ def _input(step: StepTerms, node: fx.Node) -> Value:
 def _parameter(step: StepTerms, node: fx.Node) -> Value:
     type_ = data(node).type
     assert type_ is not None, "parameters are tensors"
-    return step.terms.make((PARAMETER, op_of(node, ops.Parameter).name, str(type_.dtype)))
+    param = step.program.layout.param(op_of(node, ops.Parameter).name)
+    return step.terms.make((PARAMETER, param.name, sent(str(type_.dtype), param.outer_gather_dtype)))
 
 
 def _shards(step: StepTerms, node: fx.Node) -> Value:
     # Read as they are where nothing has to be gathered, and until it is: a fact says when that has to be done.
     unit = step.program.layout.unit(op_of(node, ops.Shards).unit)
-    return FullUnit(unit, unit.compute_dtype)
+    return FullUnit(unit, unit.compute_dtype, wire=unit.outer_gather_dtype)
 
 
 def _lent(step: StepTerms, node: fx.Node) -> Value:
@@ -227,7 +231,9 @@ def _all_gather(step: StepTerms, node: fx.Node) -> Value:
 
 def _gather_outside(step: StepTerms, node: fx.Node) -> Value:
     op, shards = op_of(node, ops.GatherOutside), step.values[node.all_input_nodes[0]]
-    return Started(SecondaryUnit(replace(shards, dtype=op.dtype), op.axis)) if isinstance(shards, FullUnit) else None
+    if not isinstance(shards, FullUnit):
+        return None
+    return Started(SecondaryUnit(replace(shards, dtype=op.dtype, wire=op.wire), op.axis))
 
 
 def _gather_inside(step: StepTerms, node: fx.Node) -> Value:
@@ -236,7 +242,8 @@ def _gather_inside(step: StepTerms, node: fx.Node) -> Value:
     outer, dtype = step.program.layout.replicated, op_of(node, ops.GatherInside).dtype
     if not isinstance(secondary, SecondaryUnit) or not isinstance(shards, FullUnit):
         return None
-    fresh = secondary.full == replace(shards, dtype=dtype) and outer is not None and secondary.axis == outer.name
+    now = replace(shards, dtype=dtype, wire=secondary.full.wire)
+    fresh = secondary.full == now and outer is not None and secondary.axis == outer.name
     return Started(secondary.full) if fresh else None
 
 
@@ -272,7 +279,7 @@ def _reduce_outside(step: StepTerms, node: fx.Node) -> Value:
 
 
 def sent(how: str, wire: torch.dtype | None) -> str:
-    """How an average is made, of what travels as `wire`, if not as it is summed."""
+    """How an average is made, or the dtype of a parameter, of what travels as `wire`, if that is named."""
     return how if wire is None else f"{how}, sent in {dtype_text(wire)}"
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from zcompile.errors import OptionError, nearest
-from zcompile.ir.layout import Hybrid
+from zcompile.ir.layout import Hybrid, Layout
 from zcompile.ir.wire import WIRE_DTYPES
 
 BACKENDS = ("inductor", "eager")
@@ -118,14 +118,36 @@ def check_wire(dtype: object, stage: int) -> None:
     """Raise OptionError for what averages cannot travel in between replicas, or where there are none."""
     if dtype is None:
         return
-    if dtype not in WIRE_DTYPES:
-        problem = f"{dtype!r} is no dtype in which averages can travel"
-        raise OptionError(
-            "outer_dtype", problem, "choose torch.bfloat16 or torch.int8, or None to send them as they are"
-        )
+    _check_wire_dtype("outer_dtype", dtype, "averages")
     if stage == 0:
         problem = "is for what ranks with the same shards average, and stage 0 has no shards"
         raise OptionError("outer_dtype", problem, "choose stage 1, 2 or 3, or leave it out")
+
+
+def check_gather_wire(dtype: object, stage: int, *, divides: bool) -> None:
+    """Raise OptionError for what shards cannot travel in outside, or where none do, unless both axes divide them."""
+    if dtype is None:
+        return
+    _check_wire_dtype("outer_gather_dtype", dtype, "shards")
+    if stage == 0 or not divides:
+        problem = "is for what is gathered along the outer dimension of a mesh, where nothing is"
+        fix = "give shard='hfsdp' or shard='hpz', in stage 1, 2 or 3, or leave it out"
+        raise OptionError("outer_gather_dtype", problem, fix)
+
+
+def check_gathered(layout: Layout, dtype: torch.dtype | None) -> None:
+    """Raise OptionError for an `outer_gather_dtype` that no shard of a layout travels outside in."""
+    floating = (param for param in layout.params if param.full_dtype.is_floating_point)
+    found = (dtype in (param.outer_gather_dtype, param.full_dtype) for param in floating)
+    if dtype is not None and layout.has_secondary and not any(found):
+        problem = f"is {dtype}, in which no shard is fewer bytes: of {layout.shards} ranks they are tiny, or integers"
+        raise OptionError("outer_gather_dtype", problem, "leave it out, or take fewer ranks")
+
+
+def _check_wire_dtype(option: str, dtype: object, what: str) -> None:
+    if dtype not in WIRE_DTYPES:
+        fix = "choose torch.bfloat16 or torch.int8, or None to send them as they are"
+        raise OptionError(option, f"{dtype!r} is no dtype in which {what} can travel", fix)
 
 
 FLAT = "flat"

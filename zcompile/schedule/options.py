@@ -19,6 +19,7 @@ from zcompile.schedule.option_checks import (
     bytes_of,
     check_backend,
     check_dtype,
+    check_gather_wire,
     check_prefetch,
     check_shard,
     check_stage,
@@ -48,6 +49,7 @@ class Options:
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     outer_dtype: torch.dtype | None = None
+    outer_gather_dtype: torch.dtype | None = None
     checkpoint: str | int | float | None = None
     passes: Pipeline | Mapping[str, Pass | None] | None = field(default=None, metadata={_OWN: True})
     """Functions, which cannot be compared; what they make of a program is."""
@@ -72,6 +74,8 @@ class Options:
         check_dtype("dtype", self.dtype)
         check_dtype("reduce_dtype", self.reduce_dtype)
         check_wire(self.outer_dtype, self.stage)
+        divides = self.hybrid is not Hybrid.HSDP or self.shard == AUTO
+        check_gather_wire(self.outer_gather_dtype, self.stage, divides=divides)
         checkpoint_of(self.checkpoint)
         if self.memory_limit is not None and (option := self._keeps_memory()):
             fix = "leave one of the two out: an arena has room for what is alive at most, and has it all the time"
@@ -104,7 +108,7 @@ class Options:
 
     @property
     def precision(self) -> Precision:
-        return Precision(self.dtype, self.reduce_dtype, self.outer_dtype)
+        return Precision(self.dtype, self.reduce_dtype, self.outer_dtype, self.outer_gather_dtype)
 
     @property
     def hybrid(self) -> Hybrid:

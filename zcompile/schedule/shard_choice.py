@@ -75,7 +75,7 @@ def traffic_of(unit: Unit, layout: Layout) -> Iterator[tuple[Traffic, int]]:
         gather = AllGather(unit.name, dtype=unit.compute_dtype)
         yield gather.traffic(_NO_NODE, layout), 2 if layout.stage.parameters_sharded else 1
     if unit.is_sharded and outer is not None and layout.has_secondary:
-        outside = GatherOutside(unit.name, outer.name, dtype=unit.compute_dtype)
+        outside = GatherOutside(unit.name, outer.name, dtype=unit.compute_dtype, wire=unit.outer_gather_dtype)
         yield outside.traffic(_NO_NODE, layout), 1
     if params:
         yield Reduce(unit.name, params, scatter=True, dtype=unit.reduction_dtype).traffic(_NO_NODE, layout), 1

@@ -27,6 +27,7 @@ from zcompile.recording.recording import GIVEN
 from zcompile.recording.values import Described, Tensor, dtype_named, labels_of, leaves_of
 from zcompile.runtime.device import generators_of
 from zcompile.runtime.executor import Gradients, accumulate, copy, release, store
+from zcompile.runtime.low_precision import as_sent
 from zcompile.runtime.shards import Full
 from zcompile.tools.replay_origins import NonFinite, RunLine, Tracer
 from zcompile.tools.replay_sizes import for_any_size
@@ -489,7 +490,13 @@ class RunReplay:
         for index, param in enumerate(full.unit.params):
             start, stop = param.shard_rows(rank)
             rows = full[index][start:stop] if param.shape else full[index]
-            own = unit[index].to(rows)  # cast as what is sent is
+            own, wire = unit[index], param.outer_gather_dtype
+            # Cast as what is sent is.
+            own = (
+                own.to(rows)
+                if wire is None
+                else as_sent(own.reshape(-1), [own.numel()], wire, rows.dtype).view_as(rows)
+            )
             if not Tensor.of(rows)[0].has_bits_of(Tensor.of(own)[0]):
                 result.append(param.name)
         return result
