@@ -291,7 +291,7 @@ class Breaking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(7, 5), nn.Linear(5, 1)
-        self.scale, self.gain = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.arange(1.0, 6.0))
+        self.scale, self.gain = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.linspace(0.1, 0.9, 5))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = self.first(x) * self.gain
