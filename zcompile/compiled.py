@@ -87,8 +87,6 @@ def compile(
 ) -> CompiledModule:
     """Shard `model` by ZeRO, with rank 0's values, into a module that runs its training step as a program. Collective.
 
-    Raises OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError for what does not fit.
-
     Args:
         model: Any module, all on one device or on meta, where its own code gives values. Its code is not touched.
         optimizer: One or several built over the model's parameters: pointed at the shards. Later ones need no mention.
@@ -115,6 +113,9 @@ def compile(
         dump: A folder for the programs' text after every pass; by default the environment's ZCOMPILE_DUMP, if set.
         record: A folder for a recording of the first training step, which `zcompile replay` runs again.
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
+
+    Raises:
+        ZCompileError: an option, a model, weights, a pass, an optimizer, a mesh or ranks that do not fit.
     """
     return _compiled(model, Options.among(locals()), mesh, units, whole, _optimizers(optimizer, model), weights)
 

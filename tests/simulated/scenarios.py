@@ -107,6 +107,7 @@ def named(stage: int, **given: Any) -> Scenario:
 
 BF16 = torch.bfloat16
 MATRICES = ("blocks.*.mlp.*.weight", "blocks.*.attention.*.weight")
+CODED: dict[str, Any] = {"replicas": 2, "outer_gather_dtype": torch.int8}
 SCENARIOS: dict[str, Scenario] = {
     "stage 0": loop(0),
     "stage 1": loop(1),
@@ -221,6 +222,17 @@ SCENARIOS: dict[str, Scenario] = {
     "hfsdp, train step, alternating": step(3, replicas=2, shard="hfsdp", streams="alternating"),
     "hfsdp, written to": loop(3, replicas=2, shard="hfsdp", writes=True),
     "shard by the links, stage 3": loop(3, replicas=2, shard="auto"),
+    "hpz, int8 gathers": loop(3, **CODED, shard="hpz", arenas=True),
+    "hpz, int8 gathers, side stream": loop(3, **CODED, shard="hpz", streams="forward"),
+    "hpz, int8 gathers, parameters": loop(3, **CODED, shard="hpz", offload_parameters="cpu"),
+    "hpz, bf16 gathers, broken": loop(3, replicas=2, shard="hpz", outer_gather_dtype=BF16, broken=True),
+    "hpz, int8 gathers, graphs": loop(3, **CODED, shard="hpz", cuda_graphs=True),
+    "hpz, int8 gathers, train step": step(3, **CODED, shard="hpz", streams="alternating"),
+    "hpz, int8 gathers, gather fails": loop(3, **CODED, shard="hpz", fails="gather"),
+    "hfsdp, int8 gathers, alternating": loop(3, **CODED, shard="hfsdp", streams="alternating"),
+    "hfsdp, int8 gathers, evaluating": loop(3, **CODED, shard="hfsdp", evaluates=True, dtype=BF16),
+    "hfsdp, int8 gathers, stage 1": loop(1, **CODED, shard="hfsdp", accumulates=True, evaluates=True),
+    "hfsdp, bf16 gathers, writing": step(3, replicas=2, shard="hfsdp", outer_gather_dtype=BF16, writes=True),
     "tensor parallel, stage 2": loop(2, tensor=2),
     "tensor parallel, stage 3": loop(3, tensor=2),
     "tensor parallel, parts": loop(3, tensor=2, partition_activations=True, checkpoint="unit"),

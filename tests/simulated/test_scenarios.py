@@ -20,6 +20,7 @@ QUICK = (
     "tensor parallel, stage 3",
     "hybrid, bf16, arenas",
     "hpz, bf16, arenas, checkpoint",
+    "hpz, int8 gathers, parameters",
     "owners, bf16, arenas, checkpoint",
     "train step, stage 3, optimizer, update fails",
 )
@@ -29,6 +30,7 @@ WAITS = {
     "stage 3, parameters": 2,
     "hybrid, parameters": 2,
     "hpz, parameters": 2,
+    "hpz, int8 gathers, parameters": 2,
     "owners, parameters": 2,
     "owners, float16, scaling": 1,
     "owners, train step, optimizer": 1,
