@@ -61,6 +61,8 @@ MUTATIONS = (
              ("stage 3, parameters", "one rank, parameters")),
     Mutation(EXECUTOR, "work.wait()\n    waited", "pass\n    waited", ("stage 3",)),
     Mutation(EXECUTOR, "kept, copies=True)", "kept, copies=False)", ("train step, stage 3, writing",)),
+    Mutation(EXECUTOR, '_land(work, "all_gather", self.bound.unit.name, ranks, nbytes, ranks.axis)', "pass",
+             ("hpz, int8 gathers",)),
     Mutation(WORK, "self._land()\n        if self._finish", "pass\n        if self._finish", ("stage 3",)),
     Mutation(GPUS, "            land()\n", "", ("stage 3",)),
     Mutation(WORK, "tuple(alive), finish, waits\n", "(), finish, waits\n", ("stage 3",),
