@@ -115,7 +115,8 @@ def compile(
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
     Raises:
-        ZCompileError: an option, a model, weights, a pass, an optimizer, a mesh or ranks that do not fit.
+        OptionError, PipelineError: an option, weights or a pass that cannot be meant; a limit too low, at first call.
+        ModelError, OptimizerError, GroupError, AgreementError: a model, optimizer, mesh or ranks that do not fit.
     """
     return _compiled(model, Options.among(locals()), mesh, units, whole, _optimizers(optimizer, model), weights)
 
