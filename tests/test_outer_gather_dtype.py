@@ -493,7 +493,7 @@ GATHERS = """\
 COMMUNICATIONS = [
     "forward: all_gather layers.0 (layers.0.bias f32[64], layers.0.weight i8[64, 64]) over replicate in i8",
     "forward: all_gather layers.1 (layers.1.bias f32[64], layers.1.weight i8[64, 64]) over replicate in i8",
-    "forward: all_gather layers.0 (layers.0.bias f32[64], layers.0.weight f32[64, 64])",
+    "forward: all_gather layers.0 (layers.0.bias f32[64], layers.0.weight f32[64, 64]) from secondary shards",
 ]
 
 
