@@ -9,7 +9,7 @@ were stepped under a gather arrive as NaN. So a program that reads too late, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,11 +49,35 @@ class Gathering:
 
 
 @dataclass
+class Secondary:
+    """What ranks have of a unit inside, by sharded parameter and rank: shards of other ranks, in the order of these.
+
+    `kept`: it outlives the program.
+    """
+
+    unit: Unit
+    shards: list[list[Lanes]]
+    versions: list[int]
+    kept: bool
+
+
+@dataclass
+class OnItsWay:
+    """Secondary shards until they have been waited for."""
+
+    secondary: Secondary
+    arrived: bool = False
+
+
+@dataclass
 class Averages:
-    """Gradients by parameter, with how many rows of them each rank has; `held`: its own, not averaged."""
+    """Gradients by parameter; of sharded ones rows that a rank has not got are NaN.
+
+    `cuts`: over how many axes they are scattered. `held`: each rank's own, not averaged.
+    """
 
     tensors: dict[str, Lanes]
-    scattered: bool
+    cuts: int
     held: bool = False
 
 
@@ -122,6 +146,8 @@ class _Machine:
         self.program, self.parts, self.seed = program, parts, seed
         self.layout = program.layout
         self.world, self.shards = self.layout.world, self.layout.sharded.size
+        self.cuts = 2 if self.layout.has_secondary else 1
+        """Over how many axes what ranks keep is divided."""
         self.lanes = self.world * parts
         """Those of one replica follow each other, and those of one data-parallel rank."""
         self.generator = torch.Generator().manual_seed(seed)
@@ -130,6 +156,7 @@ class _Machine:
         self.buffers: dict[int, Lanes] = {}
         self.kept: dict[tuple[str, ...], Gathering] = {}
         self.ahead: dict[tuple[str, ...], Gathering] = {}
+        self.secondary: dict[tuple[str, ...], Secondary] = {}
         self.held: dict[str, Lanes] = {}
         places = [op.at[1] for node in program.nodes(ops.AllGather, ops.Reduce) if (op := data(node).op).at]  # type: ignore[attr-defined]
         self.arena = [torch.zeros(max(places, default=0), dtype=torch.uint8) for _ in range(self.lanes)]
@@ -184,6 +211,10 @@ class _Machine:
     def _step(self, step: int) -> None:
         self.operations = Operations(self.lanes, self.parts, hash((self.seed, step)))
         self.values = {}
+        # Within a step nobody asks whether what is kept is still current: a gather behind an update gets it as it was.
+        self.secondary = {
+            names: one for names, one in self.secondary.items() if one.versions == self._versions(one.unit)
+        }
         for node in self.program.graph.nodes:
             if isinstance(data(node).op, ops.Input):
                 self.values[node] = self._input(node)
@@ -210,46 +241,62 @@ class _Machine:
             mean = self._mean(param, self.values[node], param.reduction_dtype, self._inside())
             mean = self._mean(param, mean, param.reduction_dtype, self._across()) if self.world > self.shards else mean
             found[f"gradient of {name} in step {step}"] = [mean]
-            self._stepped(Averages({name: mean}, scattered=False))
+            self._stepped(Averages({name: mean}, cuts=0))
         return found
 
     def _stepped(self, averages: Averages) -> None:
+        if averages.cuts not in (0, self.cuts):
+            raise TypeError("parameters are stepped with averages that are not of their rows")
         for name, lanes in averages.tensors.items():
             self.versions[name] += 1
             for lane in range(self.lanes):
-                start, stop = self._rows(self.layout.param(name), lane, averages)
-                # Rows of other ranks are as old as the last gather: they are spoilt, and never read.
-                master, gradient = self.masters[name][lane], lanes[lane].to(self.masters[name][lane].dtype)
-                if master.dim() == 0:
-                    master.sub_(gradient, alpha=_RATE)
-                else:
-                    master[start:stop].sub_(gradient[start:stop], alpha=_RATE)
+                # Rows of other ranks are as old as the last gather: they are never read.
+                master, gradient = (_rows_of(tensors[lane]) for tensors in (self.masters[name], lanes))
+                for rows in self._rows(self.layout.param(name), lane, averages.cuts):
+                    master[rows].sub_(gradient[rows].to(master.dtype), alpha=_RATE)
 
-    def _rows(self, param: Param, lane: int, averages: Averages) -> tuple[int, int]:
-        if averages.scattered and param.shards:
-            return param.shard_rows(lane // self.parts % self.shards)
-        return 0, param.shape[0] if param.shape else 1
+    def _rows(self, param: Param, lane: int, cuts: int) -> list[slice]:
+        """The rows that a rank has of a parameter that is divided over so many axes, the inner one first."""
+        rank = lane // self.parts % self.world
+        if not cuts or not param.shards:
+            return [slice(0, param.shape[0] if param.shape else 1)]
+        if cuts > self.cuts:
+            raise TypeError(f"{param.name} is divided over {cuts} axes, and not kept so")
+        first = rank % self.shards
+        shards = [rank] if cuts == 2 else range(first, param.shards, self.shards)
+        return [slice(*param.shard_rows(shard)) for shard in shards]
 
     def _owned(self, name: str, averages: Averages, lanes: Lanes) -> Lanes:
         """What ranks have of an average: all of it, or their rows."""
-        if lanes[0].dim() == 0:
-            return lanes
-        rows = (self._rows(self.layout.param(name), lane, averages) for lane in range(self.lanes))
-        return [tensor[start:stop] for tensor, (start, stop) in zip(lanes, rows, strict=True)]
+        param = self.layout.param(name)
+        places = (self._rows(param, lane, averages.cuts) for lane in range(self.lanes))
+        return [
+            torch.cat([_rows_of(tensor)[rows] for rows in some]) for tensor, some in zip(lanes, places, strict=True)
+        ]
 
-    def _whole(self, name: str) -> Lanes:
-        """A parameter of the rows that each rank owns."""
+    def _whole(self, name: str, groups: Sequence[range] | None = None) -> Lanes:
+        """A parameter of the rows that ranks of a group keep, by default of those that divide it; the rest is NaN."""
         param = self.layout.param(name)
         if not param.shards:
             return self.masters[name]
-        if not param.shape:
-            return [self.masters[name][lane % self.parts] for lane in range(self.lanes)]
         found: Lanes = [None] * self.lanes
-        for lanes in self._inside():
-            rows = [self.masters[name][lane][slice(*param.shard_rows(index))] for index, lane in enumerate(lanes)]
+        for lanes in self._dividing() if groups is None else groups:
+            whole = torch.empty_like(self.masters[name][lanes[0]])
+            _fill([whole])
             for lane in lanes:
-                found[lane] = torch.cat(rows)
+                for rows in self._rows(param, lane, self.cuts):
+                    _rows_of(whole)[rows] = _rows_of(self.masters[name][lane])[rows]
+            for lane in lanes:
+                found[lane] = whole
         return found
+
+    def _versions(self, unit: Unit) -> list[int]:
+        return [self.versions[param.name] for param in unit.params]
+
+    def _dividing(self) -> list[range]:
+        """The lanes among which a part of the model is divided."""
+        everywhere = [range(part, self.lanes, self.parts) for part in range(self.parts)]
+        return everywhere if self.cuts == 2 else self._inside()
 
     def _inside(self) -> list[range]:
         """The lanes that have the shards of one copy of a part of the model, in their order."""
@@ -258,27 +305,42 @@ class _Machine:
         return [range(first, first - first % self.parts + width, self.parts) for first in firsts]
 
     def _across(self) -> list[range]:
-        """The lanes that have the same shard of the same part."""
+        """The lanes that have the same shard of the same part, or are at the same place inside."""
         width = self.shards * self.parts
         return [range(first, self.lanes, width) for first in range(width)]
+
+    def _along(self, group: fx.Node) -> list[range]:
+        """The lanes of each group of ranks that differ along the axis that a line names."""
+        name = op_of(group, ops.Group).axis
+        if self.layout.replicated is not None and name == self.layout.replicated.name:
+            return self._across()
+        if name != self.layout.sharded.name:
+            raise TypeError(f"{name} is no axis of data")
+        return self._inside()
 
     # -- communication ----------------------------------------------------------------------------------------------
 
     def _gathered(
-        self, unit: Unit, dtype: torch.dtype | None, place: list[Callable[[Param], Any]], *, keep: bool
+        self,
+        unit: Unit,
+        dtype: torch.dtype | None,
+        place: list[Callable[[Param], Any]],
+        *,
+        keep: bool,
+        secondary: Secondary | None = None,
     ) -> Gathering:
-        tensors = []
+        tensors, joined = [], [] if secondary is None else self._joined(unit, dtype, secondary)
         for param in unit.params:
-            kind = param.full_dtype if not param.shards or param.compute_dtype is dtype else param.dtype
-            whole = self._whole(param.name)
-            if self.shards > 1 and param.shards:
-                sent = [tensor.to(kind) for tensor in whole]
+            if param.shards and (self.shards > 1 or secondary is not None):
+                kind = _sent_dtype(param, dtype)
+                inside = (tensor.to(kind) for tensor in self._whole(param.name, self._inside()))
+                sent = joined.pop(0) if joined else list(inside)
                 lanes = [_placed(sent[lane], place[lane](param) if place else None) for lane in range(self.lanes)]
             else:
-                lanes = [tensor.to(kind) for tensor in self.masters[param.name]]
+                lanes = [tensor.to(_sent_dtype(param, dtype)) for tensor in self.masters[param.name]]
             tensors.append(lanes)
-        full = Full(unit, tensors, keep, aliases=self.shards == 1)
-        return Gathering(full, [self.versions[param.name] for param in unit.params])
+        full = Full(unit, tensors, keep, aliases=self.shards == 1 and secondary is None)
+        return Gathering(full, self._versions(unit), copied=secondary is not None)
 
     def _all_gather(self, node: fx.Node) -> Gathering:
         op, unit = op_of(node, ops.AllGather), self._unit(node)
@@ -286,13 +348,72 @@ class _Machine:
             return started
         kept = self.kept.get(unit.names) if op.keep else None
         if kept is not None:
-            if kept.versions == [self.versions[param.name] for param in unit.params]:
+            if kept.versions == self._versions(unit):
                 return kept
             self._spoil(kept.full)
-        started = self._gathered(unit, op.dtype, self._places(op), keep=op.keep)
+        secondary = self._secondary(node)
+        started = self._gathered(unit, op.dtype, self._places(op), keep=op.keep, secondary=secondary)
         if op.keep:
             self.kept[unit.names] = started
         return started
+
+    def _secondary(self, node: fx.Node) -> Secondary | None:
+        """What a gather inside is of; None for one of what ranks keep."""
+        if not isinstance(data(node).op, ops.GatherInside):
+            return None
+        secondary = self.values[node.args[1]]  # type: ignore[index]
+        if not isinstance(secondary, Secondary):
+            raise TypeError(f"{node} is not given secondary shards")
+        return secondary
+
+    def _joined(self, unit: Unit, dtype: torch.dtype | None, secondary: Secondary) -> list[Lanes]:
+        """The sharded parameters of a unit, of what is taken for their secondary shards inside."""
+        sharded = [param for param in unit.params if param.shards]
+        if len(sharded) != len(secondary.shards):
+            raise TypeError(f"there are {len(secondary.shards)} secondary shards for {unit.name}")
+        return [
+            self._of_shards(param, _sent_dtype(param, dtype), secondary.shards[i]) for i, param in enumerate(sharded)
+        ]
+
+    def _of_shards(self, param: Param, kind: torch.dtype, shards: list[Lanes]) -> Lanes:
+        found: Lanes = [None] * self.lanes
+        for lanes in self._inside():
+            whole = torch.empty(param.shape, dtype=kind)
+            _fill([whole])
+            for place, lane in enumerate(lanes):
+                for number, shard in enumerate(shards[lane]):
+                    rows = _rows_of(whole)[slice(*param.shard_rows(number * self.shards + place))]
+                    if (rows.shape, rows.dtype) != (shard.shape, shard.dtype):
+                        raise TypeError(f"shards of {param.name} are {shard.dtype} {list(shard.shape)}")
+                    rows.copy_(shard)
+            for lane in lanes:
+                found[lane] = whole
+        return found
+
+    def _gather_outside(self, node: fx.Node) -> OnItsWay:
+        op, unit = op_of(node, ops.GatherOutside), self._unit(node)
+        if (secondary := self.secondary.get(unit.names)) is not None:
+            return OnItsWay(secondary, arrived=True)
+        if (full := self.kept.get(unit.names)) is not None and full.versions == self._versions(unit):
+            return OnItsWay(Secondary(unit, [], full.versions, kept=False))  # nobody is to need it
+        groups = self._along(node.args[1])  # type: ignore[arg-type]
+        sent = [self._sent(param, op, groups) for param in unit.params if param.shards]
+        return OnItsWay(Secondary(unit, sent, self._versions(unit), op.keep))
+
+    def _sent(self, param: Param, op: ops.GatherOutside, groups: Sequence[range]) -> list[Lanes]:
+        """For each rank the shards that those of its group keep of a parameter."""
+        kind, wire = _sent_dtype(param, op.dtype), op.wire if op.wire is param.outer_gather_dtype else None
+        found: list[Lanes] = [[] for _ in range(self.lanes)]
+        for lanes in groups:
+            for lane in lanes:
+                kept = (self._rows(param, other, self.cuts) for other in lanes)
+                found[lane] = [
+                    torch.cat([_rows_of(self.masters[param.name][other])[rows] for rows in some]).to(kind)
+                    for other, some in zip(lanes, kept, strict=True)
+                ]
+                if wire is not None:
+                    found[lane] = [_as_sent(shard, wire) for shard in found[lane]]
+        return found
 
     def _gather_ahead(self, node: fx.Node) -> None:
         op, unit = op_of(node, ops.GatherAhead), self._unit(node)
@@ -311,6 +432,14 @@ class _Machine:
                     if self.versions[param.name] != version and not (copied or full.keep):
                         _fill(lanes)
                 return full
+            case OnItsWay(secondary, arrived):
+                if secondary.versions != self._versions(secondary.unit) and not arrived:
+                    for shards in secondary.shards:
+                        _fill(shard for lane in shards for shard in lane)
+                started.arrived = True
+                if secondary.kept:
+                    self.secondary[secondary.unit.names] = secondary
+                return secondary
             case Reducing(averages, place):
                 if place is not None and any(bool((spot != _MARK).any()) for spot in place):
                     for lanes in averages.tensors.values():
@@ -336,7 +465,7 @@ class _Machine:
         tensors = {}
         for param, lanes in self._gradients(node):
             cast = op.dtype if param.reduction_dtype is op.dtype else None
-            tensors[param.name] = self._mean(param, lanes, cast, self._inside())
+            tensors[param.name] = self._cut(param, self._mean(param, lanes, cast, self._inside()), int(op.scatter))
             if self.shards > 1:
                 _fill(lanes)
         place = None
@@ -344,7 +473,16 @@ class _Machine:
             place = [arena[slice(*op.at)] for arena in self.arena]
             for spot in place:
                 spot.fill_(_MARK)
-        return Reducing(Averages(tensors, op.scatter), place)
+        return Reducing(Averages(tensors, int(op.scatter)), place)
+
+    def _cut(self, param: Param, lanes: Lanes, cuts: int) -> Lanes:
+        """Leave each rank the rows that it gets of an average that is scattered over so many axes."""
+        for lane, tensor in enumerate(lanes):
+            mine = [(rows, _rows_of(tensor)[rows].clone()) for rows in self._rows(param, lane, cuts)]
+            _fill([tensor])
+            for rows, values in mine:
+                _rows_of(tensor)[rows] = values
+        return lanes
 
     def _mean(self, param: Param, lanes: Lanes, dtype: torch.dtype | None, groups: Sequence[range]) -> Lanes:
         """The average over the lanes of each group, in their order."""
@@ -358,24 +496,24 @@ class _Machine:
                 result[lane] = (total / len(group)).to(param.dtype)
         return result
 
-    def _reduce_replicas(self, node: fx.Node) -> Reducing:
+    def _reduce_outside(self, node: fx.Node) -> Reducing:
         op, (_, source, group) = op_of(node, ops.ReduceOutside), node.all_input_nodes
-        averages, axis = self.values[source], self.layout.replicated
-        if axis is None or op_of(group, ops.Group).axis != axis.name or not isinstance(averages, Averages):
-            raise TypeError(f"{node} is not given averages and the group of their replicas")
-        tensors = {}
+        averages, groups = self.values[source], self._along(group)
+        if not isinstance(averages, Averages):
+            raise TypeError(f"{node} is not given averages")
+        tensors, cuts = {}, averages.cuts + op.scatter
         for name, lanes in averages.tensors.items():
-            param = self.layout.param(name)
+            param = self._unit(node).params[self.layout.unit_of(name).index(name)]
             cast = op.dtype if param.reduction_dtype is op.dtype else None
             wire = op.wire if op.wire is param.outer_dtype else None
             sent = lanes if wire is None else [_as_sent(lane, wire) for lane in lanes]
-            tensors[name] = self._mean(param, sent, cast, self._across())
+            tensors[param.name] = self._cut(param, self._mean(param, sent, cast, groups), cuts)
             _fill(lanes)
-        return Reducing(replace(averages, tensors=tensors), None)
+        return Reducing(replace(averages, tensors=tensors, cuts=cuts), None)
 
     def _accumulate(self, node: fx.Node) -> Averages:
         given = {param.name: [lane.to(param.dtype) for lane in lanes] for param, lanes in self._gradients(node)}
-        return Averages(given, scattered=False, held=True)
+        return Averages(given, cuts=0, held=True)
 
     def _gradients(self, node: fx.Node) -> list[tuple[Param, Lanes]]:
         unit, given = self._unit(node), node.args[1]
@@ -474,13 +612,23 @@ _MARK = 0xA5
 
 def _as_sent(lane: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
     """A number of its own for each dtype in which averages may travel: in few bits, by one scale for all."""
-    if wire.is_floating_point:
+    if wire.is_floating_point or not lane.numel():
         return lane.to(wire).to(lane.dtype)
-    scale = lane.abs().amax().clamp(min=1e-30) / torch.iinfo(wire).max
+    scale = lane.abs().nan_to_num().amax().clamp(min=1e-30) / torch.iinfo(wire).max
     return torch.round(lane / scale) * scale
 
 
-def _fill(lanes: Lanes) -> None:
+def _sent_dtype(param: Param, dtype: torch.dtype | None) -> torch.dtype:
+    """In which a gather that says `dtype` brings a parameter."""
+    return param.full_dtype if not param.shards or param.compute_dtype is dtype else param.dtype
+
+
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor as rows."""
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def _fill(lanes: Iterable[torch.Tensor]) -> None:
     """Let nothing that is read of these tensors be right."""
     for tensor in lanes:
         tensor.fill_(math.nan if tensor.dtype.is_floating_point else -(2**31))
@@ -516,13 +664,16 @@ _RUN: Mapping[type, Callable[[_Machine, fx.Node], Any]] = {
     ops.Call: _Machine._one,
     ops.Item: _Machine._item,
     ops.AllGather: _Machine._all_gather,
+    ops.GatherOutside: _Machine._gather_outside,
+    ops.GatherInside: _Machine._all_gather,
     ops.GatherAhead: _Machine._gather_ahead,
     ops.WaitGather: _Machine._wait,
+    ops.WaitSecondary: _Machine._wait,
     ops.WaitReduce: _Machine._wait,
     ops.WaitFetch: _Machine._wait,
     ops.Release: _Machine._release,
     ops.Reduce: _Machine._reduce,
-    ops.ReduceOutside: _Machine._reduce_replicas,
+    ops.ReduceOutside: _Machine._reduce_outside,
     ops.Accumulate: _Machine._accumulate,
     ops.Update: _Machine._update,
     ops.Copy: lambda machine, node: [value.clone() for value in machine._tensors(node.args[0])],

@@ -131,6 +131,13 @@ class Feed(nn.Module):
         return x.square().mean()
 
 
+def partly_frozen() -> nn.Module:
+    """A GPT whose blocks are not trained: what is kept of them stays current."""
+    model = GPT()
+    model.blocks.requires_grad_(False)
+    return model
+
+
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
     "gpt": (GPT, (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))),
     "tied": (lambda: GPT(tied=True), (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))),
@@ -138,6 +145,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] =
     "odd": (Odd, (torch.ones(3, 5, requires_grad=True), torch.ones(3, 5, requires_grad=True))),
     "conv": (Convolutions, (torch.ones(2, 3, 4, 4), torch.zeros(2, dtype=torch.long))),
     "drawn": (Dropped, (torch.ones(4, 6),)),
+    "frozen": (partly_frozen, (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))),
     "feed": (Feed, (torch.ones(2, 4, 8),)),
 }
 _BF16: dict[str, Any] = {"dtype": torch.bfloat16}
@@ -146,6 +154,10 @@ _SHARDS = Pass("partition_activations", functools.partial(partition_activations,
 _AWAY = Pass("offload_activations", functools.partial(offload_activations, least=1))
 _OFFLOAD: dict[str, Any] = {"offload_activations": "cpu", "passes": {"offload_activations": _AWAY}}
 _PARTITION: dict[str, Any] = {"partition_activations": True, "passes": {"partition_activations": _SHARDS}}
+_HPZ: dict[str, Any] = {"shard": "hpz", "replicas": 2}
+_HFSDP: dict[str, Any] = {"shard": "hfsdp", "replicas": 2}
+_BOTH = {"hpz": _HPZ, "hfsdp": _HFSDP}
+_STEPS: dict[str, dict[str, Any]] = {"stage 2": {"stage": 2}, "stage 3": {}, "prefetch 0": {"prefetch": 0}}
 PROGRAMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     **{f"gpt, stage {stage}": ("gpt", {"stage": stage}) for stage in range(4)},
     **{f"gpt, prefetch {few}": ("gpt", {"prefetch": few}) for few in (0, 1, 3)},
@@ -184,6 +196,36 @@ PROGRAMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "hybrid, train_step": ("gpt", {"replicas": 2, "updates": True}),
     "hybrid, odd, 3 shards": ("odd", {"replicas": 2, "world": 6}),
     "hybrid, no_sync": ("gpt", {"replicas": 2, "stage": 1, "holds_back": True}),
+    **{
+        f"{shard}, stage {stage}": ("gpt", {**both, "stage": stage})
+        for shard, both in _BOTH.items()
+        for stage in (2, 3)
+    },
+    **{
+        f"{shard}, train_step, {said}": ("gpt", {**both, "updates": True, **asked})
+        for shard, both in _BOTH.items()
+        for said, asked in _STEPS.items()
+    },
+    "hpz, prefetch 0": ("gpt", {**_HPZ, "prefetch": 0}),
+    "hpz, mixed": ("gpt", {**_HPZ, **_MIXED}),
+    "hpz, no_sync": ("gpt", {**_HPZ, "stage": 1, "holds_back": True}),
+    "hpz, odd, 2 by 3": ("odd", {**_HPZ, "world": 6}),
+    "hpz, conv, 3 by 1": ("conv", {**_HPZ, "replicas": 3, "world": 3, "units": ["stages.*"]}),
+    "hpz, arenas, train_step": ("gpt", {**_HPZ, "arenas": True, "updates": True}),
+    "hpz, offload": ("gpt", {**_HPZ, **_OFFLOAD}),
+    "hpz, tensor parallel": ("feed", _HPZ),
+    "hpz, activation shards": ("feed", {**_HPZ, **_PARTITION}),
+    "hpz, frozen, train_step": ("frozen", {**_HPZ, "updates": True}),
+    "hfsdp, frozen": ("frozen", _HFSDP),
+    "hfsdp, frozen, stage 2": ("frozen", {**_HFSDP, "stage": 2}),
+    "hfsdp, prefetch 0": ("gpt", {**_HFSDP, "prefetch": 0}),
+    "hfsdp, int8 across": ("gpt", {**_HFSDP, "outer_dtype": torch.int8}),
+    "hpz, bf16 gathers": ("gpt", {**_HPZ, "outer_gather_dtype": torch.bfloat16}),
+    "hfsdp, bf16 gathers, train_step": ("gpt", {**_HFSDP, "outer_gather_dtype": torch.bfloat16, "updates": True}),
+    "hfsdp, bf16, train_step": ("gpt", {**_HFSDP, **_BF16, "updates": True}),
+    "hfsdp, tied, train_step": ("tied", {**_HFSDP, "updates": True}),
+    "hfsdp, dropout, checkpoint": ("dropout", {**_HFSDP, "checkpoint": "unit"}),
+    "hfsdp, memory limit": ("gpt", {**_HFSDP, "memory_limit": "1 MiB", "prefetch": 1}),
     "tensor parallel": ("feed", {}),
     "tensor parallel, stage 2": ("feed", {"stage": 2}),
     "tensor parallel, activation shards": ("feed", _PARTITION),
@@ -242,7 +284,8 @@ def original(name: str) -> Original:
         model = divided(MODELS[kind][0]())
         args = MODELS[kind][1]
         program = trace(model, args, dtype=options.dtype, reduce_dtype=options.reduce_dtype, units=units)
-        layout = make_layout(model, STAGES[options.stage], axes_over(model, world, replicas), units, options.precision)
+        axes = axes_over(model, world, replicas)
+        layout = make_layout(model, STAGES[options.stage], axes, units, options.precision, hybrid=options.hybrid)
         parts = _divided(model)
         if layout.tensor is not None:
             group = next(p for p in model.parameters() if isinstance(p, DTensor)).device_mesh.get_group().group_name

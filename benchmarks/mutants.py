@@ -22,21 +22,23 @@ from random import Random
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import fx
 
+from benchmarks.axis_mutators import AXES
 from benchmarks.mutant_oracle import Outcome, outcome
 from benchmarks.mutant_programs import PROGRAMS, Original, original
 from benchmarks.mutators import LINES
 from benchmarks.region_mutators import REGIONS
 from zcompile import Program, ProgramError, ProofError
 from zcompile.ir.operation import Phase, data
-from zcompile.ir.ops import Fetch
+from zcompile.ir.ops import Communication, Fetch
 from zcompile.ir.printer import region_text
 from zcompile.proof.checker import prove
 from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FORWARD
 from zcompile.proof.ranks import check_texts
 
 RANKS = {
-    f"one rank: {name}": LINES[name]
+    f"one rank: {name}": {**LINES, **AXES}[name]
     for name in (
         "drop line",
         "double line",
@@ -48,10 +50,16 @@ RANKS = {
         "another bucket",
         "hold back",
         "turn axes",
+        "skip replicas",
+        "average over another axis",
+        "gather over another axis",
+        "send shards otherwise",
+        "gather outside again",
+        "skip secondary",
     )
 }
 """Mutations of the program of one rank, while the others run the original."""
-MUTATIONS = {**LINES, **REGIONS, **RANKS}
+MUTATIONS = {**LINES, **AXES, **REGIONS, **RANKS}
 
 _ROUNDS = 3
 """How often each program is tried until something has changed."""
@@ -123,8 +131,9 @@ def mutant(seed: int, number: int, mutations: Sequence[str], programs: Sequence[
 def judged(seed: int, number: int, mutations: Sequence[str], programs: Sequence[str]) -> Judged:
     """What becomes of mutant `number`."""
     given, mutation, program = mutant(seed, number, mutations, programs)
+    right = accepted(given.name)
     if mutation in RANKS:
-        return Judged(number, given.name, mutation, *_one_rank(given, program))
+        return Judged(number, given.name, mutation, *_one_rank(given, program, right))
     about = []
     compiler = checker = Verdict.EQUAL
     try:
@@ -149,11 +158,27 @@ def judged(seed: int, number: int, mutations: Sequence[str], programs: Sequence[
     return Judged(number, given.name, mutation, compiler, checker, "; ".join(filter(None, about)))
 
 
-def _one_rank(given: Original, program: Program) -> tuple[Verdict, None, str]:
-    """What is said of ranks of which the second has a mutant: they fit together if all send what the original sends."""
-    texts = dict.fromkeys(range(given.ranks), given.program.text(regions=True))
+@cache
+def accepted(name: str) -> str:
+    """The text of an original.
+
+    Raises:
+        ProofError: it is refused, though it is right: what is said of its mutants says nothing then.
+    """
+    given = original(name)
+    text = given.program.text(regions=True)
+    prove(texts_of(given, given.program))
+    check_texts(dict.fromkeys(range(given.ranks), text))
+    return text
+
+
+def _one_rank(given: Original, program: Program, right: str) -> tuple[Verdict, None, str]:
+    """What is said of ranks of which the second has a mutant of the text `right`: they fit if all send the same."""
+    wrong = program.text(regions=True)
+    if _code({"": wrong}) == _code({"": right}):
+        return Verdict.EQUAL, None, ""
     try:
-        check_texts({**texts, 1: program.text(regions=True)})
+        check_texts({**dict.fromkeys(range(given.ranks), right), 1: wrong})
     except ProofError as error:
         return Verdict.RANKS, None, error.problem
     is_same = _sent(program) == _sent(given.program)
@@ -161,8 +186,14 @@ def _one_rank(given: Original, program: Program) -> tuple[Verdict, None, str]:
 
 
 def _sent(program: Program) -> object:
+    """What a rank sends, by axis: between two axes ranks need not keep to one order."""
+    lines = [node for phase in program.phases for node in program.nodes(Communication, phase=phase)]
+    sent: dict[str, list[str]] = {}
+    for node, text in zip(lines, program.communications(), strict=True):
+        if (traffic := program.traffic(node)) is not None and traffic.axis.size > 1:
+            sent.setdefault(traffic.axis.name, []).append(text)
     fetched = [data(node).type for node in program.nodes(Fetch) if program.traffic(node) is not None]
-    return program.communications(), fetched, program.layout.axes
+    return sent, fetched, program.layout.axes
 
 
 def texts_of(given: Original, program: Program) -> dict[str, str]:
@@ -204,11 +235,19 @@ def _spelled(program: Program) -> object:
     """All that may be changed in a program."""
     graphs = (program.graph, *(region.graph for region in program.regions.values()))
     lines = [
-        [(str(node), node.target, str(node.args), str(node.kwargs), node.meta.get("zcompile")) for node in graph.nodes]
+        [
+            (_name(node), node.target, str(node.args), str(node.kwargs), node.meta.get("zcompile"))
+            for node in graph.nodes
+        ]
         for graph in graphs
     ]
     takes = [(region.name, region.takes) for region in program.regions.values()]
     return lines, takes, program.layout, program.unused
+
+
+def _name(node: fx.Node) -> str:
+    """What a line is called; copying a program gives its end another name."""
+    return "" if node.op == "output" else node.name
 
 
 def table(found: Iterable[Judged]) -> Table:

@@ -13,16 +13,15 @@ from torch import fx
 from zcompile import Program
 from zcompile.ir import ops
 from zcompile.ir.layout import Param
-from zcompile.ir.operation import Data, Operation, Phase, data, set_data
+from zcompile.ir.operation import Data, Operation, Phase, data, op_of, set_data
 from zcompile.ir.program_graph import after_items
-from zcompile.ir.wire import WIRE_DTYPES
 
 Mutation = Callable[[Random, Program], Program | None]
 """Gives a mutant of a program, whose graph it may change; None where there is nothing of the kind to change."""
 T = TypeVar("T")
-_STARTS = (ops.AllGather, ops.Averaging, ops.Fetch)
-_WAITS = (ops.WaitGather, ops.WaitReduce, ops.WaitFetch)
-_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
+_STARTS = (ops.AllGather, ops.GatherOutside, ops.Averaging, ops.Fetch)
+_WAITS = (ops.WaitGather, ops.WaitSecondary, ops.WaitReduce, ops.WaitFetch)
+DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 
 
 def pick(random: Random, among: Iterable[T]) -> T | None:
@@ -119,8 +118,9 @@ def move_line(random: Random, program: Program) -> Program | None:
 
 def exchange_lines(random: Random, program: Program) -> Program | None:
     """Two lines of a kind stand where the other one stood."""
-    kinds = (ops.AllGather, ops.Reduce, ops.ReduceOutside, ops.Release, ops.Update, ops.GatherAhead, *_WAITS)
-    kind = pick(random, [kind for kind in kinds if kind is not ops.ReduceOutside or program.nodes(kind)])
+    rare = (ops.ReduceOutside, ops.GatherOutside, ops.WaitSecondary)
+    kinds = (ops.AllGather, ops.Reduce, ops.Release, ops.Update, ops.GatherAhead, *rare, *_WAITS)
+    kind = pick(random, [kind for kind in dict.fromkeys(kinds) if kind not in rare or program.nodes(kind)])
     assert kind is not None, "there are kinds"
     lines = program.nodes(kind)
     if len(lines) < 2:
@@ -174,7 +174,7 @@ def exchange_full(random: Random, program: Program) -> Program | None:
     """A region is given the parameters of another unit, which have the same shapes."""
     pairs = [(call, full) for call in program.nodes(ops.Call) for full in call.all_input_nodes if _is_full(full)]
     call, full = pick(random, pairs) or (None, None)
-    other = pick(random, (node for node in _alike(program, full) if _unit(node) != _unit(full))) if full else None
+    other = pick(random, (node for node in alike(program, full) if unit_of(node) != unit_of(full))) if full else None
     return _given(program, call, full, other)
 
 
@@ -182,7 +182,7 @@ def read_stale_copy(random: Random, program: Program) -> Program | None:
     """A region is given what was gathered for another, and may be released by then."""
     pairs = [(call, full) for call in program.nodes(ops.Call) for full in call.all_input_nodes if _is_full(full)]
     call, full = pick(random, pairs) or (None, None)
-    others = [node for node in _alike(program, full) if _unit(node) == _unit(full)] if full else []
+    others = [node for node in alike(program, full) if unit_of(node) == unit_of(full)] if full else []
     return _given(program, call, full, pick(random, others))
 
 
@@ -190,38 +190,39 @@ def _is_full(node: fx.Node) -> bool:
     return isinstance(data(node).op, (ops.WaitGather, ops.Shards))
 
 
-def _unit(node: fx.Node) -> str:
+def unit_of(node: fx.Node) -> str:
+    """The unit that a line names."""
     return str(data(node).op.unit)  # type: ignore[attr-defined]
 
 
-def _alike(program: Program, full: fx.Node) -> list[fx.Node]:
+def alike(program: Program, full: fx.Node) -> list[fx.Node]:
     """What else gives parameters of the same shapes."""
-    shapes = [param.shape for param in program.layout.unit(_unit(full)).params]
+    shapes = [param.shape for param in program.layout.unit(unit_of(full)).params]
     others = program.nodes(ops.WaitGather, ops.Shards)
     return [
         node
         for node in others
-        if node is not full and [param.shape for param in program.layout.unit(_unit(node)).params] == shapes
+        if node is not full and [param.shape for param in program.layout.unit(unit_of(node)).params] == shapes
     ]
 
 
 def exchange_unit(random: Random, program: Program) -> Program | None:
     """A line is of another unit, of the same shapes."""
-    lines = program.nodes(ops.AllGather, ops.GatherAhead, ops.Averaging, ops.Update)
+    lines = program.nodes(ops.AllGather, ops.GatherOutside, ops.GatherAhead, ops.Averaging, ops.Update)
     node = pick(random, lines)
     shards = node.args[0] if node else None
     if node is None or not isinstance(shards, fx.Node):
         return None
-    other = pick(random, (one for one in _alike(program, shards) if isinstance(data(one).op, ops.Shards)))
+    other = pick(random, (one for one in alike(program, shards) if isinstance(data(one).op, ops.Shards)))
     if other is None:
         return None
     node.replace_input_with(shards, other)
     if random.random() < 0.5:  # what the table says of the line, too
         op = data(node).op
         names = dict(
-            zip(program.layout.unit(_unit(shards)).names, program.layout.unit(_unit(other)).names, strict=True)
+            zip(program.layout.unit(unit_of(shards)).names, program.layout.unit(unit_of(other)).names, strict=True)
         )
-        changes: dict[str, Any] = {"unit": _unit(other)}
+        changes: dict[str, Any] = {"unit": unit_of(other)}
         if isinstance(op, (ops.Averaging, ops.Update)):
             changes["params"] = tuple(names[name] for name in op.params)
         set_data(node, replace(data(node), op=replace(op, **changes)))  # type: ignore[type-var]
@@ -315,7 +316,7 @@ def drop_gradient(random: Random, program: Program) -> Program | None:
     gradient = pick(random, [value for value in given if value is not None])
     if node is None or gradient is None:
         return None
-    param = program.layout.unit(_unit(node.args[0])).params[given.index(gradient)]  # type: ignore[arg-type]
+    param = program.layout.unit(unit_of(node.args[0])).params[given.index(gradient)]  # type: ignore[arg-type]
     node.args = (node.args[0], [None if value is gradient else value for value in given])
     for line in _behind(node):
         op = data(line).op
@@ -331,43 +332,6 @@ def _behind(node: fx.Node) -> list[fx.Node]:
     for line in lines:
         lines += [user for user in line.users if not isinstance(data(user).op, ops.Results) and user not in lines]
     return lines
-
-
-def skip_replicas(random: Random, program: Program) -> Program | None:
-    """Averages over the ranks that shard are used as they are: replicas train apart."""
-    node = pick(random, program.nodes(ops.ReduceOutside))
-    wait = next(iter(node.users), None) if node else None
-    if node is None or wait is None:
-        return None
-    wait.replace_all_uses_with(node.all_input_nodes[1])
-    for line in (wait, node) if random.random() < 0.7 else ():
-        program.graph.erase_node(line)
-    return program
-
-
-def average_over_another_axis(random: Random, program: Program) -> Program | None:
-    """What is to be averaged over replicas is averaged over the ranks that shard once more."""
-    node = pick(random, program.nodes(ops.ReduceOutside))
-    if node is None:
-        return None
-    op, axis = data(node).op, program.layout.sharded.name
-    assert isinstance(op, ops.ReduceOutside), "it is one"
-    if random.random() < 0.5:
-        group = program.add_placeholder(axis, Data(ops.Group(axis)))
-        node.replace_input_with(node.all_input_nodes[2], group)
-    respell(program, node, replace(op, axis=axis))
-    return program
-
-
-def send_average_otherwise(random: Random, program: Program) -> Program | None:
-    """What replicas average travels in more or fewer bits than was asked for."""
-    node = pick(random, program.nodes(ops.ReduceOutside))
-    if node is None:
-        return None
-    op = data(node).op
-    assert isinstance(op, ops.ReduceOutside), "it is one"
-    respell(program, node, replace(op, wire=pick(random, [w for w in (None, *WIRE_DTYPES) if w is not op.wire])))
-    return program
 
 
 def drop_reduction(random: Random, program: Program) -> Program | None:
@@ -466,22 +430,22 @@ def _other(
 
 def gather_in_another_dtype(random: Random, program: Program) -> Program | None:
     """Parameters are sent in another dtype."""
-    return _other(random, program, (ops.AllGather, ops.GatherAhead), "dtype", _DTYPES)
+    return _other(random, program, (ops.AllGather, ops.GatherOutside, ops.GatherAhead), "dtype", DTYPES)
 
 
 def reduce_in_another_dtype(random: Random, program: Program) -> Program | None:
     """Gradients are averaged in another dtype."""
-    return _other(random, program, (ops.Averaging,), "dtype", _DTYPES)
+    return _other(random, program, (ops.Averaging,), "dtype", DTYPES)
 
 
 def flip_keep(random: Random, program: Program) -> Program | None:
     """A gathered copy is kept that was not to be, or the other way round."""
-    return _other(random, program, (ops.AllGather, ops.GatherAhead), "keep", (True, False))
+    return _other(random, program, (ops.AllGather, ops.GatherOutside, ops.GatherAhead), "keep", (True, False))
 
 
 def flip_scatter(random: Random, program: Program) -> Program | None:
     """Averages are scattered that were to be whole, or the other way round."""
-    return _other(random, program, (ops.Reduce,), "scatter", (True, False))
+    return _other(random, program, (ops.Averaging,), "scatter", (True, False))
 
 
 def another_bucket(random: Random, program: Program) -> Program | None:
@@ -510,6 +474,16 @@ def drop_wait(random: Random, program: Program) -> Program | None:
     return _skipped(program, pick(random, program.nodes(*_WAITS)))
 
 
+def swap_waits(random: Random, program: Program) -> Program | None:
+    """Two lines wait for what the other one was to wait for."""
+    pairs = [(a, b) for kind in _WAITS for a in program.nodes(kind) for b in program.nodes(kind) if a is not b]
+    one, other = pick(random, pairs) or (None, None)
+    if one is None or other is None:
+        return None
+    one.args, other.args = other.args, one.args
+    return program
+
+
 def drop_copy(random: Random, program: Program) -> Program | None:
     """A value is handed on in place of its copy, or of all that are made of it."""
     node = pick(random, program.nodes(ops.Copy, ops.Store))
@@ -530,7 +504,7 @@ def _skipped(program: Program, node: fx.Node | None) -> Program | None:
 def gather_ahead_early(random: Random, program: Program) -> Program | None:
     """A unit is gathered for the next step before it is updated: a copy that nobody refreshes."""
     node = pick(random, program.nodes(ops.GatherAhead))
-    updates = [update for update in program.nodes(ops.Update) if node and _unit(update) == _unit(node)]
+    updates = [update for update in program.nodes(ops.Update) if node and unit_of(update) == unit_of(node)]
     if node is None or not updates:
         return None
     updates[0].prepend(node)
@@ -542,13 +516,21 @@ def update_early(random: Random, program: Program) -> Program | None:
     update = pick(random, program.nodes(ops.Update))
     if update is None:
         return None
-    wait = update.all_input_nodes[1]
-    start = wait.all_input_nodes[0]
-    made = max(start.all_input_nodes, key=list(program.graph.nodes).index)
-    after_items(made.all_input_nodes[0] if isinstance(data(made).op, ops.Item) else made).append(start)
-    start.append(wait)
-    wait.append(update)
+    hasten(program, update)
     return program
+
+
+def hasten(program: Program, update: fx.Node) -> None:
+    """Let an update, and all that averages its gradients, stand behind the line that makes the last of them."""
+    lines = [update, update.all_input_nodes[1]]
+    while not isinstance(data(lines[-1]).op, ops.Reduce):
+        waits = isinstance(data(lines[-1]).op, ops.WaitReduce)
+        lines.append(lines[-1].all_input_nodes[0 if waits else 1])
+    made = max(lines[-1].all_input_nodes, key=list(program.graph.nodes).index)
+    end = after_items(made.all_input_nodes[0] if isinstance(data(made).op, ops.Item) else made)
+    for line in reversed(lines):
+        end.append(line)
+        end = line
 
 
 def exchange_offloaded(random: Random, program: Program) -> Program | None:
@@ -598,7 +580,9 @@ def _with_param(program: Program, name: str, param: Param, other: Param) -> Prog
 
 def claim_replicated(random: Random, program: Program) -> Program | None:
     """A value is said to be the same on all tensor-parallel ranks, and each keeps a shard of it."""
-    group = next(iter(program.nodes(ops.Group)), None) if program.layout.tensor else None
+    axis = program.layout.tensor
+    groups = [node for node in program.nodes(ops.Group) if axis and op_of(node, ops.Group).axis == axis.name]
+    group = next(iter(groups), None)
     saved = [node for node in program.saved() if not isinstance(data(node).op, (ops.Offload, ops.Input))]
     node = pick(random, saved) if group else None
     if group is None or node is None:
@@ -649,7 +633,6 @@ def _every() -> Iterator[Mutation]:
     yield from (exchange_argument, swap_arguments, exchange_saved, exchange_full, read_stale_copy, exchange_unit)
     yield from (exchange_region, exchange_result, swap_results)
     yield from (exchange_gradient, swap_gradients, drop_gradient, drop_reduction, reduce_twice, hold_back, exchange_end)
-    yield from (skip_replicas, average_over_another_axis, send_average_otherwise)
     yield from (
         gather_in_another_dtype,
         reduce_in_another_dtype,
@@ -658,7 +641,7 @@ def _every() -> Iterator[Mutation]:
         another_bucket,
         another_place,
     )
-    yield from (drop_wait, drop_copy, gather_ahead_early, update_early, exchange_offloaded)
+    yield from (drop_wait, swap_waits, drop_copy, gather_ahead_early, update_early, exchange_offloaded)
     yield from (claim, claim_replicated, exchange_phase, turn_axes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -13,12 +14,12 @@ import torch
 from torch.func import functional_call
 
 from benchmarks import mutants
-from benchmarks.mutant_oracle import STEPS, outcome
+from benchmarks.mutant_oracle import STEPS, Outcome, outcome
 from benchmarks.mutant_programs import MODELS, PROGRAMS, original
 from benchmarks.mutants import MUTATIONS, Verdict, judged, run
-from zcompile import ProgramError
+from zcompile import Program, ProgramError
 from zcompile.ir.operation import op_of
-from zcompile.ir.ops import Accumulate, Input, Kind
+from zcompile.ir.ops import Accumulate, GatherInside, GatherOutside, Input, Kind
 
 ROOT = Path(__file__).parent.parent
 QUICK = (
@@ -29,6 +30,7 @@ QUICK = (
     "gpt, train_step, arenas",
     "tensor parallel, activation shards",
     "gpt, offload",
+    "hpz, train_step, stage 3",
 )
 """Programs that have something for every mutation."""
 
@@ -59,12 +61,19 @@ def plain(name: str) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in params.items()}
 
 
-@pytest.mark.parametrize("name", ["odd, 3 ranks", "conv", "gpt, train_step, arenas"])
+@pytest.mark.parametrize("name", ["odd, 3 ranks", "conv", "gpt, train_step, arenas", "hpz, odd, 2 by 3"])
 def test_the_oracle_computes_what_plain_pytorch_does(name: str) -> None:
     found = outcome(original(name).program).tensors
     for param, wanted in plain(name).items():
         for rank in found[f"parameter {param}"]:
             torch.testing.assert_close(rank, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_oracle_gives_the_same_bits_whatever_two_axes_divide() -> None:
+    repeated, divided = (outcome(original(name).program) for name in ("hybrid", "hfsdp, train_step, stage 3"))
+    found = {name: value for name, value in divided.tensors.items() if name.startswith(("parameter", "result"))}
+    assert len(found) > 50
+    assert not Outcome(found).differs(Outcome({name: repeated.tensors[name] for name in found}))
 
 
 _TOLD = re.compile(
@@ -89,8 +98,8 @@ def test_every_mutation_makes_mutants_and_none_is_a_hole() -> None:
 
 @pytest.mark.slow
 def test_no_mutant_of_any_program_is_a_hole() -> None:
-    told = campaign("--seed", 1, "--only", *range(12 * len(MUTATIONS)))
-    assert len(told) == 12 * len(MUTATIONS)
+    told = campaign("--seed", 1, "--only", *range(9 * len(MUTATIONS)))
+    assert len(told) == 9 * len(MUTATIONS)
     assert {one["program"] for one in told} == set(PROGRAMS)
 
 
@@ -103,6 +112,51 @@ def test_what_computes_something_else_would_be_seen_if_it_were_accepted(mutation
         given, _, mutant = mutants.mutant(0, number, [mutation], ["odd, 3 ranks", "drawn"])
         seen += run(given, mutant)[0] in (Verdict.HOLE, Verdict.FAILS)
     assert seen >= 2
+
+
+@pytest.mark.parametrize(
+    ("mutation", "name"),
+    [
+        *product(["gather over another axis", "gather inside of another unit"], ["hpz, odd, 2 by 3", "hfsdp, frozen"]),
+        ("send shards otherwise", "hpz, bf16 gathers"),
+        ("send shards otherwise", "hfsdp, bf16 gathers, train_step"),
+    ],
+)
+def test_secondary_shards_that_are_not_a_units_own_would_be_seen(mutation: str, name: str) -> None:
+    found = set()
+    for number in range(4):
+        given, _, mutant = mutants.mutant(0, number, [mutation], [name])
+        found.add(run(given, mutant)[0])
+    assert found & {Verdict.HOLE, Verdict.FAILS}
+
+
+def stale_and_anew(name: str) -> tuple[Program, Program]:
+    """Two mutants of a program, in which a region behind a unit's update reads the unit in place of a twin.
+
+    One gathers it inside from what was sent outside before the update, the other one sends it once more.
+    """
+    given, count = original(name), len(original(name).program.nodes(GatherOutside))
+    for seed in range(100):
+        stale = MUTATIONS["gather inside behind update"](Random(seed), given.program.copy())
+        assert stale is not None
+        if len(stale.nodes(GatherOutside)) == count and run(given, stale)[0] is Verdict.HOLE:
+            break
+    anew = stale.copy()
+    (gather,) = (node for node in anew.nodes(GatherInside) if node.name.endswith("_again"))
+    wait = gather.all_input_nodes[1]
+    with anew.graph.inserting_before(gather):
+        started = anew.graph.node_copy(wait.all_input_nodes[0])
+        gather.replace_input_with(wait, anew.graph.node_copy(wait, lambda _: started))
+    return stale, anew
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("hpz, train_step, prefetch 0", False), ("hfsdp, train_step, prefetch 0", True)]
+)
+def test_the_oracle_tells_stale_secondary_shards_from_new_ones(name: str, kept: bool) -> None:
+    """Where they are kept, a gather in the same step gives them as they were, as that of the runtime does."""
+    stale, anew = stale_and_anew(name)
+    assert (not outcome(stale).differs(outcome(anew))) is kept
 
 
 # -- what users of other systems have trained with, unseen ------------------------------------------------------------
