@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,7 @@ from zcompile import GroupError, OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import Data, Phase, op_of
 from zcompile.ir.ops import AllGather, GatherInside, GatherOutside, Group, ReduceOutside, Release, Update, WaitGather
 from zcompile.report.explain import peak_full_bytes
+from zcompile.runtime.tensors.parameter import ShardedParameter
 
 HYBRIDS = ("hfsdp", "hpz")
 ALL = [(shard, stage, prefetch) for shard in HYBRIDS for stage in (1, 2, 3) for prefetch in range(3)]
@@ -231,6 +234,41 @@ def written(rank: int, shard: str) -> list[str]:
 @pytest.mark.parametrize("shard", HYBRIDS)
 def test_writes_to_parameters_are_noticed(ranks: Ranks, shard: str) -> None:
     assert ranks.run(4, written, shard) == [[]] * 4
+
+
+WAYS: Mapping[str, Callable[[DTensor], object]] = {
+    "data of detached": lambda param: param.detach().data.mul_(0.5),
+    "rows": lambda param: param.to_local().mul_(0.5),
+    "data of rows": lambda param: param.to_local().data.mul_(0.5),
+    "rows of detached": lambda param: param.detach().to_local().mul_(0.5),
+    "rows of detached data": lambda param: param.detach().data.detach().to_local().mul_(0.5),
+    "numpy": lambda param: np.multiply(rows := param.detach().to_local().numpy(), 0.5, out=rows),
+    "lists": lambda param: torch._foreach_mul_([param.detach()], 0.5),
+    "detached": lambda param: param.detach().mul_(0.5),
+}
+
+
+def written_by(rank: int, shard: str | None, stage: int) -> list[str]:
+    """Rows are written to in each of WAYS, between two calls."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard=shard, stage=stage)
+    plain, found = make("mlp"), []
+    with torch.no_grad():
+        for way, write in WAYS.items():
+            compiled(*batch("mlp", rank, 0))
+            for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+                if isinstance(one, ShardedParameter):
+                    one.zcompile_exposed = False  # by an earlier way
+                    write(one)
+                else:
+                    one.mul_(0.5)
+                other.mul_(0.5)
+            found += [] if torch.equal(plain(*batch("mlp", rank, 0)), compiled(*batch("mlp", rank, 0))) else [way]
+    return found
+
+
+@pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("hsdp", 2)])
+def test_writes_to_what_a_parameter_shows_are_noticed(ranks: Ranks, shard: str, stage: int) -> None:
+    assert ranks.run(4, written_by, shard, stage) == [[]] * 4
 
 
 def outgrown(rank: int) -> tuple[int, int, int]:

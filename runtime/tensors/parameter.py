@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from zcompile._torch import (
     local_tensor,
@@ -44,12 +44,19 @@ class ShardedParameter(ExplainedDTensor):
     zcompile_unseen: int = 0
     """Writes past the version counters: operations on lists of tensors move none of a DTensor's."""
     zcompile_exposed: bool = False
-    """True once somebody has taken its `.data`, through which it can be written to for ever."""
+    """True once somebody has taken its `.data` or its `to_local()`, through which it can be written to for ever."""
+    zcompile_shown: ShardedParameter | None = None
+    """The parameter whose memory this shows, of what its `detach()` gives, say; it is told of writes."""
 
     def __deepcopy__(self, _: object) -> ShardedParameter:
         """A parameter with memory of its own; torch's own way fails on a view of a larger storage."""
         copied = torch.nn.Parameter(laid_out_like(self, local_tensor(self).clone()), requires_grad=self.requires_grad)
         return sharded(copied, self.zcompile_name, waits_of(self))
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's rows, as DTensor's `to_local()`. What is written to them is gathered by the next call."""
+        _told(self).zcompile_exposed = True
+        return super().to_local(grad_placements=grad_placements)
 
     @classmethod
     def __torch_function__(
@@ -82,7 +89,10 @@ class ShardedParameter(ExplainedDTensor):
             keep_owner(result, given, func, explainer(given))
         same = func in _SAME_VALUES and isinstance(args[0], ShardedParameter) and isinstance(result, DTensor)
         if same and result.grad_fn is None:
-            return sharded(result, args[0].zcompile_name, waits_of(args[0]))
+            shown = sharded(result, args[0].zcompile_name, waits_of(args[0]))
+            if func in _SAME_MEMORY:
+                shown.zcompile_shown = _told(args[0])
+            return shown
         is_attribute = getattr(func, "__name__", "") == "__get__"  # of `.grad`, say, which is what it is
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
@@ -91,19 +101,10 @@ class ShardedParameter(ExplainedDTensor):
         return result
 
 
-_SAME_VALUES = frozenset(
-    {
-        torch.Tensor.detach,
-        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.cpu,
-        torch.Tensor.float,
-        torch.Tensor.to,
-    }
-)
-"""What gives the parameter itself, for others to read: trackers call `detach().cpu().numpy()`."""
-
-
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SAME_MEMORY = frozenset({torch.Tensor.detach, _GET_DATA})
+_SAME_VALUES = _SAME_MEMORY | {torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.to}
+"""What gives the parameter itself, for others to read: trackers call `detach().cpu().numpy()`."""
 
 
 def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
@@ -126,13 +127,18 @@ def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
 def _note_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Note what `func` may have done to parameters, now or later, that no version counter tells."""
     if func == _GET_DATA:
-        args[0].zcompile_exposed = True
+        _told(args[0]).zcompile_exposed = True
         return
     name = getattr(func, "__name__", "")
     if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
         for tensor in tree_leaves(args):
             if isinstance(tensor, ShardedParameter):
-                tensor.zcompile_unseen += 1
+                _told(tensor).zcompile_unseen += 1
+
+
+def _told(tensor: ShardedParameter) -> ShardedParameter:
+    """The parameter whose memory `tensor` shows."""
+    return tensor if tensor.zcompile_shown is None else tensor.zcompile_shown
 
 
 def sharded(tensor: torch.Tensor, name: str, waits: Waits | None = None) -> ShardedParameter:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
+from zcompile._torch import local_tensor
 from zcompile.errors import OptimizerError, StateError, nearest
 from zcompile.runtime.tensors.owned import is_here, owner_of
 from zcompile.runtime.tensors.placement import Placing
@@ -171,7 +172,7 @@ def _empty(value: SlotShape, param: torch.Tensor | None) -> torch.Tensor:
     like = value.shape == tuple(param.shape)
     if not like and owner_of(param) is not None:
         return torch.empty(value.shape, dtype=value.dtype, device=param.device)
-    local = torch.empty(param.to_local().shape if like else value.shape, dtype=value.dtype, device=param.device)
+    local = torch.empty(local_tensor(param).shape if like else value.shape, dtype=value.dtype, device=param.device)
     if like:
         return Placing.of(param).place(local)
     return Placing(param.device_mesh, (Replicate(),) * param.device_mesh.ndim, torch.Size(value.shape)).place(local)
