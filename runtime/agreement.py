@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from zcompile import errors
 from zcompile._torch import default_store, group_timeout
-from zcompile.errors import AgreementError, StateError, ZcompileError
+from zcompile.errors import AgreementError, GroupError, StateError, ZcompileError
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.waits import named
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 FIRST_LOOK = 0.001
 """Seconds after which the store is asked again for what the other ranks write; then twice as many each time."""
 _ALIKE = "run the same code, options and environment on every rank"
+_WITHDRAWN = "\0"
+"""What begins the text of a rank that does not come, because of the error behind it."""
 
 
 class Agreement:
@@ -116,14 +118,30 @@ class Agreement:
                 raise getattr(errors, failure[0])(*failure[1:]) from error
         return result, [value for _, value in answers]
 
-    def _exchange(self, text: str, what: str) -> list[str]:
+    def withdraw(self, error: ZcompileError) -> None:
+        """Tell the ranks that come here next that this one does not, because of `error`. Waits for nobody."""
+        if not self.alone:
+            self._write(
+                _WITHDRAWN + json.dumps([f"{type(error).__name__}: {error.subject}: {error.problem}", error.fix])
+            )
+
+    def _write(self, text: str) -> dist.Store:
         self.count += 1
-        if self.alone:
-            return [text]
         store = dist.PrefixStore(f"{self.prefix}/{self.count}", default_store())
         store.set(str(self.communicator.rank), text)
+        return store
+
+    def _exchange(self, text: str, what: str) -> list[str]:
+        if self.alone:
+            return [text]
+        store = self._write(text)
         self._await(store, what)
-        return [store.get(str(rank)).decode() for rank in range(self.communicator.size)]
+        texts = [store.get(str(rank)).decode() for rank in range(self.communicator.size)]
+        for rank, found in zip(self.communicator.waits.ranks, texts, strict=True):
+            if found.startswith(_WITHDRAWN):
+                problem, fix = json.loads(found.removeprefix(_WITHDRAWN))
+                raise AgreementError(what, f"rank {rank} has failed before: {problem}", f"on rank {rank} {fix}")
+        return texts
 
     def _compare(self, what: str, texts: list[list[str]], fix: str = _ALIKE) -> None:
         if difference := first_difference(dict(enumerate(texts))):
@@ -164,6 +182,23 @@ class Agreement:
                 problem += f"; {named(culprits)} kept {'it' if len(late) == 1 else 'them'} waiting"
             fix = f"look for an error of {named(culprits)}; every rank must make the same calls in the same order"
             raise AgreementError(what, problem, fix)
+
+
+@contextlib.contextmanager
+def told_to_others(communicator_of: Callable[[], Communicator]) -> Iterator[None]:
+    """Around what a rank does on its own before the ranks agree: the others are told of its errors, and do not wait.
+
+    Args:
+        communicator_of: Gives the ranks that would wait; where it fails, too, nobody is told.
+    """
+    try:
+        yield
+    except ZcompileError as error:
+        # Other errors of agreements and groups are all ranks' own, or of groups through which nobody can be told.
+        if not isinstance(error, (AgreementError, GroupError)) and dist.is_initialized():
+            with contextlib.suppress(Exception):  # of a model or mesh that cannot be meant, as `error` says
+                Agreement(communicator_of()).withdraw(error)
+        raise
 
 
 def first_difference(texts: dict[int, list[str]]) -> str:

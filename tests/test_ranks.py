@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -51,6 +51,46 @@ def different_options(rank: int) -> tuple[str, str, float]:
 
 def test_ranks_with_different_options(ranks: Ranks) -> None:
     assert all("stage 2" in message and "stage 3" in message for _, message, _ in ranks.run(2, different_options))
+
+
+MISTAKES: Sequence[tuple[dict[str, Any], str]] = (
+    ({"stage": 5}, "stage: 5 "),
+    ({"outer_dtype": torch.int8}, "outer_dtype: "),
+    ({"units": ["layer.*"]}, "units: "),
+    ({"whole": ["no.such.*"]}, "whole: "),
+    ({"shard": "hfsdp"}, "shard: "),
+    ({"shard": "auto", "units": ["layer.*"]}, "units: "),
+)
+
+
+def mistaken_on_one_rank(rank: int) -> list[tuple[str, str, float]]:
+    """What each says of options that cannot be meant, which rank 1 alone has; then all go on together."""
+    found = []
+    for given, _ in MISTAKES:
+        options = given if rank == 1 else {}
+        found.append(refusal(lambda options=options: zcompile.compile(make("mlp"), backend="eager", **options)))
+    zcompile.compile(make("mlp"), backend="eager")(*batch("mlp", rank, 0)).backward()
+    return found
+
+
+def mistaken_backend(rank: int) -> tuple[str, str, float]:
+    def call() -> None:
+        model = torch.compile(make("mlp"), backend=zcompile.backend(stage=7 if rank == 1 else 3, backend="eager"))
+        try:
+            model(*batch("mlp", rank, 0))
+        except RuntimeError as error:  # of torch, around ours
+            raise getattr(error, "inner_exception", error) from None
+
+    return refusal(call)
+
+
+def test_a_mistake_of_one_rank_is_told_to_the_others_at_once(ranks: Ranks) -> None:
+    by_rank = [[*ranks.run(2, mistaken_on_one_rank)[rank], ranks.run(2, mistaken_backend)[rank]] for rank in (0, 1)]
+    for waiting, mistaken, (_, problem) in zip(*by_rank, [*MISTAKES, ({}, "stage: 7 ")], strict=True):
+        assert mistaken[0] == "OptionError"
+        assert mistaken[1].startswith(problem)
+        assert f"rank 1 has failed before: OptionError: {problem}" in waiting[1]
+        assert waiting[2] < 10, "nobody waits for the group's timeout"
 
 
 def one_rank_late(rank: int) -> int:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_replicated, model_parallel
 from zcompile.model.units import make_layout
 from zcompile.model.weights import Source, Weights, open_weights
-from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.agreement import Agreement, told_to_others
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.gradients.outside import Outside
 from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, default_device, resolve_mesh
@@ -118,18 +118,30 @@ def compile(
         OptionError, PipelineError: an option, weights or a pass that cannot be meant; a limit too low, at first call.
         ModelError, OptimizerError, GroupError, AgreementError: a model, optimizer, mesh or ranks that do not fit.
     """
-    return _compiled(model, Options.among(locals()), mesh, units, whole, _optimizers(optimizer, model), weights)
+    given = locals()
+    with told_to_others(lambda: _communicator(model, Options(), mesh, model_parallel(model, mesh))):
+        asked, optimizers = Options.among(given), _optimizers(optimizer, model)
+        divided = _divided(model, asked, mesh, units, whole)
+    return _compiled(model, divided, optimizers, weights)
 
 
-def _compiled(
+class _Divided(NamedTuple):
+    """A model as it is to be divided, as far as a rank knows alone."""
+
+    asked: Options
+    remarks: Sequence[str]
+    parallel: ModelParallel | None
+    communicator: Communicator
+    layout: Layout
+
+
+def _divided(
     model: nn.Module,
     asked: Options,
     mesh: DeviceMesh | None,
     units: Sequence[str] | None,
     whole: Sequence[str] | None,
-    optimizers: Sequence[Optimizer],
-    weights: Source | None,
-) -> CompiledModule:
+) -> _Divided:
     check_kinds(model)
     asked, remarks = _settled(model, asked, mesh, units, whole)
     parallel = model_parallel(model, mesh, flat=asked.divides_outside)
@@ -137,6 +149,13 @@ def _compiled(
     check_outer(asked.outer_dtype, communicator.mesh.ndim)
     check_axes(asked.shard, communicator.mesh.ndim, whole=bool(whole))
     layout = _layout(model, asked, communicator.mesh, parallel, units, whole)
+    return _Divided(asked, remarks, parallel, communicator, layout)
+
+
+def _compiled(
+    model: nn.Module, divided: _Divided, optimizers: Sequence[Optimizer], weights: Source | None
+) -> CompiledModule:
+    asked, remarks, parallel, communicator, layout = divided
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     check_inside(communicator.mesh, asked.hybrid)
     check_gathered(layout, asked.outer_gather_dtype)

@@ -50,9 +50,17 @@ from zcompile.ir.spelling import identifier
 from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
-from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.agreement import Agreement, told_to_others
 from zcompile.runtime.gradients.delivery import Refusal
-from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, check_mesh, resolve_mesh
+from zcompile.runtime.groups import (
+    Communicator,
+    as_one,
+    axes_of_mesh,
+    check_inside,
+    check_mesh,
+    default_device,
+    resolve_mesh,
+)
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
 from zcompile.schedule.option_checks import AUTO, check_axes, check_outer
@@ -182,12 +190,13 @@ class Backend:
         """The engine of all graphs; what shard="auto" leaves to be chosen is by the parameters of the first one."""
         device = next(iter(fresh.values())).device
         mesh, remarks = resolve_mesh(self.mesh, device), list[str]()
-        if self.options.shard == AUTO:
-            self.options, remarks = self._settled(mesh, fresh, kept)
-        options = self.options
-        communicator = Communicator(as_one(mesh) if options.has_one_axis else mesh, device, options.hybrid)
-        check_outer(options.outer_dtype, communicator.mesh.ndim)
-        check_axes(options.shard, communicator.mesh.ndim)
+        with told_to_others(lambda: Communicator(mesh, device)):
+            if self.options.shard == AUTO:
+                self.options, remarks = self._settled(mesh, fresh, kept)
+            options = self.options
+            communicator = Communicator(as_one(mesh) if options.has_one_axis else mesh, device, options.hybrid)
+            check_outer(options.outer_dtype, communicator.mesh.ndim)
+            check_axes(options.shard, communicator.mesh.ndim)
         runtime = ModelRuntime(self._empty_layout(mesh, options), communicator, Agreement(communicator), options)
         runtime.remarks += remarks
         engine = Engine(runtime)
@@ -476,7 +485,14 @@ def backend(
         PipelineError: a pass that is unknown, missing or out of place.
         GroupError: a mesh of several dimensions, or one that leaves ranks out.
     """
-    asked = Options.among(locals())
+    given = locals()
+
+    def others() -> Communicator:
+        device = default_device(mesh)
+        return Communicator(resolve_mesh(mesh, device), device)
+
+    with told_to_others(others):
+        asked = Options.among(given)
     if mesh is not None:
         check_mesh(mesh)
     return Backend(asked, mesh)
