@@ -40,6 +40,8 @@ OURS: dict[str, dict[str, Any]] = {
     "zcompile hfsdp, stage 2": {"shard": "hfsdp", "stage": 2},
     "zcompile hsdp, bf16 across": {"shard": "hsdp", "outer_dtype": torch.bfloat16},
     "zcompile hsdp, int8 across": {"shard": "hsdp", "outer_dtype": torch.int8},
+    "zcompile hpz, bf16 across": {"shard": "hpz", "outer_dtype": torch.bfloat16, "outer_gather_dtype": torch.bfloat16},
+    "zcompile hpz, int8 across": {"shard": "hpz", "outer_dtype": torch.int8, "outer_gather_dtype": torch.int8},
 }
 WAYS = ("fsdp2 flat", "fsdp2 hsdp", *OURS)
 
