@@ -135,7 +135,7 @@ def test_every_element_arrives_over_two_axes(case: Case) -> None:
 
 @pytest.mark.slow
 @given(cases(levels=True))
-@settings(max_examples=2500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=800, suppress_health_check=[HealthCheck.too_slow])
 def test_every_element_of_many_cases_arrives_over_two_axes(case: Case) -> None:
     assert run(case) == []
 
