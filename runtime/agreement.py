@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import time
@@ -38,10 +39,7 @@ class Agreement:
         # A fake group has one real rank, which has nobody to agree with.
         self.alone = communicator.size == 1 or communicator.is_fake
         if not self.alone:
-            # The store counts this rank's models, so that the n-th of every rank meet.
-            name = f"zcompile/{communicator.group.group_name}"
-            self.number = default_store().add(f"{name}/models of {communicator.rank}", 1)
-            self.prefix = f"{name}/{self.number}"
+            self.prefix, self.number = _meeting(communicator.waits.ranks, communicator.waits.rank)
 
     def reach(
         self, what: str, lines: Sequence[str], fix: str = _ALIKE, conflict: Callable[[], str] | None = None
@@ -118,17 +116,10 @@ class Agreement:
                 raise getattr(errors, failure[0])(*failure[1:]) from error
         return result, [value for _, value in answers]
 
-    def withdraw(self, error: ZcompileError) -> None:
-        """Tell the ranks that come here next that this one does not, because of `error`. Waits for nobody."""
-        if not self.alone:
-            self._write(
-                _WITHDRAWN + json.dumps([f"{type(error).__name__}: {error.subject}: {error.problem}", error.fix])
-            )
-
     def _write(self, text: str) -> dist.Store:
         self.count += 1
         store = dist.PrefixStore(f"{self.prefix}/{self.count}", default_store())
-        store.set(str(self.communicator.rank), text)
+        store.set(str(self.communicator.waits.rank), text)
         return store
 
     def _exchange(self, text: str, what: str) -> list[str]:
@@ -136,11 +127,12 @@ class Agreement:
             return [text]
         store = self._write(text)
         self._await(store, what)
-        texts = [store.get(str(rank)).decode() for rank in range(self.communicator.size)]
-        for rank, found in zip(self.communicator.waits.ranks, texts, strict=True):
+        ranks = self.communicator.waits.ranks
+        texts = [store.get(str(rank)).decode() for rank in ranks]
+        for rank, found in zip(ranks, texts, strict=True):
             if found.startswith(_WITHDRAWN):
                 problem, fix = json.loads(found.removeprefix(_WITHDRAWN))
-                raise AgreementError(what, f"rank {rank} has failed before: {problem}", f"on rank {rank} {fix}")
+                raise AgreementError(what, f"rank {rank} failed first: {problem}", f"on rank {rank}: {fix}")
         return texts
 
     def _compare(self, what: str, texts: list[list[str]], fix: str = _ALIKE) -> None:
@@ -155,7 +147,7 @@ class Agreement:
         """
         limit = group_timeout(self.communicator.group, self.communicator.device)
         waits, deadline = self.communicator.waits, time.perf_counter() + limit.total_seconds()
-        keys = [str(rank) for rank in range(self.communicator.size)]
+        keys = [str(rank) for rank in waits.ranks]
 
         def missing() -> list[int]:
             with contextlib.suppress(RuntimeError):
@@ -184,21 +176,42 @@ class Agreement:
             raise AgreementError(what, problem, fix)
 
 
+def _meeting(ranks: Sequence[int], rank: int) -> tuple[str, int]:
+    """Where `ranks` write in the store what they compare of their next model, and its number on `rank`, from 1.
+
+    The store counts a rank's models, so that the n-th of all of them meet.
+    """
+    name = f"zcompile/{hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]}"
+    number = default_store().add(f"{name}/models of {rank}", 1)
+    return f"{name}/{number}", number
+
+
 @contextlib.contextmanager
-def told_to_others(communicator_of: Callable[[], Communicator]) -> Iterator[None]:
-    """Around what a rank does on its own before the ranks agree: the others are told of its errors, and do not wait.
+def told_to_others(ranks_of: Callable[[], Sequence[int]]) -> Iterator[None]:
+    """Around what a rank does alone before ranks agree on a model: where that fails, the others are told, who wait.
+
+    Nothing is made here that takes other ranks, as groups do: they are not there.
 
     Args:
-        communicator_of: Gives the ranks that would wait; where it fails, too, nobody is told.
+        ranks_of: Gives the ranks that will come for the same model, this one among them.
     """
     try:
         yield
     except ZcompileError as error:
         # Other errors of agreements and groups are all ranks' own, or of groups through which nobody can be told.
         if not isinstance(error, (AgreementError, GroupError)) and dist.is_initialized():
-            with contextlib.suppress(Exception):  # of a model or mesh that cannot be meant, as `error` says
-                Agreement(communicator_of()).withdraw(error)
+            with contextlib.suppress(Exception):  # of a mesh that cannot be meant, or a store that is gone
+                _withdraw(ranks_of(), error)
         raise
+
+
+def _withdraw(ranks: Sequence[int], error: ZcompileError) -> None:
+    """Write, in place of what is compared first, why this rank has nothing to compare."""
+    rank = dist.get_rank()
+    if len(ranks) > 1 and rank in ranks:
+        problem = f"{type(error).__name__}: {error.subject}: {error.problem}"
+        prefix, _ = _meeting(ranks, rank)
+        dist.PrefixStore(f"{prefix}/1", default_store()).set(str(rank), _WITHDRAWN + json.dumps([problem, error.fix]))
 
 
 def first_difference(texts: dict[int, list[str]]) -> str:

@@ -276,6 +276,11 @@ def resolve_mesh(mesh: DeviceMesh | None, device: torch.device, tensor: DeviceMe
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DATA,))
 
 
+def ranks_of(mesh: DeviceMesh | None) -> list[int]:
+    """The ranks of a mesh as it was given; without one, all."""
+    return list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+
+
 def data_axes(mesh: DeviceMesh) -> dict[AxisKind, str]:
     """The names of a mesh's dimensions by what they are for, in their order.
 

@@ -313,8 +313,9 @@ class UnitShards:
                 if param.shards or param.compute_dtype or self.memory.is_away:  # else it is the shard itself
                     start, stop = param.shard_rows(rank)
                     kept = full[index][start:stop] if param.shape else full[index]
-                    mine = self.local(param).to(kept, non_blocking=True)
-                    if param.outer_gather_dtype is not None:
+                    if param.outer_gather_dtype is None:
+                        mine = self.local(param).to(kept, non_blocking=True)
+                    else:
                         mine = self.as_gathered([param], kept.dtype)[: kept.numel()].view_as(kept)
                     result.append(torch.ne(kept, mine).any())
         for secondary in self.secondary.values():

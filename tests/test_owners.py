@@ -421,7 +421,7 @@ def stepped_by_rows(rank: int) -> str:
 def test_a_matrix_of_fewer_rows_than_ranks_is_refused_to_muon(ranks: Ranks) -> None:
     """As torch divides no such tensor, which it says of no parameter."""
     for message in ranks.run(3, stepped_by_rows):
-        assert "of shape [1, 5], by rows on 3 ranks" in message
+        assert "of shape [1, 5] by rows on 3 ranks" in message
         assert "layers.2.weight: add_ writes" in message
         assert "whole=" in message
 

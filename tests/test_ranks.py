@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
@@ -53,44 +54,48 @@ def test_ranks_with_different_options(ranks: Ranks) -> None:
     assert all("stage 2" in message and "stage 3" in message for _, message, _ in ranks.run(2, different_options))
 
 
-MISTAKES: Sequence[tuple[dict[str, Any], str]] = (
-    ({"stage": 5}, "stage: 5 "),
-    ({"outer_dtype": torch.int8}, "outer_dtype: "),
-    ({"units": ["layer.*"]}, "units: "),
-    ({"whole": ["no.such.*"]}, "whole: "),
-    ({"shard": "hfsdp"}, "shard: "),
-    ({"shard": "auto", "units": ["layer.*"]}, "units: "),
-)
+MISTAKES: Mapping[tuple[int, ...], Sequence[tuple[dict[str, Any], dict[str, Any], str]]] = {
+    (2,): [
+        ({}, {"stage": 5}, "OptionError: stage: 5 "),
+        ({}, {"outer_dtype": torch.int8}, "OptionError: outer_dtype: "),
+        ({}, {"units": ["layer.*"]}, "OptionError: units: "),
+        ({}, {"whole": ["no.such.*"]}, "OptionError: whole: "),
+        ({}, {"shard": "hfsdp"}, "OptionError: shard: "),
+    ],
+    (2, 2): [
+        ({}, {"stage": 5}, "OptionError: stage: 5 "),  # before there is a group of all four
+        ({"shard": "auto"}, {"units": ["layer.*"]}, "OptionError: units: "),
+        ({"shard": "hpz"}, {"outer_gather_dtype": torch.float16}, "OptionError: outer_gather_dtype: "),
+    ],
+}
+"""Meshes, what all ranks ask for over them, what rank 1 does beside, and what that is."""
 
 
-def mistaken_on_one_rank(rank: int) -> list[tuple[str, str, float]]:
-    """What each says of options that cannot be meant, which rank 1 alone has; then all go on together."""
+def mistaken_on_one_rank(rank: int, sizes: tuple[int, ...]) -> list[tuple[str, str, float]]:
+    """What each rank says of MISTAKES; then all go on together."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     found = []
-    for given, _ in MISTAKES:
-        options = given if rank == 1 else {}
-        found.append(refusal(lambda options=options: zcompile.compile(make("mlp"), backend="eager", **options)))
-    zcompile.compile(make("mlp"), backend="eager")(*batch("mlp", rank, 0)).backward()
+    for alike, mistaken, _ in MISTAKES[sizes]:
+        options = {**alike, **mistaken} if rank == 1 else alike
+        found.append(refusal(lambda options=options: zcompile.compile(make("mlp"), mesh=mesh, **options)))
+    kept = make("mlp")
+    kept(*batch("mlp", 0, 0)).backward()
+    found.append(refusal(lambda: zcompile.compile(kept if rank == 1 else make("mlp"), mesh=mesh)))
+    zcompile.compile(make("mlp"), mesh=mesh, backend="eager")(*batch("mlp", rank, 0)).backward()
     return found
 
 
-def mistaken_backend(rank: int) -> tuple[str, str, float]:
-    def call() -> None:
-        model = torch.compile(make("mlp"), backend=zcompile.backend(stage=7 if rank == 1 else 3, backend="eager"))
-        try:
-            model(*batch("mlp", rank, 0))
-        except RuntimeError as error:  # of torch, around ours
-            raise getattr(error, "inner_exception", error) from None
-
-    return refusal(call)
-
-
-def test_a_mistake_of_one_rank_is_told_to_the_others_at_once(ranks: Ranks) -> None:
-    by_rank = [[*ranks.run(2, mistaken_on_one_rank)[rank], ranks.run(2, mistaken_backend)[rank]] for rank in (0, 1)]
-    for waiting, mistaken, (_, problem) in zip(*by_rank, [*MISTAKES, ({}, "stage: 7 ")], strict=True):
-        assert mistaken[0] == "OptionError"
-        assert mistaken[1].startswith(problem)
-        assert f"rank 1 has failed before: OptionError: {problem}" in waiting[1]
-        assert waiting[2] < 10, "nobody waits for the group's timeout"
+@pytest.mark.parametrize("sizes", MISTAKES)
+def test_a_mistake_of_one_rank_is_told_to_the_others_at_once(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    found = ranks.run(math.prod(sizes), mistaken_on_one_rank, sizes)
+    problems = [*(problem for _, _, problem in MISTAKES[sizes]), "ModelError: "]
+    for rank, told in enumerate(found):
+        for (kind, message, seconds), problem in zip(told, problems, strict=True):
+            if rank == 1:
+                assert f"{kind}: {message}".startswith(problem)
+            else:
+                assert f"rank 1 failed first: {problem}" in message
+            assert seconds < 10, "nobody waits for the group's timeout"
 
 
 def one_rank_late(rank: int) -> int:

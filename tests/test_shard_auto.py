@@ -120,6 +120,8 @@ def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, 
         options["whole"] = [name for name, param in make("mlp").named_parameters() if param.dim() == 2]
     if how == "across":
         options["outer_dtype"] = torch.bfloat16
+    if how == "gathered in few bits":
+        options["outer_gather_dtype"] = torch.bfloat16
     model = zcompile.compile(make("mlp", seed=rank), **options)
     optimizer = adamw(model)
     step = zcompile.train_step(model, lambda model, *given: model(*given), optimizer) if how == "step" else None
@@ -132,26 +134,25 @@ def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, 
             optimizer.zero_grad()
     layout = model.layout
     shard = "flat" if layout.replicated is None else str(layout.hybrid)
-    beside = {key: options[key] for key in options if key in ("whole", "outer_dtype")}
+    beside = {key: options[key] for key in options if key in ("whole", "outer_dtype", "outer_gather_dtype")}
     return shard, model.explain(), differing(full_values(model), train(rank, "mlp", shape, shard=shard, **beside))
 
 
-@pytest.mark.parametrize("how", ["loop", "step", "whole", "across"])
+CHOICES = {"whole": ("flat", "hsdp"), "across": tuple(Hybrid), "gathered in few bits": ("hfsdp", "hpz")}
+
+
+@pytest.mark.parametrize("how", ["loop", "step", *CHOICES])
 def test_all_ranks_choose_alike_and_train_as_if_it_had_been_asked_for(ranks: Ranks, how: str) -> None:
     found = ranks.run(4, compiled_by, how, (2, 2))
     assert len({(shard, said) for shard, said, _ in found}) == 1
     shard, said, _ = found[0]
     assert f'shard="auto" is {shard!r}, the fastest that fits' in said
-    assert shard in {"whole": ("flat", "hsdp"), "across": tuple(Hybrid)}.get(how, ("flat", *Hybrid))
+    assert shard in CHOICES.get(how, ("flat", *Hybrid))
     assert [wrong for *_, wrong in found] == [[]] * 4
 
 
 def by_backend(rank: int) -> tuple[str, str]:
-    backend = (
-        zcompile.backend(mesh=mesh_of((2, 2)), shard="auto", options={})
-        if False
-        else zcompile.backend(mesh=mesh_of((2, 2)), shard="auto")
-    )
+    backend = zcompile.backend(mesh=mesh_of((2, 2)), shard="auto")
     model = torch.compile(make("mlp"), backend=backend)
     model(*batch("mlp", rank, 0)).backward()
     return str(backend.options.shard), backend.explain()
@@ -204,6 +205,19 @@ def test_ranks_that_ask_of_other_things_are_told_before_they_measure(ranks: Rank
     assert len(set(found)) == 1
     assert "rank 3: " in found[0]
     assert what in found[0]
+
+
+def in_few_bits_beside_owners(rank: int) -> str:
+    options: dict[str, Any] = {"outer_gather_dtype": torch.bfloat16, "whole": ["layers.0.weight"]}
+    with pytest.raises(OptionError) as raised:
+        zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), shard="auto", **options)
+    return str(raised.value)
+
+
+def test_gathers_in_few_bits_leave_nothing_to_choose_beside_owners(ranks: Ranks) -> None:
+    for message in ranks.run(4, in_few_bits_beside_owners):
+        assert message.startswith('outer_gather_dtype: is for what "hfsdp" and "hpz" gather')
+        assert "give no whole=" in message
 
 
 def test_stage_0_divides_nothing() -> None:

@@ -37,7 +37,15 @@ from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement, told_to_others
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.gradients.outside import Outside
-from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, default_device, resolve_mesh
+from zcompile.runtime.groups import (
+    Communicator,
+    as_one,
+    axes_of_mesh,
+    check_inside,
+    default_device,
+    ranks_of,
+    resolve_mesh,
+)
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.offload.shard_file import ShardFile
 from zcompile.runtime.shard_memory import ShardMemory
@@ -119,7 +127,7 @@ def compile(
         ModelError, OptimizerError, GroupError, AgreementError: a model, optimizer, mesh or ranks that do not fit.
     """
     given = locals()
-    with told_to_others(lambda: _communicator(model, Options(), mesh, model_parallel(model, mesh))):
+    with told_to_others(lambda: ranks_of(mesh)):
         asked, optimizers = Options.among(given), _optimizers(optimizer, model)
         divided = _divided(model, asked, mesh, units, whole)
     return _compiled(model, divided, optimizers, weights)

@@ -58,7 +58,7 @@ from zcompile.runtime.groups import (
     axes_of_mesh,
     check_inside,
     check_mesh,
-    default_device,
+    ranks_of,
     resolve_mesh,
 )
 from zcompile.runtime.shards import UnitShards
@@ -190,7 +190,7 @@ class Backend:
         """The engine of all graphs; what shard="auto" leaves to be chosen is by the parameters of the first one."""
         device = next(iter(fresh.values())).device
         mesh, remarks = resolve_mesh(self.mesh, device), list[str]()
-        with told_to_others(lambda: Communicator(mesh, device)):
+        with told_to_others(lambda: ranks_of(mesh)):
             if self.options.shard == AUTO:
                 self.options, remarks = self._settled(mesh, fresh, kept)
             options = self.options
@@ -485,14 +485,7 @@ def backend(
         PipelineError: a pass that is unknown, missing or out of place.
         GroupError: a mesh of several dimensions, or one that leaves ranks out.
     """
-    given = locals()
-
-    def others() -> Communicator:
-        device = default_device(mesh)
-        return Communicator(resolve_mesh(mesh, device), device)
-
-    with told_to_others(others):
-        asked = Options.among(given)
+    asked = Options.among(locals())
     if mesh is not None:
         check_mesh(mesh)
     return Backend(asked, mesh)

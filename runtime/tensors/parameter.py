@@ -7,6 +7,7 @@ A sum over a `Shard(0)` DTensor is this rank's part of it, placed `Partial`, and
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,8 +81,8 @@ class ShardedParameter(ExplainedDTensor):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise _refusal(args, func) from error
-            if "require placement changes" in str(error):
-                raise _undivided(args, func) from error
+            if "require placement changes" in str(error) and (undivided := _undivided(args, func)) is not None:
+                raise undivided from error
             if "not supported for tensor subclasses" in str(error):
                 raise _refusal(args, func, "take its full_tensor() on every rank, or its to_local()") from None
             raise
@@ -157,12 +158,15 @@ def _whole(result: DTensor, tensor: ExplainedDTensor | None) -> DTensor:
         return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
 
 
-def _undivided(args: Any, func: Callable[..., Any]) -> ParameterError:
-    """The refusal of a whole tensor to be written into rows: torch divides none that has fewer rows than ranks."""
+def _undivided(args: Any, func: Callable[..., Any]) -> ParameterError | None:
+    """The refusal to write into a parameter that has fewer rows than ranks: torch divides nothing so."""
     tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter))
-    written = f"{getattr(func, '__name__', 'an operation')} writes a tensor that is whole on all ranks"
-    shape, world = list(tensor.shape), tensor.device_mesh.size()
-    problem = f"{written} into this parameter, of shape {shape}, by rows on {world} ranks"
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    ranks = math.prod(size for size, placement in sizes if placement.is_shard())
+    if not tensor.ndim or len(tensor) >= ranks:
+        return None
+    called, rows = getattr(func, "__name__", "an operation"), f"of shape {list(tensor.shape)} by rows on {ranks} ranks"
+    problem = f"{called} writes a tensor that torch cannot divide as this parameter is, {rows}"
     fix = "keep it whole on one rank, with whole= in zcompile.compile, or take an optimizer that works by elements"
     return ParameterError(tensor.zcompile_name, problem, fix)
 

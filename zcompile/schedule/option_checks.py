@@ -130,8 +130,8 @@ def check_gather_wire(dtype: object, stage: int, *, divides: bool) -> None:
         return
     _check_wire_dtype("outer_gather_dtype", dtype, "shards")
     if stage == 0 or not divides:
-        problem = "is for what is gathered along the outer dimension of a mesh, where nothing is"
-        fix = "give shard='hfsdp' or shard='hpz', in stage 1, 2 or 3, or leave it out"
+        problem = "applies to gathers along the outer dimension of a mesh, and these options make none"
+        fix = "give a mesh of two dimensions and shard='hfsdp' or 'hpz', in stage 1, 2 or 3, or leave it out"
         raise OptionError("outer_gather_dtype", problem, fix)
 
 
@@ -139,9 +139,18 @@ def check_gathered(layout: Layout, dtype: torch.dtype | None) -> None:
     """Raise OptionError for an `outer_gather_dtype` that no shard of a layout travels outside in."""
     floating = (param for param in layout.params if param.full_dtype.is_floating_point)
     found = (dtype in (param.outer_gather_dtype, param.full_dtype) for param in floating)
-    if dtype is not None and layout.has_secondary and not any(found):
-        problem = f"is {dtype}, in which no shard is fewer bytes: of {layout.shards} ranks they are tiny, or integers"
-        raise OptionError("outer_gather_dtype", problem, "leave it out, or take fewer ranks")
+    if dtype is None or not layout.has_secondary or any(found):
+        return
+    problem, fix = f"is {dtype}, which would make no shard smaller: ", "leave it out"
+    wide = {param.full_dtype for param in layout.params if param.full_dtype.is_floating_point}
+    if wide and all(kind.itemsize <= dtype.itemsize for kind in wide):
+        problem += f"parameters are gathered in {' and '.join(sorted(map(str, wide)))}, no wider"
+    else:
+        problem, fix = (
+            f"{problem}divided among {layout.shards} ranks they are tiny, or integers",
+            f"{fix}, or take fewer ranks",
+        )
+    raise OptionError("outer_gather_dtype", problem, fix)
 
 
 def _check_wire_dtype(option: str, dtype: object, what: str) -> None:
