@@ -114,6 +114,7 @@ def interleaved(rank: int) -> list[str]:
     return [f"{n}" for n, (one, other) in enumerate(zip(*found, strict=True)) if not torch.equal(one, other)]
 
 
+@pytest.mark.slow
 def test_what_a_backward_still_needs_is_left_alone(ranks: Ranks) -> None:
     assert ranks.run(2, interleaved) == [[], []]
 

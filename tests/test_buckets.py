@@ -57,6 +57,7 @@ def differing(rank: int, world: int, shapes: list[tuple[int, ...]]) -> list[str]
     return found
 
 
+@pytest.mark.slow
 @quickly("world, shapes", [(2, MORE), (3, SHAPES)], [(3, SHAPES)])
 def test_pieces_give_the_bits_of_the_whole(ranks: Ranks, world: int, shapes: list[tuple[int, ...]]) -> None:
     assert ranks.run(world, differing, world, shapes) == [[]] * world

@@ -152,6 +152,7 @@ def test_a_share_is_one_of_the_peak() -> None:
     assert 0.7 * most < peak_bytes(traced(gpt(), *inputs, checkpoint=0.8)) <= 0.8 * most
 
 
+@pytest.mark.slow
 def test_a_budget_is_for_training_not_for_evaluation() -> None:
     inputs = batch("gpt", 0, 0, size=8)
     budget = int(0.85 * peak_bytes(traced(gpt(), *inputs)))

@@ -369,6 +369,7 @@ def loaded(rank: int, folder: str, shape: Shape | None, shard: str | None = None
     return found, full_values(compiled)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     values = ranks.run(4, saved, folder)[0]

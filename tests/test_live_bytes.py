@@ -39,6 +39,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "tolerance", "settings"),
     [

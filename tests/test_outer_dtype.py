@@ -149,6 +149,7 @@ def beside(rank: int, folder: str) -> tuple[float, float, dict[str, int], dict[s
     return apart, moved, sent, dict(sum((Counter(one.volumes()) for one in compiled.programs), Counter()))
 
 
+@pytest.mark.slow
 def test_int8_is_proven_replayed_and_counted(ranks: Ranks, tmp_path: Path) -> None:
     for apart, moved, sent, said in ranks.run(4, beside, str(tmp_path)):
         assert 0 < apart <= moved / 100

@@ -167,7 +167,7 @@ FEW = [("hpz", 3, 1), ("hfsdp", 3, 2), ("hpz", 2, 0), ("hfsdp", 1, 1)]
         for wire in WIRES
         if (kind, wire) != ("mlp", INT8)  # of which all shards are tiny
     ],
-    [("gpt", (2, 2), INT8), ("conv", (3, 1), INT8), ("mlp", (2, 2), BF16)],
+    [("conv", (3, 1), INT8), ("mlp", (2, 2), BF16)],
 )
 def test_a_step_is_one_at_what_arrives_for_what_was_sent(
     ranks: Ranks, kind: str, shape: Shape, wire: torch.dtype
@@ -203,6 +203,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @quickly("name", list(OPTIONS), ["train step"])
 def test_other_options_change_no_bits(ranks: Ranks, name: str) -> None:
     choices = [("hpz", 3, 1), ("hfsdp", 2, 2)][: 1 if name == "a limit" else 2]
@@ -280,7 +281,7 @@ COMPUTED: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 
 
 @pytest.mark.filterwarnings("ignore:zcompile")
-@quickly("kind, wire, options", COMPUTED, [COMPUTED[1], COMPUTED[3], COMPUTED[5]])
+@quickly("kind, wire, options", COMPUTED, [COMPUTED[3], COMPUTED[5]])
 def test_every_rank_computes_with_what_the_others_got(
     ranks: Ranks, kind: str, wire: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -405,6 +406,7 @@ def written(rank: int, shard: str, stage: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @quickly("shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 1)])
 def test_writes_to_parameters_are_noticed(ranks: Ranks, shard: str, stage: int) -> None:
     assert ranks.run(4, written, shard, stage) == [[]] * 4
@@ -429,6 +431,7 @@ def loaded(rank: int, folder: str) -> Values:
     return full_values(compiled)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_what_the_optimizer_keeps(ranks: Ranks, tmp_path: Path) -> None:
     folder, want = str(tmp_path / "saved"), reference("gpt", (2, 2), INT8)
     for values in ranks.run(4, saved, folder):
@@ -543,6 +546,7 @@ DUMPED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @quickly("options", DUMPED, DUMPED[1:2])
 def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
     ranks.run(4, replayed, str(tmp_path), options)
@@ -624,14 +628,14 @@ def refused(rank: int, kind: str, shape: Shape | None, options: dict[str, Any]) 
 
 
 REFUSED: list[tuple[str, Shape | None, dict[str, Any], str]] = [
-    ("gpt", (2, 2), {"outer_gather_dtype": INT8}, "where nothing is"),
-    ("gpt", (2, 2), {"outer_gather_dtype": INT8, "shard": "hsdp"}, "where nothing is"),
-    ("gpt", (2, 2), {"outer_gather_dtype": INT8, "shard": "flat"}, "where nothing is"),
-    ("gpt", None, {"outer_gather_dtype": INT8}, "where nothing is"),
-    ("gpt", (2, 2), {"outer_gather_dtype": INT8, "stage": 0}, "where nothing is"),
+    ("gpt", (2, 2), {"outer_gather_dtype": INT8}, "these options make none"),
+    ("gpt", (2, 2), {"outer_gather_dtype": INT8, "shard": "hsdp"}, "these options make none"),
+    ("gpt", (2, 2), {"outer_gather_dtype": INT8, "shard": "flat"}, "these options make none"),
+    ("gpt", None, {"outer_gather_dtype": INT8}, "these options make none"),
+    ("gpt", (2, 2), {"outer_gather_dtype": INT8, "stage": 0}, "these options make none"),
     ("gpt", (2, 2), {"outer_gather_dtype": torch.float32, "shard": "hpz"}, "is no dtype in which shards can travel"),
     ("gpt", (2, 2), {"outer_gather_dtype": "int4", "shard": "hpz"}, "is no dtype in which shards can travel"),
-    ("mlp", (2, 2), {"outer_gather_dtype": INT8, "shard": "hpz"}, "in which no shard is fewer bytes"),
+    ("mlp", (2, 2), {"outer_gather_dtype": INT8, "shard": "hpz"}, "would make no shard smaller"),
 ]
 
 

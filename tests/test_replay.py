@@ -77,6 +77,7 @@ def one_step(rank: int, folder: Path, kind: str, options: dict[str, Any]) -> flo
 STEP = ("forward", "backward")
 
 
+@pytest.mark.slow
 @quickly("stage", range(4), [3])
 def test_each_rank_of_a_stage_is_replayed_alone(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     losses = ranks.run(2, one_step, tmp_path, "gpt", {"stage": stage})
@@ -151,6 +152,7 @@ def micro_batches(rank: int, folder: Path, stage: int) -> None:
     compiled(*batch("gpt", rank, 2)).backward()  # the step has ended
 
 
+@pytest.mark.slow
 @quickly("stage", range(4), [1])
 def test_a_step_is_its_micro_batches_and_what_is_evaluated_between_them(
     ranks: Ranks, tmp_path: Path, stage: int

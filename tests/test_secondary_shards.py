@@ -328,11 +328,13 @@ def late(rank: int, shard: str) -> list[str]:
     return [type(param.grad).__name__ for param in compiled.parameters()][:1]
 
 
+@pytest.mark.slow
 def test_a_step_between_a_forward_and_its_backward(ranks: Ranks) -> None:
     found = {shard: ranks.run(4, late, shard) for shard in ("hsdp", *HYBRIDS)}
     assert found["hfsdp"] == found["hpz"] == found["hsdp"]
 
 
+@pytest.mark.slow
 def test_a_retained_graph_runs_backward_twice(ranks: Ranks) -> None:
     assert ranks.run(4, twice, "hpz") == ranks.run(4, twice, "hfsdp") == [[]] * 4
 
@@ -354,6 +356,7 @@ def _is_sharded(param: nn.Parameter) -> bool:
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @quickly("shard", HYBRIDS, ["hpz"])
 def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, shard: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
@@ -443,6 +446,7 @@ def in_fewer_bits(rank: int, shard: str, wire: torch.dtype) -> list[str]:
     return [name for name in want if not torch.allclose(got[name], want[name], atol=close, rtol=close)]
 
 
+@pytest.mark.slow
 @quickly("shard", HYBRIDS, ["hpz"])
 def test_averages_travel_outside_in_fewer_bits(ranks: Ranks, shard: str) -> None:
     for wire in (torch.bfloat16, torch.int8):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
+from tests.cases import diagonal, quickly
 from tests.models import MODELS, batch, make
 from tests.ranks import Ranks
 from tests.test_hybrid import adamw, differing, full_values, mesh_of, train
@@ -46,9 +47,7 @@ def estimates(rates: Hardware, kind: str = "gpt", stage: int = 3) -> dict[str, E
 # -- what is counted --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sorted(MODELS))
-@pytest.mark.parametrize("shard", ["flat", *Hybrid])
-@pytest.mark.parametrize("stage", [1, 3])
+@diagonal("kind, shard, stage", sorted(MODELS), ["flat", *Hybrid], [1, 3])
 def test_what_is_counted_is_what_a_traced_program_sends(kind: str, shard: str, stage: int) -> None:
     layout = layout_of(kind, stage, shard)
     traced = trace(make(kind), batch(kind, 0, 0))
@@ -141,7 +140,7 @@ def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, 
 CHOICES = {"whole": ("flat", "hsdp"), "across": tuple(Hybrid), "gathered in few bits": ("hfsdp", "hpz")}
 
 
-@pytest.mark.parametrize("how", ["loop", "step", *CHOICES])
+@quickly("how", ["loop", "step", *CHOICES], ["step", "gathered in few bits"])
 def test_all_ranks_choose_alike_and_train_as_if_it_had_been_asked_for(ranks: Ranks, how: str) -> None:
     found = ranks.run(4, compiled_by, how, (2, 2))
     assert len({(shard, said) for shard, said, _ in found}) == 1
@@ -158,6 +157,7 @@ def by_backend(rank: int) -> tuple[str, str]:
     return str(backend.options.shard), backend.explain()
 
 
+@pytest.mark.slow
 def test_the_backend_chooses_by_the_parameters_of_the_first_graph(ranks: Ranks) -> None:
     found = ranks.run(4, by_backend)
     assert len(set(found)) == 1

@@ -228,6 +228,7 @@ def optimizers(rank: int, folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_the_state_of_optimizers(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, optimizers, str(tmp_path)) == [[], []]
 
@@ -266,6 +267,7 @@ def through_torch(rank: int, folder: str, stage: int) -> list[float]:
     return train(model, optimizer, "mlp", range(SAVED, SAVED + MORE))
 
 
+@pytest.mark.slow
 def test_states_go_through_torchs_own_functions(ranks: Ranks, tmp_path: Path) -> None:
     want = ranks.run(2, through_torch, str(tmp_path / "c"), 3)
     assert ranks.run(2, through_torch, str(tmp_path / "c"), 1) == want
@@ -686,6 +688,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "zcompile.json").write_text(json.dumps({**content, "sha256": digest}))
 
 
+@pytest.mark.slow
 @quickly("name", ["../secret", "/etc/passwd", "sub/../../secret", ".."], ["../secret"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(ranks: Ranks, tmp_path: Path, name: str) -> None:
     ranks.run(2, save_one, str(tmp_path / "c"))
@@ -941,6 +944,7 @@ def kept_in_lower_precision(rank: int, folder: str) -> list[bool]:
     return facts
 
 
+@pytest.mark.slow
 def test_copies_in_lower_precision_follow_what_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, kept_in_lower_precision, str(tmp_path / "c")) == [[True] * 4] * 2
 

@@ -242,6 +242,7 @@ def arguments(rank: int) -> list[str]:
     return found[1:]
 
 
+@pytest.mark.slow
 def test_dtensors_on_meta_are_traced_as_those_with_memory(ranks: Ranks) -> None:
     for real, meta in ranks.run(4, arguments):
         assert "f32[3, 6]" in real
@@ -377,6 +378,7 @@ def parts_apart(rank: int, data: int, model: int, folder: Path, options: dict[st
     return [name for name in found[0] if not torch.equal(found[0][name], found[1][name])], kept, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), [pytest.param(2, 2, marks=pytest.mark.slow), (1, 3)])
 def test_activations_in_parts_give_the_same_bits(ranks: Ranks, tmp_path: Path, data: int, model: int) -> None:
     for differing, kept, whole in ranks.run(data * model, parts_apart, data, model, tmp_path, {}):

@@ -39,6 +39,7 @@ def test_another_torch_is_refused_in_one_sentence(version: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_import_refuses_a_torch_before_it_asks_for_names_that_this_one_lacks() -> None:
     found = subprocess.run([sys.executable, "-c", OTHER], cwd=ROOT, capture_output=True, text=True)
     assert "VersionError: torch 2.16.0: is none of the releases" in found.stderr

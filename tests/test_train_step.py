@@ -83,6 +83,7 @@ def test_a_step_is_the_loop_with_any_optimizer(ranks: Ranks) -> None:
     assert ranks.run(2, with_all_optimizers) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -196,6 +197,7 @@ def gradients_alive(rank: int) -> tuple[int, int]:
     return most[0], max(sum(p.shard_numel * 4 for p in unit.params) for unit in step.model.layout.units)
 
 
+@pytest.mark.slow
 def test_gradients_of_one_unit_are_alive_at_once(ranks: Ranks) -> None:
     for most, largest in ranks.run(2, gradients_alive):
         assert most <= largest

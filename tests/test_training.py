@@ -109,6 +109,7 @@ def deferred(rank: int, stage: int) -> tuple[list[str], list[str]]:
     return [op_of(node, Reduce).unit for node in reductions], [n for n in want if not torch.equal(got[n], want[n])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_weights_that_are_computed_last_train_as_ddp(ranks: Ranks, stage: int) -> None:
     for order, differing in ranks.run(2, deferred, stage):
@@ -181,6 +182,7 @@ def inference_first(rank: int) -> bool:
     return all(p.grad is not None for p in compiled.parameters())
 
 
+@pytest.mark.slow
 def test_training_after_inference_mode_uses_what_it_kept(ranks: Ranks) -> None:
     assert ranks.run(2, inference_first) == [True, True]
 

@@ -190,6 +190,7 @@ def clips_late(rank: int) -> tuple[list[str], float]:
     return [str(warning.message) for warning in caught if "waited" in str(warning.message)], float(norm)
 
 
+@pytest.mark.slow
 def test_an_error_of_an_operation_on_gradients_is_left_as_it_is(ranks: Ranks) -> None:
     for kind, message in ranks.run(2, misuses):
         assert kind == "RuntimeError"
@@ -204,6 +205,7 @@ def misuses(rank: int) -> tuple[str, str]:
     return kind, message
 
 
+@pytest.mark.slow
 def test_gradients_and_parameters_are_saved_as_plain_dtensors(ranks: Ranks) -> None:
     assert ranks.run(2, pickled) == [True] * 2
 

@@ -138,6 +138,7 @@ def _both(rank: int, train: Any, way: str, options: dict[str, Any]) -> tuple[lis
     return same, [str(finding) for finding in checker.findings.values()], launched
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @quickly("way", list(WAYS), ["overlapping"])
 @quickly("name", list(OPTIONS), ["stage 3"])

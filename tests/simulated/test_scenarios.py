@@ -72,6 +72,7 @@ def test_everything_is_ordered(gpus: Ranks, name: str) -> None:
     assert sum(report.waits.values()) == WAITS.get(name, 0), report.waits
 
 
+@pytest.mark.slow
 @quickly("world", [8, 64, 256], [8])
 def test_a_step_launches_no_more_in_a_larger_world(gpus: Ranks, world: int) -> None:
     """It launches what one rank alone does, and what sends and packs, of which it has no more than FSDP2."""
