@@ -611,7 +611,7 @@ _MARK = 0xA5
 
 
 def _as_sent(lane: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """A number of its own for each dtype in which averages may travel: in few bits, by one scale for all."""
+    """A number of its own for each dtype in which averages and shards may travel: in few bits, by one scale for all."""
     if wire.is_floating_point or not lane.numel():
         return lane.to(wire).to(lane.dtype)
     scale = lane.abs().nan_to_num().amax().clamp(min=1e-30) / torch.iinfo(wire).max

@@ -115,20 +115,20 @@ class OutsideGather:
     secondary: Secondary
     works: Sequence[AsyncWork]
     keep: bool
-    coded: Sequence[torch.Tensor | None] = ()
+    encoded: Sequence[torch.Tensor | None] = ()
     """Where messages arrive that are encoded."""
 
     def wait(self) -> torch.Tensor:
         """The secondary shards of the unit, as the bytes of one tensor."""
         ranks = self.bound.shards.communicator.outside
         assert ranks is not None or not self.works, "what is gathered outside is so along the outer axis"
-        for work, (params, tensor), coded in zip(self.works, self.secondary.messages, self.coded, strict=False):
+        for work, (params, tensor), encoded in zip(self.works, self.secondary.messages, self.encoded, strict=False):
             if ranks is not None:
-                nbytes = tensor.nbytes if coded is None else coded.nbytes
+                nbytes = tensor.nbytes if encoded is None else encoded.nbytes
                 _land(work, "all_gather", self.bound.unit.name, ranks, nbytes, ranks.axis)
-                if coded is not None:
-                    _decode(coded.view(ranks.size, -1), params, tensor.view(ranks.size, -1))
-        self.works, self.coded = (), ()
+                if encoded is not None:
+                    _decode(encoded.view(ranks.size, -1), params, tensor.view(ranks.size, -1))
+        self.works, self.encoded = (), ()
         if self.keep:
             self.bound.shards.secondary[self.bound.unit.names] = self.secondary
         return self.secondary.memory
@@ -265,29 +265,31 @@ def _start_outside(
     secondary.writes, secondary.stream = shards.writes() if keep else 0, stream_number(outside.device)
     params, wanted = zip(*secondary.messages, strict=True)
     kinds = [wire if some[0].outer_gather_dtype is wire else None for some in params]
-    coded = [None if kind is None else _room(some, kind, outside) for some, kind in zip(params, kinds, strict=True)]
-    arrived = [one if room is None else room for one, room in zip(wanted, coded, strict=True)]
+    encoded = [
+        None if kind is None else _arrival_buffer(some, kind, outside) for some, kind in zip(params, kinds, strict=True)
+    ]
+    arrived = [one if room is None else room for one, room in zip(wanted, encoded, strict=True)]
     with shards.memory.sending():
         sent = [
-            shards.wire(some) if kind is None else shards.coded(some, kind)
+            shards.wire(some) if kind is None else shards.encoded(some, kind)
             for some, kind in zip(params, kinds, strict=True)
         ]
         sent = sent_in_place(sent, arrived, [None] * len(sent), outside, always=shards.memory.is_away)
         works = outside.all_gather_many(arrived, sent)
-    return OutsideGather(bound, secondary, works, keep, coded)
+    return OutsideGather(bound, secondary, works, keep, encoded)
 
 
-def _room(params: list[Param], wire: torch.dtype, outside: AxisCommunicator) -> torch.Tensor:
+def _arrival_buffer(params: list[Param], wire: torch.dtype, outside: AxisCommunicator) -> torch.Tensor:
     """Where a message arrives that is encoded."""
     nbytes = sum(shard_wire_bytes(param.shard_numel, wire) for param in params)
     return torch.empty(outside.size * nbytes, dtype=torch.uint8, device=outside.device)
 
 
-def _decode(coded: torch.Tensor, params: list[Param], shards: torch.Tensor) -> None:
+def _decode(encoded: torch.Tensor, params: list[Param], shards: torch.Tensor) -> None:
     """Decode a message, [ranks, bytes], into secondary shards, [ranks, elements]: this rank's own shard, too."""
     wire = params[0].outer_gather_dtype
     assert wire is not None, "it has travelled in fewer bits"
-    shards.copy_(decode_shards(coded, [param.shard_numel for param in params], wire, shards.dtype))
+    shards.copy_(decode_shards(encoded, [param.shard_numel for param in params], wire, shards.dtype))
 
 
 def _secondary_of(bound: BoundUnit, dtype: torch.dtype | None, memory: torch.Tensor | None) -> Secondary:

@@ -74,8 +74,9 @@ def decode_shards(sent: torch.Tensor, numels: Sequence[int], wire: torch.dtype, 
     """What `encode_shards` gave on each rank, [ranks, bytes], in `dtype`: shards end to end, [ranks, elements]."""
     rows = decode(sent, wire, dtype)
     if wire is torch.int8:
-        shards = rows.split([padded_to_blocks(numel) for numel in numels], dim=1)
-        rows = torch.cat([shard[:, :numel] for shard, numel in zip(shards, numels, strict=True)], dim=1)
+        padded = rows.split([padded_to_blocks(numel) for numel in numels], dim=1)
+        shards = [shard[:, :numel] for shard, numel in zip(padded, numels, strict=True)]
+        rows = torch.cat(shards, dim=1) if len(shards) > 1 else shards[0]
     return rows
 
 

@@ -164,7 +164,7 @@ class UnitShards:
             return self.buffers[first.dtype][start:stop]
         return torch.cat([self.padded_shard(param) for param in params])
 
-    def coded(self, params: list[Param], wire: torch.dtype) -> torch.Tensor:
+    def encoded(self, params: list[Param], wire: torch.dtype) -> torch.Tensor:
         """What `wire(params)` gives, on the device, encoded in `wire`."""
         flat = self.wire(params).to(self.communicator.device, non_blocking=True)
         return encode_shards(flat, [param.shard_numel for param in params], wire)

@@ -322,8 +322,8 @@ def by_hand(kind: str, wire: torch.dtype) -> int:
     for param in make(kind).parameters():
         if param.dim():
             numel = -(-len(param) // 4) * math.prod(param.shape[1:])
-            coded = 2 * numel if wire is BF16 else -(-numel // EACH) * (EACH + 4)
-            total += min(4 * numel, coded)
+            encoded = 2 * numel if wire is BF16 else -(-numel // EACH) * (EACH + 4)
+            total += min(4 * numel, encoded)
     return total
 
 
@@ -354,13 +354,13 @@ def sent_by(rank: int, shard: str, stage: int, wire: torch.dtype) -> dict[str, A
     program = compiled._engine.runtime.steps[0].program
     forward = program.phase(Phase.FORWARD).volumes()
     lives, gathers = live_bytes(program), program.nodes(GatherOutside)
-    coded = sum(op_of(node, GatherOutside).coded_bytes(program.layout) for node in gathers)
+    encoded = sum(op_of(node, GatherOutside).encoded_bytes(program.layout) for node in gathers)
     changes = sum(program.memory(node) - data(node).nbytes for node in (*gathers, *program.nodes(WaitSecondary)))
     return {
         "counts": counts,
         "step": program.volumes()["replicate"],
         "forward": forward["replicate"],
-        "coded": coded,
+        "encoded": encoded,
         "changes": changes,
         "peak": max(lives.values()),
         "explained": compiled.explain(),
@@ -379,7 +379,7 @@ def test_bytes_outside_are_as_foretold_and_by_hand(ranks: Ranks, shard: str, sta
         assert one["forward"] == by_hand("gpt", wire)
         assert first == second == one["step"]
         assert evaluated == compared == (0 if kept else one["forward"])
-        assert 0 < one["coded"] <= 2 * one["forward"]
+        assert 0 < one["encoded"] <= 2 * one["forward"]
         assert one["changes"] == 0, "what arrives encoded is there from a gather to its wait"
         assert human_bytes(one["step"]) in one["explained"]
 

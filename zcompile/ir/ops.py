@@ -212,7 +212,7 @@ class Communication(Operation):
 
 
 def _sent_in(wire: torch.dtype | None) -> str:
-    """What ranks compare of the dtype in which something is sent, if that is named."""
+    """The dtype in which something is sent, in what ranks compare; empty if the line names none."""
     return "" if wire is None else f" in {dtype_text(wire)}"
 
 
@@ -269,7 +269,7 @@ class GatherOutside(Communication):
         """With what is kept, the axis, and what is sent."""
         return ("all_gather keep" if self.keep else "all_gather"), f" over {self.axis}{_sent_in(self.wire)}"
 
-    def is_coded(self, param: Param) -> bool:
+    def is_encoded(self, param: Param) -> bool:
         """True for a parameter whose shards are encoded."""
         return self.wire is not None and param.outer_gather_dtype is self.wire
 
@@ -279,7 +279,7 @@ class GatherOutside(Communication):
 
     def sent_dtype(self, param: Param) -> torch.dtype:
         """That of secondary shards, or of what is encoded."""
-        return self.wire if self.wire is not None and self.is_coded(param) else self.wanted_dtype(param)
+        return self.wire if self.wire is not None and self.is_encoded(param) else self.wanted_dtype(param)
 
     def message_bytes(self, layout: Layout) -> list[int]:
         """Of secondary shards, as they are sent."""
@@ -293,14 +293,14 @@ class GatherOutside(Communication):
         """Bytes of the tensor that secondary shards are in."""
         return secondary_bytes([self._wanted_bytes(params, layout) for params in self.messages(layout)])
 
-    def coded_bytes(self, layout: Layout) -> int:
+    def encoded_bytes(self, layout: Layout) -> int:
         """Bytes of what arrives encoded, beside that tensor."""
-        coded = [params for params in self.messages(layout) if self.is_coded(params[0])]
-        return sum(self._sent_bytes(params, layout) for params in coded)
+        encoded = [params for params in self.messages(layout) if self.is_encoded(params[0])]
+        return sum(self._sent_bytes(params, layout) for params in encoded)
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """With what arrives encoded."""
-        return data(node).nbytes + self.coded_bytes(layout)
+        return data(node).nbytes + self.encoded_bytes(layout)
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
         """Over its axis. What is copied from the host is encoded behind that."""
@@ -309,7 +309,7 @@ class GatherOutside(Communication):
         return Traffic(axis, self.payload(layout), len(messages), copied)
 
     def _sent_bytes(self, params: list[Param], layout: Layout) -> int:
-        if self.wire is None or not self.is_coded(params[0]):
+        if self.wire is None or not self.is_encoded(params[0]):
             return self._wanted_bytes(params, layout)
         return layout.axis(self.axis).size * sum(shard_wire_bytes(param.shard_numel, self.wire) for param in params)
 
@@ -329,7 +329,7 @@ class WaitSecondary(Operation):
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """What has arrived encoded is freed."""
-        return data(node).nbytes - op_of(node.all_input_nodes[0], GatherOutside).coded_bytes(layout)
+        return data(node).nbytes - op_of(node.all_input_nodes[0], GatherOutside).encoded_bytes(layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is sent in fewer bits takes so many bytes: as bfloat16, or as int8 in blocks with a scale each.
+"""How many bytes something takes that is sent in fewer bits: in bfloat16, or in int8, in blocks with a scale each.
 
 Of averages ranks average parts, each its own, and send each other the averages, both in few bits; two ranks exchange
 all at once. Of a parameter each rank sends its shard.

@@ -379,8 +379,8 @@ class _Reader:
         else:
             sends = [not param.is_whole for param in params]
             kinds = [param.sent_in(param.computed, param.own, options.get("dtype")) for param in params]
-            coded = zip(params, kinds, strict=True)
-            kinds = [param.sent_in(param.gathered, kind, options.get("wire")) for param, kind in coded]
+            encoded = zip(params, kinds, strict=True)
+            kinds = [param.sent_in(param.gathered, kind, options.get("wire")) for param, kind in encoded]
         packed = {
             index: tuple(message) for message in self.constants.get("packed", {}).get(unit, ()) for index in message
         }
