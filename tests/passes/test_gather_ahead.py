@@ -4,9 +4,9 @@ import pytest
 
 import zcompile
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, expect, joined, parsed
-from zcompile import Program, facts, verify
+from zcompile import Program, ProgramError, facts, verify
 from zcompile.ir.operation import op_of
-from zcompile.ir.ops import AllGather, GatherAhead
+from zcompile.ir.ops import AllGather, GatherAhead, WaitReduce
 from zcompile.passes.gather_ahead import gather_ahead, parameter_peak
 from zcompile.passes.insert_gathers import insert_gathers
 from zcompile.passes.insert_reductions import insert_reductions
@@ -151,6 +151,15 @@ def test_a_unit_that_the_forward_uses_again_is_gathered_ahead_once() -> None:
     after = gather_ahead(before)
     verify(after, (facts.UPDATED_ONCE, facts.GATHERED_AHEAD, facts.VOLUME_RIGHT), "here")
     assert sorted(op_of(node, GatherAhead).unit for node in after.nodes(GatherAhead)) == ["a", "b"]
+
+
+def test_a_wait_for_the_averages_of_another_unit_is_refused() -> None:
+    """The runtime would hand them to the parameters of the unit that the wait names."""
+    program = updated()
+    one, other = program.nodes(WaitReduce)[:2]
+    other.args = one.args
+    with pytest.raises(ProgramError, match=f"{other.name} is of b, and waits for c_reduce"):
+        verify(program, (facts.WELL_FORMED,), "here")
 
 
 @pytest.mark.parametrize("stage", [1, 2])

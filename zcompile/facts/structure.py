@@ -16,6 +16,7 @@ from zcompile.ir.ops import (
     Accumulate,
     AllGather,
     Arena,
+    Averaging,
     Call,
     Compute,
     GatherInside,
@@ -159,6 +160,9 @@ def _mistaken_gradients(
         yield Violation(node, f"{node.name} names {min(unknown)!r}, which {op.unit} does not have")
     if isinstance(op, (Reduce, Accumulate)) and len(node.args[1]) != len(params):  # type: ignore[arg-type]
         yield Violation(node, f"{node.name} is given {len(node.args[1])} gradients; {op.unit} has {len(params)}")  # type: ignore[arg-type]
+    started = given_to(node)[0] if isinstance(op, WaitReduce) else None
+    if isinstance(started, Averaging) and (started.unit, started.params) != (op.unit, op.params):
+        yield Violation(node, f"{node.name} is of {op.unit}, and waits for {node.all_input_nodes[0].name}")
 
 
 def _mistaken_call(program: Program, node: fx.Node, op: Call) -> Iterator[Violation]:
