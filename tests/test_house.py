@@ -20,8 +20,7 @@ from zcompile.schedule.default_pipeline import ACCUMULATE
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for room in ("zcompile", "passes", "runtime") for path in sorted((ROOT / room).glob("**/*.py"))]
 PASSES = [path for path in sorted((ROOT / "passes").glob("*.py")) if path.stem != "__init__"]
-LONGEST = 56
-"""Lines of a function without its docstring, which may say as much as its options take."""
+LONGEST = 60
 ROOMS = {
     "_torch": "",
     "errors": "",
@@ -241,13 +240,9 @@ def test_functions_fit_on_a_screen() -> None:
         for file, tree in trees("zcompile", "passes", "runtime")
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (lines := _lines(node) - (_lines(node.body[0]) if ast.get_docstring(node) else 0)) > LONGEST
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST
     ]
     assert found == []
-
-
-def _lines(node: ast.stmt) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def test_one_name_is_one_class() -> None:

@@ -122,15 +122,9 @@ def compile(
         record: A folder for a recording of the first training step, which `zcompile replay` runs again.
         weights: Values to start from, by name: a mapping, or the path of a file or folder; read unit by unit.
 
-    Raises:
-        OptionError, PipelineError: an option, weights or a pass that cannot be meant; a limit too low, at first call.
-        ModelError, OptimizerError, GroupError, AgreementError: a model, optimizer, mesh or ranks that do not fit.
+    Raises: OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError, for what does not fit.
     """
-    given = locals()
-    with told_to_others(lambda: ranks_of(mesh)):
-        asked, optimizers = Options.among(given), _optimizers(optimizer, model)
-        divided = _divided(model, asked, mesh, units, whole)
-    return _compiled(model, divided, optimizers, weights)
+    return _compiled(model, locals(), mesh, units, whole, optimizer, weights)
 
 
 class _Divided(NamedTuple):
@@ -161,29 +155,37 @@ def _divided(
 
 
 def _compiled(
-    model: nn.Module, divided: _Divided, optimizers: Sequence[Optimizer], weights: Source | None
+    model: nn.Module,
+    given: Mapping[str, Any],
+    mesh: DeviceMesh | None,
+    units: Sequence[str] | None,
+    whole: Sequence[str] | None,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    weights: Source | None,
 ) -> CompiledModule:
-    asked, remarks, parallel, communicator, layout = divided
+    with told_to_others(lambda: ranks_of(mesh)):
+        optimizers = _optimizers(optimizer, model)
+        asked, remarks, parallel, communicator, layout = _divided(model, Options.among(given), mesh, units, whole)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     check_inside(communicator.mesh, asked.hybrid)
     check_gathered(layout, asked.outer_gather_dtype)
-    given = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
+    read = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
     everyone = agreement
     if parallel is not None:
         everyone = Agreement(Communicator(parallel.ranks, communicator.device))
-        parallel = _checked_parallel(model, parallel, everyone, asked, given, communicator.rank)
+        parallel = _checked_parallel(model, parallel, everyone, asked, read, communicator.rank)
     elif asked.partition_activations:
         problem = "is for models that a model-parallel mesh divides, and no parameter of this one is a DTensor"
         raise OptionError("partition_activations", problem, "call parallelize_module before, or leave it out")
     # What can fail comes before the model is touched.
-    if given is not None:
-        _check_weights(given, model, agreement)
+    if read is not None:
+        _check_weights(read, model, agreement)
     memory = _shard_memory(asked, layout, agreement)
     layout = replace(layout, away=memory.is_away)
     runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
     runtime.remarks += remarks
     engine = Engine(runtime, title=type(model).__name__)
-    shards, sites, retired = shard_model(model, layout, communicator, given, parallel, memory)
+    shards, sites, retired = shard_model(model, layout, communicator, read, parallel, memory)
     point_at_shards(optimizers, shards.values(), retired)
     engine.runtime.extend((), shards)
     if not layout.stage.optimizer_sharded and layout.world > 1:
