@@ -134,8 +134,9 @@ def test_every_element_arrives_over_two_axes(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @given(cases(levels=True))
-@settings(max_examples=800, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2500, suppress_health_check=[HealthCheck.too_slow])
 def test_every_element_of_many_cases_arrives_over_two_axes(case: Case) -> None:
     assert run(case) == []
 

@@ -373,8 +373,8 @@ def saved(rank: int, folder: str, by: type[torch.optim.Optimizer]) -> Values:
     return full_values(compiled)
 
 
-def loaded(rank: int, folder: str, by: type[torch.optim.Optimizer], whole: bool) -> tuple[Values, Values]:
-    """What a checkpoint gives in another layout, and the parameters after one more step on the same batch."""
+def loaded(rank: int, folder: str, by: type[torch.optim.Optimizer], whole: bool) -> tuple[Values, Values | None]:
+    """What a checkpoint gives in another layout, and the parameters after one more step on the same batch, if any."""
     model = make("mlp", 5)
     compiled = zcompile.compile(model, whole=matrices(model) if whole else None, backend="eager")
     some = optimizers(compiled, by)
@@ -386,6 +386,10 @@ def loaded(rank: int, folder: str, by: type[torch.optim.Optimizer], whole: bool)
     dcp.load(state, checkpoint_id=f"{folder} by torch")
     assert not differing(full_values(compiled), found)
     compiled(*batch("mlp", 0, 2)).backward()
+    if not whole and compiled.layout.world > 1:  # the last matrix has a single row, which torch cannot divide
+        with pytest.raises(ParameterError, match="of shape"):
+            some[0].step()
+        return found, None
     for optimizer in some:
         optimizer.step()
     return found, full_values(compiled)
@@ -398,12 +402,12 @@ def test_a_checkpoint_loads_in_other_worlds_and_layouts(
     folder = str(tmp_path / "saved")
     values = ranks.run(4, saved, folder, by)[0]
     assert not differing(torch.load(f"{folder}.pt"), values)
-    layouts = [(4, True), (3, True), (1, True), *([(1, False)] if by is torch.optim.Muon else [])]
+    layouts = [(4, True), (3, True), (1, True), *([(3, False), (1, False)] if by is torch.optim.Muon else [])]
     after: list[tuple[bool, Values]] = []
     for world, whole in layouts:
         for found, stepped_ in ranks.run(world, loaded, folder, by, whole):
             assert not differing(found, values)
-            after.append((whole, stepped_))
+            after += [] if stepped_ is None else [(whole, stepped_)]
     for whole, one in after:  # by rows torch's Muon multiplies matrices in parts, in bfloat16
         assert all(torch.allclose(one[n], after[0][1][n], atol=1e-6 if whole else 1e-2) for n in one)
     assert any(not torch.equal(after[0][1][name], values[name]) for name in values)
