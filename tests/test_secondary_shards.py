@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -269,6 +270,31 @@ def written_by(rank: int, shard: str | None, stage: int) -> list[str]:
 @pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("hsdp", 2)])
 def test_writes_to_what_a_parameter_shows_are_noticed(ranks: Ranks, shard: str, stage: int) -> None:
     assert ranks.run(4, written_by, shard, stage) == [[]] * 4
+
+
+def exposed_by(rank: int, folder: str) -> list[str]:
+    """What makes ranks compare copies ever after, of what reads parameters and does not write to them."""
+    compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", shard="hfsdp")
+    optimizer, found = adamw(compiled), []
+    compiled(*batch("mlp", rank, 0)).backward()
+    reading: Mapping[str, Callable[[], object]] = {
+        "clip": lambda: nn.utils.clip_grad_norm_(compiled.parameters(), 1.0),
+        "step": optimizer.step,
+        "save": lambda: compiled.save_checkpoint(f"{folder}/ours", optimizer),
+        "load": lambda: compiled.load_checkpoint(f"{folder}/ours", optimizer),
+        "full state": compiled.full_state_dict,
+        "save by torch": lambda: dcp.save(compiled.state_dict(), checkpoint_id=f"{folder}/torch"),
+        "values": lambda: [param.full_tensor() for param in compiled.parameters() if isinstance(param, DTensor)],
+        "tracker": lambda: [param.detach().cpu() for param in compiled.parameters()],
+    }
+    for name, read in reading.items():
+        read()
+        found += [name] if any(getattr(param, "zcompile_exposed", False) for param in compiled.parameters()) else []
+    return found
+
+
+def test_who_only_reads_makes_nobody_compare(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(4, exposed_by, str(tmp_path)) == [[]] * 4
 
 
 def outgrown(rank: int) -> tuple[int, int, int]:

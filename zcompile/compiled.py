@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zcompile._torch import copyable, local_tensor
+from zcompile._torch import local_tensor
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.automatic_shard import choose_shard
@@ -50,7 +50,6 @@ from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.offload.shard_file import ShardFile
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
-from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.schedule.option_checks import (
     AUTO,
@@ -62,7 +61,7 @@ from zcompile.schedule.option_checks import (
 )
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pass, Pipeline
-from zcompile.state.model_state import ModelState, Save
+from zcompile.state.model_state import ModelState, Save, for_others
 
 
 def compile(
@@ -431,8 +430,7 @@ class CompiledModule(nn.Module):
         """The model's own: this rank's shards as DTensors (plain tensors in stage 0), and the persistent buffers."""
         state = self._model.state_dict(*args, **kwargs)
         for name, value in state.items():
-            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and owner_of(value) is None:
-                state[name] = copyable(value)
+            state[name] = for_others(value)
         self._engine.runtime.freshness.give(value for value in state.values() if isinstance(value, DTensor))
         return state
 

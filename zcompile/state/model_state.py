@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import close_connections, gloo_of, group_timeout, local_tensor, set_group_timeout
+from zcompile._torch import close_connections, copyable, gloo_of, group_timeout, local_tensor, set_group_timeout
 from zcompile.errors import StateError, nearest
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
@@ -247,7 +247,7 @@ class ModelState:
             if not isinstance(value, torch.Tensor) or name in differing:
                 own[name] = value
             elif first or name not in buffers:
-                model[name] = value
+                model[name] = for_others(value)
         content: dict[str, Any] = {"model": model}
         if optimizer is not None:
             state = take_apart(optimizer, self.model)
@@ -424,6 +424,15 @@ def _empty_like(target: torch.Tensor) -> torch.Tensor:
     if isinstance(target, DTensor):
         return laid_out_like(target, torch.empty_like(local_tensor(target)))
     return torch.empty_like(target)
+
+
+def for_others(value: Any) -> Any:
+    """A value of a state dict for torch to read: of a shard a DTensor of torch's, over the same memory.
+
+    Who takes the rows of that is not taken to write to the parameter ever after. What one rank owns stays what it is.
+    """
+    shard = isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and owner_of(value) is None
+    return copyable(value) if shard else value
 
 
 def _own_copy(value: torch.Tensor) -> torch.Tensor:
