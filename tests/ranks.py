@@ -15,6 +15,9 @@ from typing import Any
 
 from tests.garbage import Collector
 
+AT_ONCE = 45
+"""Seconds within which ranks are told of what would otherwise have them wait for the group's 60, on a busy machine."""
+
 
 class RankError(AssertionError):
     """What went wrong on the ranks, with their tracebacks."""
