@@ -296,7 +296,10 @@ class TrainStep(Subject):
         case = self.case
         optimizer = make_optimizer(case, self.model.parameters())
         clip = CLIP if case.clip else None
-        self.trained = zcompile.train_step(self.model, self._loss, optimizer, clip_grad_norm=clip, **self.options())
+        options = self.options()
+        step = zcompile.train_step(self.model, self._loss, optimizer, clip_grad_norm=clip, **options)
+        assert isinstance(step, zcompile.TrainStep), "no mesh has a pipeline axis"
+        self.trained = step
 
     def _loss(self, model: Any, batch: Any, targets: Sequence[Tensor], heads: Sequence[int]) -> Tensor:
         return loss_of(self.case, called(self.case, model, batch, heads), targets, heads)

@@ -198,7 +198,7 @@ def _sent(program: Program) -> object:
 
 def texts_of(given: Original, program: Program) -> dict[str, str]:
     """The files that a dump has of `program`, made of the step that `given` was made of."""
-    phases = Phase if given.traced.has_backward else (Phase.FORWARD,)
+    phases = program.phases if given.traced.has_backward else (Phase.FORWARD,)
     names = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD}
     texts = {CAPTURE: _captured(given.name), **{names[phase]: str(program.phase(phase)) for phase in phases}}
     return texts | {f"regions/{name}.py": region_text(region) for name, region in program.regions.items()}

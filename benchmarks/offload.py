@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ def train(folder: str | None, ahead: int) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, amsgrad=True)
     place = None if folder is None else f"disk:{folder}"
-    step = zcompile.train_step(model, None, optimizer, backend="eager", offload_optimizer=place)
+    step: Any = zcompile.train_step(model, None, optimizer, backend="eager", offload_optimizer=place)
     if isinstance(step.states, StateFile):
         step.states.ahead = ahead
     losses, seconds = [], []

@@ -134,7 +134,7 @@ def stages_page() -> str:
     """The text of the page."""
     made = {name: program_of(4, stage) for name, stage in COLUMNS.items()}
     parts = [INTRODUCTION]
-    for phase in Phase:
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
         columns = [list(_statements(program.phase(phase))) for program in made.values()]
         parts.append(f"\n## {str(phase).capitalize()}\n\n{_table(list(made), columns)}")
     return "".join([*parts, _two_levels()])

@@ -14,7 +14,7 @@ from itertools import groupby
 from torch import fx
 
 from zcompile.ir.layout import Layout
-from zcompile.ir.operation import Phase, data, op_of, set_data
+from zcompile.ir.operation import data, op_of, set_data
 from zcompile.ir.ops import Compute, Item, Parameter
 from zcompile.ir.parameter_views import derived_values, parameters_read
 from zcompile.ir.program import Program
@@ -27,7 +27,7 @@ def assign_units(program: Program) -> Program:
     for node in program.nodes(Compute, Item):
         unit = _unit(node, program.layout, derived)
         set_data(node, replace(data(node), unit=unit))
-    for phase in Phase:
+    for phase in program.phases:
         _join_enclosing([n for n in program.body(phase) if data(n).unit and n not in derived], derived)
     return program
 

@@ -71,7 +71,7 @@ def _gather_for_uses(program: Program) -> None:
             if calls and program.layout.must_gather(unit.name):
                 _gather(program, _Use(unit.name, calls), keep=True)
         return
-    for use in (use for phase in Phase for use in _uses(program, phase)):
+    for use in (use for phase in program.phases for use in _uses(program, phase)):
         full = _gather(program, use, keep=False)
         meta = Data(Release(use.unit), data(use.calls[-1]).phase, source=use.unit)
         with program.graph.inserting_after(after_items(use.calls[-1])):

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from zcompile.ir.operation import Data, Phase, data, op_of
-from zcompile.ir.ops import Averaging, Copy, Shards, Update, WaitReduce
+from zcompile.ir.operation import Data, data, op_of
+from zcompile.ir.ops import AVERAGES, Averaging, Copy, Shards, Update, WaitReduce
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items, reads_of, set_results
 
@@ -27,8 +27,9 @@ def insert_updates(program: Program) -> Program:
     program = program.copy()
     results = program.results
     for waited in results.reduced:
-        op = op_of(waited, WaitReduce)
-        meta = Data(Update(op.unit, op.params), Phase.BACKWARD, source=op.unit)
+        op = data(waited).op
+        assert isinstance(op, AVERAGES), "gradients are reduced"
+        meta = Data(Update(op.unit, op.params), program.phases[-1], source=op.unit)
         shards = next(node for node in program.nodes(Shards) if op_of(node, Shards).unit == op.unit)
         with program.graph.inserting_after(_last(program, [waited, *reads_of(shards)])):
             program.add((shards, waited), meta, f"{shards.name}_update")

@@ -67,7 +67,7 @@ def _gathered_again(program: Program) -> Iterator[tuple[str, fx.Node, fx.Node]]:
 
     With each, the full parameters of the forward and of the backward.
     """
-    gathers = {phase: program.nodes(AllGather, phase=phase) for phase in Phase}
+    gathers = {phase: program.nodes(AllGather, phase=phase) for phase in program.phases}
     gathered = {phase: [op_of(node, AllGather).unit for node in nodes] for phase, nodes in gathers.items()}
     for unit in gathered[Phase.BACKWARD]:
         if all(units.count(unit) == 1 for units in gathered.values()):

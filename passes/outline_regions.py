@@ -43,7 +43,7 @@ def outline_regions(program: Program, *, fuses: bool = True) -> Program:
     derived = derived_values(program)
     symbols = find_symbol_binding_fx_nodes(program.graph)
     outer = _Outer(program, fuses)
-    for phase in Phase:
+    for phase in program.phases:
         outer.begin(phase)
         for run in runs([node for node in program.body(phase) if node not in derived]):
             outer.call(_Outline(program, derived, run, symbols, outer.order), phase)

@@ -29,7 +29,7 @@ from zcompile.ir.program import Program
 def schedule_prefetch(program: Program, *, prefetch: int = 2) -> Program:
     """Move each gather to where the unit `prefetch` uses earlier begins."""
     program = program.copy()
-    for phase in Phase:
+    for phase in program.phases:
         uses = _first_uses(program, phase)
         # A unit kept over the turn is full already: in the backward it begins at its first call.
         begins = [full if data(full).phase is phase else call for full, call in uses]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Reduce, ReduceOutside, Results, WaitReduce
+from zcompile.ir.ops import Reduce, ReduceOutside, Results, SumAverages, WaitReduce
 from zcompile.ir.program import Program
 
 
@@ -34,17 +34,24 @@ def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> P
         anchor = _later(reductions, index + depth, end) if bounded else end
         wait = _wait_of(reduction)
         following = [user for user in wait.users if isinstance(data(user).op, ReduceOutside)]
-        for node in (wait, *following):
+        for node in (wait, *following, *_sums_with(wait)):
             anchor.prepend(node)
     replicas = program.nodes(ReduceOutside)
     for index, reduction in enumerate(replicas):
         anchor = _later(replicas, index + depth, end) if consumed else end
-        anchor.prepend(_wait_of(reduction))
+        wait = _wait_of(reduction)
+        for node in (wait, *_sums_with(wait)):
+            anchor.prepend(node)
     return program
 
 
 def _later(reductions: Sequence[fx.Node], index: int, end: fx.Node) -> fx.Node:
     return reductions[index] if index < len(reductions) else end
+
+
+def _sums_with(wait: fx.Node) -> list[fx.Node]:
+    """What adds these averages, of a further micro-batch, to earlier ones."""
+    return [user for user in wait.users if isinstance(data(user).op, SumAverages) and user.args[2] is wait]
 
 
 def _wait_of(reduction: fx.Node) -> fx.Node:

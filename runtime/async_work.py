@@ -25,11 +25,13 @@ class AxisTraffic:
     payload: int = 0
     """Bytes of the tensors moved; those of an all_reduce count twice."""
     messages: int = 0
+    to_one: int = 0
+    """Bytes that went to one other rank alone."""
 
     @property
     def bytes(self) -> int:
         """Bytes that this rank sent."""
-        return self.payload * (self.size - 1) // self.size
+        return self.payload * (self.size - 1) // self.size + self.to_one
 
 
 @dataclass

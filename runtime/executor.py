@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zcompile._torch import add_all
 from zcompile.ir.layout import Param, Unit
 from zcompile.ir.secondary import message_places, secondary_bytes
 from zcompile.ir.wire import shard_wire_bytes
@@ -24,6 +25,7 @@ from zcompile.runtime.messages import flattened, pack, part_of, piece_inside, se
 from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.shards import Full, Secondary, UnitShards
+from zcompile.runtime.stage_links import Receiving, Sending, receive, send
 
 Arrivals = list[tuple[list[int], torch.Tensor, AsyncWork | None]]
 """Per message the parameters that it is of, where it arrives, and what brings it, if it has to come."""
@@ -504,6 +506,23 @@ def accumulate(bound: BoundUnit, grads: list[torch.Tensor | None]) -> Gradients:
     return Gradients(bound.shards, tensors, held=True)
 
 
+def add(
+    bound: BoundUnit, sums: list[torch.Tensor | None] | Gradients, grads: list[torch.Tensor | None] | Gradients
+) -> list[torch.Tensor | None] | Gradients:
+    """Add gradients of a further micro-batch, in the memory of `sums`; gives these, and leaves both lists empty."""
+    if isinstance(sums, Gradients):
+        assert isinstance(grads, Gradients), "averages are added to averages"
+        add_all([sums.tensors[name] for name in grads.tensors], list(grads.tensors.values()))
+        grads.tensors.clear()
+        return sums
+    assert isinstance(grads, list), "this rank's own gradients are added to its own"
+    mine, others = unbox(sums), unbox(grads)
+    pairs = [(one, other) for one, other in zip(mine, others, strict=True) if one is not None and other is not None]
+    if pairs:
+        add_all(*map(list, zip(*pairs, strict=True)))
+    return mine
+
+
 def update(bound: BoundUnit, grads: Gradients) -> None:
     """Step the optimizer for the parameters of a unit; the memory of their gradients is free when this returns."""
     assert bound.updater is not None, "programs with updates are run by a train step"
@@ -512,8 +531,10 @@ def update(bound: BoundUnit, grads: Gradients) -> None:
     grads.tensors.clear()
 
 
-def wait(started: Gather | OutsideGather | Reduction | Arrival) -> Full | Gradients | InsideAverages | torch.Tensor:
-    """What a gather brings, averaged gradients in the dtype of their shards, or an activation."""
+def wait(
+    started: Gather | OutsideGather | Reduction | Arrival | Receiving | Sending,
+) -> Full | Gradients | InsideAverages | torch.Tensor | None:
+    """What a gather brings, averaged gradients in the dtype of their shards, an activation, what a stage has sent."""
     return started.wait()
 
 
@@ -646,6 +667,9 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "accumulate": accumulate,
     "wait": wait,
     "release": release,
+    "add": add,
+    "send": send,
+    "recv": receive,
     "copy": copy,
     "store": store,
     "offload": offload,

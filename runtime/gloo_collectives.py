@@ -316,10 +316,10 @@ class GlooCollectives(Collectives):
         works: Works = []
         with self._sending() if recorded else contextlib.nullcontext():
             for i in (i for i in reversed(others) if received[i].numel()):
-                with _of_rank(i):
+                with of_rank(i):
                     works.append((i, self._gloo.recv([received[i]], i, tag)))
             for i in (i for i in others if sent[i].numel()):
-                with _of_rank(i):
+                with of_rank(i):
                     works.append((i, self._gloo.send([sent[i]], i, tag)))
         return works
 
@@ -337,7 +337,7 @@ class GlooCollectives(Collectives):
         """
         for rank, work in works:
             self.member.waits.awaited = rank
-            with _of_rank(rank):
+            with of_rank(rank):
                 work.wait()
         self.member.waits.awaited = None
 
@@ -376,7 +376,7 @@ def _largest(most: torch.Tensor, rows: Rows) -> None:
 
 
 @contextlib.contextmanager
-def _of_rank(rank: int) -> Iterator[None]:
+def of_rank(rank: int) -> Iterator[None]:
     """Note of what torch raises that it is about a message from or to this rank of the group."""
     try:
         yield

@@ -15,11 +15,16 @@ import networkx as nx
 import pytest
 
 import zcompile
-from zcompile.schedule.default_pipeline import ACCUMULATE
+from zcompile.schedule.default_pipeline import ACCUMULATE, of_stages, of_steps
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for room in ("zcompile", "passes", "runtime") for path in sorted((ROOT / room).glob("**/*.py"))]
-PASSES = [path for path in sorted((ROOT / "passes").glob("*.py")) if path.stem != "__init__"]
+PASSES = [
+    path
+    for room in ("passes", "passes/pipelining")
+    for path in sorted((ROOT / room).glob("*.py"))
+    if path.stem != "__init__"
+]
 LONGEST = 60
 ROOMS = {
     "_torch": "",
@@ -41,19 +46,22 @@ ROOMS = {
     "proof": "ir facts proof.checker proof.checker_texts proof.checker_values",
     "passes.common": "ir cost",
     "passes": "ir cost passes.common",
+    "passes.pipelining": "ir passes passes.common",
     "frontend": "ir",
     "model": "ir frontend runtime",
-    "schedule": "ir cost facts proof passes model",
+    "schedule": "ir cost facts proof passes passes.pipelining model",
     "recording": "ir runtime",
     "report": "ir cost schedule proof proof.checker_texts",
     "engine": "ir cost frontend model proof report runtime runtime.gradients runtime.offload schedule recording",
     "state": "runtime",
+    "pipelining": "frontend ir cost facts model proof passes passes.common passes.pipelining runtime "
+    "runtime.gradients schedule engine",
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
     "compiled": "ir cost model schedule runtime runtime.gradients runtime.offload engine state",
-    "train_step": "frontend schedule report runtime runtime.gradients runtime.offload engine compiled",
+    "train_step": "frontend ir schedule report runtime runtime.gradients runtime.offload engine compiled pipelining",
     "tools": "torch_range ir cost frontend model proof schedule report runtime engine compiled recording",
-    "": "torch_range ir cost facts proof schedule tools compiled torch_backend train_step",
+    "": "torch_range ir cost facts proof schedule tools compiled torch_backend train_step pipelining",
     "__main__": "tools",
 }
 """What each room may import beside itself; all may import `_torch` and `errors`."""
@@ -274,7 +282,11 @@ def test_the_default_pipelines_run_every_pass() -> None:
     }
     full = (zcompile.pipeline(stage=stage, **options) for stage in range(4))
     names = {name for pipeline in full for name in pipeline.names}
-    assert names | {ACCUMULATE.name} == {path.stem for path in PASSES}
+    names |= {
+        step.name
+        for step in (*of_stages(partition="default", divides=True, bucket=1), *of_steps(3, prefetch=1, bucket=1))
+    }
+    assert names | {ACCUMULATE.name, "cut_stages", "unroll_microbatches"} == {path.stem for path in PASSES}
 
 
 @pytest.mark.parametrize("name", zcompile.__all__)

@@ -182,7 +182,7 @@ def planned(rank: int, choices: list[Choice]) -> list[tuple[str, str]]:
         assert all(isinstance(parameter, DTensor) for parameter in model.embed.parameters())
         found += [
             (program.phase(phase).text(regions=True), running.text(regions=True))
-            for phase, running in zip(Phase, compiled.programs, strict=True)
+            for phase, running in zip((Phase.FORWARD, Phase.BACKWARD), compiled.programs, strict=True)
         ]
     return found
 

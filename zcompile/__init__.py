@@ -38,6 +38,7 @@ from zcompile.facts import Fact, Violation, verify
 from zcompile.ir.parser import parse
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
+from zcompile.pipelining.step import PipelinedStep
 from zcompile.proof.rules import Rule
 from zcompile.proof.values import computes
 from zcompile.schedule.default_pipeline import pipeline
@@ -66,6 +67,7 @@ __all__ = [
     "Pass",
     "Pipeline",
     "PipelineError",
+    "PipelinedStep",
     "Plan",
     "ProfileError",
     "Program",

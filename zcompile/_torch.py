@@ -52,6 +52,7 @@ from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (sta
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import schedules as pipelining_schedules  # tables of actions
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # rows of what another dimension gave
@@ -79,6 +80,7 @@ __all__ = [
     "TorchRuntimeError",
     "Unsupported",
     "UserError",
+    "add_all",
     "after_backward",
     "aot_autograd",
     "around_compiling",
@@ -130,6 +132,7 @@ __all__ = [
     "partitioner_budget",
     "partitioning",
     "path_of_input",
+    "pipeline_order",
     "post_accumulate_hooks",
     "prepare_inductor",
     "promise_no_donated_buffers",
@@ -473,6 +476,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def sequence_number(node: fx.Node) -> int | None:
+    """Of an operation of a traced graph: equal in the forward and in what computes its gradient; None if not known."""
+    number = node.meta.get("seq_nr", -1)
+    return number if number >= 0 else None
+
+
 def path_of_input(node: fx.Node) -> str:
     """Where a parameter among the inputs of Dynamo's graph hangs in the module tree of the traced code."""
     argument = node.meta.get("grapharg")
@@ -791,6 +800,11 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
+def add_all(sums: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Add each tensor to its sum, in place, by few kernels on a GPU."""
+    torch._foreach_add_(list(sums), list(others))
+
+
 def chunk_cat(tensors: Sequence[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
     """Each tensor's rows in `chunks` parts, as `Shard(0)` divides, padded with zeros; `out`: these by part, flat."""
     torch._chunk_cat(list(tensors), 0, chunks, out=out)
@@ -858,6 +872,25 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
         return mesh._flatten()
     group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
     return DeviceMesh.from_group(group, mesh.device_type)
+
+
+def pipeline_order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
+    """The actions of a schedule of torch.distributed.pipelining by rank, as torch prints them; `F;B` pairs one by one.
+
+    Raises:
+        ValueError: it is not for so many micro-batches.
+    """
+    count = ranks * stages_per_rank
+    own = [
+        SimpleNamespace(stage_index=rank, group_rank=0, group_size=ranks, num_stages=count, submod=None)
+        for rank in range(stages_per_rank)
+    ]
+    with _quiet(pipelining_schedules.__name__):
+        made: Any = pipelining_schedules.get_schedule_class(schedule)(own, microbatches, None)
+    return [
+        [str(one) for action in row if action is not None for one in action.sub_actions or (action,)]
+        for row in made.pipeline_order.values()
+    ]
 
 
 def forget_meshes() -> None:

@@ -19,6 +19,9 @@ from zcompile.compiled import CompiledModule, compile
 from zcompile.engine.fragments import Fragment, Tree
 from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
+from zcompile.ir.actions import ActionTable
+from zcompile.pipelining.ranks import is_pipelined
+from zcompile.pipelining.step import PipelinedStep, PipelineOptions, pipelined_step
 from zcompile.report.explain import Break
 from zcompile.runtime.device import HOST, backend_of, gpu_kind
 from zcompile.runtime.gradients.updates import States, Updater
@@ -38,48 +41,50 @@ def train_step(
     *,
     clip_grad_norm: float | None = None,
     offload_optimizer: str | None = None,
+    schedule: str | ActionTable = "1f1b",
+    microbatches: int = 1,
+    split: Sequence[str] | None = None,
+    stages_per_rank: int | None = None,
     **options: Any,
-) -> TrainStep:
+) -> TrainStep | PipelinedStep:
     """Make a whole step of training one call: `step = zcompile.train_step(...)`, then `loss = step(*batch)`.
 
     It gives, bit for bit, what the loop gives: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. But each
     unit's gradients are used for its update as soon as they are reduced, and freed: a rank holds those of the units in
     flight in place of Ψ/N. And the next step's first gathers start while the last units are updated.
 
-    An error in the middle of a backward leaves some units updated and others not; the loop leaves none. Hooks before
-    an optimizer's step are refused: they would find no gradients.
+    An error in the middle of a backward leaves some units updated and others not; the loop leaves none. Hooks before an
+    optimizer's step are refused: they would find no gradients.
 
     Args:
         model: A plain module, which is compiled (`step.model` is the compiled one), or one that is compiled already.
         loss_fn: Called as `loss_fn(model, *batch)`, it gives the loss; None: the model itself does.
-        optimizer: One or several, over the model's parameters, that treat each parameter by itself. Its groups may
-            change between steps, as schedulers of the learning rate change them.
+        optimizer: One or several that treat each parameter by itself. Groups may change between steps, as by schedules.
         clip_grad_norm: The largest norm of all gradients together. It is known once the backward has ended: with it,
             gradients are kept until then, as in the loop.
         offload_optimizer: Where the optimizer's state is, fetched while the backward goes on: for a model on the CPU
             "disk:FOLDER", a file there, mapped into memory, which holds what fits; for one on a GPU "cpu".
+        schedule: Of a pipeline, on a mesh with a dimension "pp": a name, or a table of actions (docs/pipelines.md).
+        microbatches: Into how many parts a pipeline cuts a batch along dimension 0.
+        split: The units with which its stages begin, but for the first; by default they compute about as long.
+        stages_per_rank: How many of them a rank has, where the schedule leaves a choice.
         options: Those of `zcompile.compile`, for a plain module.
 
     Raises:
         OptionError: an option that cannot be meant, or that belongs to the `compile` of a compiled model.
         OptimizerError: the optimizer holds none of the model's parameters, or its step is for all of them at once.
-        StateError: the folder cannot be written, or has no room for the state.
-        Others: as `zcompile.compile`.
+        Others: as `zcompile.compile`; StateError: the folder cannot be written, or has no room for the state.
     """
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
         raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
-    place = _place(offload_optimizer, clip_grad_norm)
-    asked = vars(model._engine.runtime.options) if isinstance(model, CompiledModule) else options
-    on_host = asked.get("offload_parameters") == "cpu"
-    if place is not None:
-        _check_place(place, model, on_host=on_host)  # before the model is sharded
-    if on_host and clip_grad_norm is not None:
-        mesh = model._engine.runtime.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
-        _check_reaches_host(mesh)
-    if asked.get("dtype") is torch.float16:
-        problem = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
-        raise OptionError("dtype", problem, "give torch.bfloat16, or use the loop")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    pipelined = PipelineOptions(schedule, microbatches, split, stages_per_rank)
+    if is_pipelined(options.get("mesh")):
+        _check_alone(model, clip_grad_norm=clip_grad_norm, offload_optimizer=offload_optimizer)
+        return pipelined_step(model, loss_fn, optimizers, pipelined, options)
+    _check_unpipelined(pipelined)
+    place = _place(offload_optimizer, clip_grad_norm)
+    _check_compiled(model, options, place, clip_grad_norm)
     updater = None if clip_grad_norm is not None else Updater(optimizers)
     if not isinstance(model, CompiledModule):
         model = compile(model, optimizer=optimizers, **options)
@@ -89,6 +94,39 @@ def train_step(
     if place is not None and updater is not None:
         updater.states = _states(place, model, updater)
     return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm)
+
+
+def _check_unpipelined(given: PipelineOptions) -> None:
+    """Raise OptionError for options of a pipeline, where there is none."""
+    if given != PipelineOptions():
+        problem = "are for a pipeline, and the mesh has no dimension 'pp'"
+        raise OptionError("schedule, microbatches, split, stages_per_rank", problem, "leave them out, or give mesh=")
+
+
+def _check_alone(model: nn.Module, **given: Any) -> None:
+    """Raise OptionError for what is not combined with a pipeline."""
+    if isinstance(model, CompiledModule):
+        fix = "give it the plain model"
+        raise OptionError("model", "is compiled already, and a pipeline divides the model by itself", fix)
+    for option, value in given.items():
+        if value is not None:
+            raise OptionError(option, "is not combined with a pipeline so far", "leave it out")
+
+
+def _check_compiled(
+    model: nn.Module, options: dict[str, Any], place: Path | Literal["cpu"] | None, clip_grad_norm: float | None
+) -> None:
+    """Raise what `train_step` raises for options that do not fit, before the model is sharded."""
+    asked = vars(model._engine.runtime.options) if isinstance(model, CompiledModule) else options
+    on_host = asked.get("offload_parameters") == "cpu"
+    if place is not None:
+        _check_place(place, model, on_host=on_host)
+    if on_host and clip_grad_norm is not None:
+        mesh = model._engine.runtime.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
+        _check_reaches_host(mesh)
+    if asked.get("dtype") is torch.float16:
+        problem = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
+        raise OptionError("dtype", problem, "give torch.bfloat16, or use the loop")
 
 
 def _place(offload: str | None, clip_grad_norm: float | None) -> Path | Literal["cpu"] | None:

@@ -50,7 +50,7 @@ class Turn:
         self.program = program
         self.derived = derived_values(program)
         self.runs: list[RegionRun] = []
-        for phase in Phase:
+        for phase in program.phases:
             for nodes in runs([node for node in program.body(phase) if node not in self.derived]):
                 unit = next((data(node).unit for node in nodes if data(node).unit), "")
                 self.runs.append(RegionRun(len(self.runs), phase, unit, nodes))

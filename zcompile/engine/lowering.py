@@ -118,7 +118,7 @@ class CompiledStep:
         }
         self._agreed = False
         self._digest = program.digest()
-        self._communicates = {phase: program.phase(phase).volume() > 0 for phase in Phase}
+        self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
         self._flows = Flows(traced)
         keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
         self._has_copies = keeps or (session.updater is not None and program.layout.stage.optimizer_sharded)

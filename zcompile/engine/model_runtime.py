@@ -40,6 +40,7 @@ class ModelRuntime:
         options: What the model is compiled with.
         parallel: How the model is divided already, if it is.
         everyone: The agreement of all ranks that have a part of the model: choices that are made once are theirs.
+        in_step: The ranks that number their runs together, if these are more than the data-parallel ones.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class ModelRuntime:
         options: Options,
         parallel: ModelParallel | None = None,
         everyone: Agreement | None = None,
+        *,
+        in_step: Communicator | None = None,
     ) -> None:
         self.layout, self.options = layout, options
         self.communicator, self.agreement, self.everyone = communicator, agreement, everyone or agreement
@@ -66,7 +69,8 @@ class ModelRuntime:
         self.tensor = TensorParallelGroup(parallel, communicator.device) if parallel is not None else None
         """Those that have the other parts of the model, if it is divided."""
         others = self.tensor.lockstep(steps) if self.tensor is not None else None
-        self.lockstep = Lockstep(communicator, agreement.number, steps, others)
+        number = agreement.number if in_step is None else self.everyone.number
+        self.lockstep = Lockstep(in_step or communicator, number, steps, others)
         scatter = layout.stage.optimizer_sharded
         self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
         self.arenas = Arenas(communicator.device)

@@ -55,7 +55,7 @@ class Reports:
         """The rewritten programs in the order of their capture: forward, backward, that of `no_sync` if any, ..."""
         result = []
         for step in self.runtime.steps:
-            phases = Phase if step.program.has_backward else (Phase.FORWARD,)
+            phases = step.program.phases if step.program.has_backward else (Phase.FORWARD,)
             result += [step.program.phase(phase) for phase in phases]
             if step.accumulating is not None:
                 result.append(step.accumulating.phase(Phase.BACKWARD))

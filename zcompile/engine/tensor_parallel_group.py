@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zcompile.engine.replicated_values import digests, mark_replicated
-from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Call, Fetch, Group
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
@@ -57,7 +57,7 @@ class TensorParallelGroup:
         Raises:
             AgreementError: on every rank: they do not, as where each has chosen by its own memory what to save.
         """
-        lines = [line for phase in Phase for node in program.body(phase) if (line := _line(program, node))]
+        lines = [line for phase in program.phases for node in program.body(phase) if (line := _line(program, node))]
         if (text := "\n".join(lines)) not in self._agreed:
             self._agreement.reach("the communication of tensor-parallel ranks", lines)
             self._agreed.add(text)

@@ -18,6 +18,7 @@ from zcompile.ir.ops import (
     ReduceOutside,
     Release,
     Shards,
+    SumAverages,
     Update,
     WaitGather,
     WaitReduce,
@@ -69,6 +70,7 @@ def _reduced_once(program: Program) -> Iterator[Violation]:
     for name in program.results.gradients:
         yield Violation(None, f"the gradient of {name} is returned unreduced")
     used = [node.all_input_nodes[1] for node in program.nodes(Update, ReduceOutside)]
+    used += [averages for node in program.nodes(SumAverages) for averages in node.all_input_nodes[1:]]
     delivered = Counter([*program.results.reduced, *used])
     for node in program.nodes(Averaging):
         op = op_of(node, Averaging)
@@ -89,7 +91,8 @@ def _updated_once(program: Program) -> Iterator[Violation]:
         yield Violation(node, f"{node.name} is returned; want it used for an update")
     for node in program.nodes(Update):
         op, (shards, grads) = op_of(node, Update), node.all_input_nodes
-        if data(grads).op != WaitReduce(op.unit, op.params) or data(shards).op != Shards(op.unit):
+        averages = WaitReduce(op.unit, op.params), SumAverages(op.unit, op.params)
+        if data(grads).op not in averages or data(shards).op != Shards(op.unit):
             yield Violation(node, f"{node.name} updates {op.unit}, but is given {shards.name} and {grads.name}")
         for read in reads_of(shards):
             if position[read] > position[node]:
@@ -147,7 +150,7 @@ def _volume_right(program: Program) -> Iterator[Violation]:
     outside = Counter(op_of(node, GatherOutside).unit for node in program.nodes(GatherOutside))
     if (name := next((name for name, times in outside.items() if times > 1), None)) is not None:
         yield Violation(None, f"{name} is gathered outside {outside[name]} times; want once")
-    for phase in Phase if stage.parameters_sharded else (None,):
+    for phase in program.phases if stage.parameters_sharded else (None,):
         found = program.nodes(AllGather, phase=phase)
         for unit in program.layout.units:
             gathers = [node for node in found if op_of(node, AllGather).unit == unit.name]

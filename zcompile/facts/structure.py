@@ -31,6 +31,8 @@ from zcompile.ir.ops import (
     ReduceOutside,
     Results,
     Shards,
+    Sum,
+    SumAverages,
     Update,
     WaitFetch,
     WaitGather,
@@ -60,7 +62,7 @@ def _well_formed(program: Program) -> Iterator[Violation]:
         if isinstance(value, fx.Node) and isinstance(data(value).op, _OF_UNITS):
             yield Violation(value, f"{value.name} is returned, but is no value of the model's")
     for value in program.results.reduced:
-        if not isinstance(data(value).op, (WaitReduce, Accumulate)):
+        if not isinstance(data(value).op, (WaitReduce, SumAverages, Accumulate)):
             yield Violation(value, f"{value.name} is returned as reduced gradients, which it is not")
 
 
@@ -95,7 +97,7 @@ def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:
     unit = getattr(op, "unit", None)
     if unit is not None and unit not in {known.name for known in program.layout.units}:
         yield Violation(node, f"{node.name} names the unit {unit!r}, which is not there")
-    elif isinstance(op, (Reduce, Accumulate, WaitReduce, ReduceOutside, Update)):
+    elif isinstance(op, (Sum, SumAverages, Reduce, Accumulate, WaitReduce, ReduceOutside, Update)):
         yield from _mistaken_gradients(program, node, op)
         if isinstance(op, ReduceOutside):
             yield from _mistaken_outside(program, node, op)
@@ -149,17 +151,24 @@ def _mistaken_gather(program: Program, node: fx.Node, op: AllGather | GatherOuts
 
 def _lists_gradients(given: Any) -> bool:
     """True of what is no list, and of one of values and None."""
-    return isinstance(given, Operation) or all(one is None or isinstance(one, fx.Node) for one in given)
+    return isinstance(given, (Operation, str)) or all(one is None or isinstance(one, fx.Node) for one in given)
 
 
 def _mistaken_gradients(
-    program: Program, node: fx.Node, op: Reduce | Accumulate | WaitReduce | ReduceOutside | Update
+    program: Program,
+    node: fx.Node,
+    op: Sum | SumAverages | Reduce | Accumulate | WaitReduce | ReduceOutside | Update,
 ) -> Iterator[Violation]:
     params = [param.name for param in program.layout.unit(op.unit).params]
     if unknown := set(op.params).difference(params):
         yield Violation(node, f"{node.name} names {min(unknown)!r}, which {op.unit} does not have")
-    if isinstance(op, (Reduce, Accumulate)) and len(node.args[1]) != len(params):  # type: ignore[arg-type]
-        yield Violation(node, f"{node.name} is given {len(node.args[1])} gradients; {op.unit} has {len(params)}")  # type: ignore[arg-type]
+    for given in given_to(node)[1:]:
+        if isinstance(given, (list, tuple)) and len(given) != len(params):
+            yield Violation(node, f"{node.name} is given {len(given)} gradients; {op.unit} has {len(params)}")
+        sums = isinstance(op, (Sum, SumAverages, Reduce)) and isinstance(given, (Sum, SumAverages, WaitReduce))
+        if sums and (given.unit, given.params) != (op.unit, op.params):
+            problem = f"is of {op.params} of {op.unit}, and is given gradients of {given.params} of {given.unit}"
+            yield Violation(node, f"{node.name} {problem}")
     started = given_to(node)[0] if isinstance(op, WaitReduce) else None
     if isinstance(started, Averaging) and (started.unit, started.params) != (op.unit, op.params):
         yield Violation(node, f"{node.name} is of {op.unit}, and waits for {node.all_input_nodes[0].name}")

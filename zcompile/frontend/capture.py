@@ -70,6 +70,8 @@ class Names:
     """Path of the traced module in the model."""
     apart: frozenset[int] = frozenset()
     """Inputs, by identity, of which ranks have different parts."""
+    leaves: Mapping[int, int] = field(default_factory=dict)
+    """The numbers of tensors among the arguments of the call, by identity, where they are wanted."""
 
     def of_input(self, target: str) -> str:
         """A readable name for an input that Dynamo calls `L_args_0_` or `L_kwargs_targets_`."""
@@ -96,6 +98,7 @@ class TracedInput:
     readable: str
     parameter: str | None = None
     held: str = ""
+    leaf: int | None = None
 
 
 @dataclass
@@ -116,7 +119,8 @@ class Capture:
             other = self.names.others.get(id(value))
             is_argument = re.match(r"L_(args|kwargs)_", str(node.target)) and id(value) not in self.names.apart
             held = "" if is_argument else other or "?"
-            self.inputs.append(TracedInput(name or other or self.names.of_input(str(node.target)), name, held))
+            readable = name or other or self.names.of_input(str(node.target))
+            self.inputs.append(TracedInput(readable, name, held, self.names.leaves.get(id(value))))
         _make_dense(module, {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)})
         frontend = aot_autograd(
             fw_compiler=self._forward,
@@ -223,7 +227,7 @@ class _Reader:
         # AOTAutograd may drop or replace inputs of the Dynamo graph; its descriptors say which one it means.
         index = getattr(node.meta.get("desc"), "idx", None)
         entry = self.inputs[index] if index is not None else TracedInput(node.name, held="?")
-        data_input = Input(Kind.DATA, len(self.primals), index in self.mutated, entry.held)
+        data_input = Input(Kind.DATA, len(self.primals), index in self.mutated, entry.held, leaf=entry.leaf)
         meta = Data(Parameter(entry.parameter) if entry.parameter else data_input)
         self.primals.append((node, entry.parameter))
         return self._copy(node, meta, identifier(entry.readable))

@@ -45,7 +45,7 @@ class Bundle:
     @property
     def is_given_whole(self) -> bool:
         """True for all of the gradients that a reduction takes: it is given the list, and empties it."""
-        return isinstance(data(self.reader).op, GRADIENT_LISTS) and list(self.reader.args[1]) == list(self.members)  # type: ignore[arg-type]
+        return list(self.members) in _lists_given(self.reader)
 
 
 def member_name(bundle: str, index: int) -> str:
@@ -103,13 +103,20 @@ def _bundle(members: Sequence[fx.Node]) -> Bundle | None:
     (reader,) = readers
     if reader is None:
         return None
-    listed = isinstance(data(reader).op, GRADIENT_LISTS)
-    if not (listed or isinstance(data(reader).op, Call)):
+    lists = [list(reader.args)] if isinstance(data(reader).op, Call) else _lists_given(reader)
+    given = next((one for one in lists if members[0] in one), None)
+    if given is None:
         return None
-    given = list(reader.args[1] if listed else reader.args)  # type: ignore[arg-type]
     start = given.index(members[0])
-    together = given[start : start + len(members)] == list(members) and all(given.count(m) == 1 for m in members)
+    alone = all(sum(one.count(member) for one in lists) == 1 for member in members)
+    together = given[start : start + len(members)] == list(members) and alone
     return Bundle(_name(members[0]), tuple(members), reader) if together else None
+
+
+def _lists_given(reader: fx.Node) -> list[list[object]]:
+    """The lists of gradients that a line is given."""
+    listed = isinstance(data(reader).op, GRADIENT_LISTS)
+    return [list(argument) for argument in reader.args[1:] if isinstance(argument, (list, tuple))] if listed else []
 
 
 def _index(item: fx.Node) -> int:

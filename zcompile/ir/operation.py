@@ -14,10 +14,11 @@ from zcompile.ir.tensor_type import TensorType
 
 
 class Phase(StrEnum):
-    """The two halves of a step."""
+    """The two halves of a step, or a whole step of several micro-batches, whose halves alternate."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    STEP = "step"
 
 
 class Role(Enum):
@@ -33,6 +34,10 @@ class Role(Enum):
     """Starts what averages gradients."""
     MOVE = auto()
     """Starts what takes an activation away, or brings it back."""
+    SEND = auto()
+    """Starts sending a value to another pipeline stage."""
+    RECEIVE = auto()
+    """Starts receiving one."""
     WAIT = auto()
     """Ends when what it takes has arrived."""
     FREE = auto()
@@ -52,10 +57,14 @@ class Traffic:
     messages: int = 1
     copied: int = 0
     """Bytes that are copied from the host before they are sent."""
+    to_one: bool = False
+    """True for what goes from one rank of the axis to one other."""
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends: (N-1)/N of the payload."""
+        """Bytes that this rank sends: (N-1)/N of the payload, or all of what goes to one other."""
+        if self.to_one:
+            return self.payload
         return self.payload * (self.axis.size - 1) // self.axis.size
 
 
@@ -131,6 +140,10 @@ class Data:
     """Where every rank of the model-parallel mesh is known to have the same value: a digest of how it comes about."""
     storage: int = 0
     """Bytes of the memory that the value keeps alive, where that is not what it shows; printed behind the type."""
+    deferred: bool = False
+    """True for what a divided backward leaves for later: gradients of weights, for which no other stage waits."""
+    action: str = ""
+    """The action of a pipeline schedule that it is a part of, as that is printed: see `zcompile.ir.actions`."""
 
     @property
     def nbytes(self) -> int:

@@ -75,6 +75,10 @@ class Input(Placeholder):
     """What it is if it is no argument of the call that ranks may be taken to have alike: a buffer's name, or `?`."""
     result: int | None = None
     """Of a tangent: the number of the forward's result that it is the gradient of, where that is known."""
+    leaf: int | None = None
+    """Its number among the tensors that a call is given, where that is known."""
+    microbatch: int | None = None
+    """Of a step of several micro-batches: the one that it is of; None of what is the same in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +378,22 @@ class GatherAhead(Communication):
         return 0 if self.keep else layout.gathered_bytes(self.unit)
 
 
+@dataclass(frozen=True, slots=True)
+class Sum(Operation):
+    """Add this rank's own gradients of another micro-batch to those of earlier ones, in the memory of these."""
+
+    role = Role.VALUE
+    functions = ("add",)
+
+    unit: str
+    params: tuple[str, ...]
+
+
+SUMMED = (*GRADIENTS, Sum)
+"""An argument that lists gradients of a unit, or is their sum over several micro-batches."""
+Sum.takes = ((Shards,), SUMMED, GRADIENTS)
+
+
 class Averaging(Communication):
     """Starts averaging gradients of `params`."""
 
@@ -400,7 +420,7 @@ class Reduce(Averaging):
     """Over the ranks that shard; `scatter`: each rank gets its shard, else all."""
 
     functions = ("reduce_scatter", "all_reduce")
-    takes = ((Shards,), GRADIENTS)
+    takes = ((Shards,), SUMMED)
 
     unit: str
     params: tuple[str, ...]
@@ -564,12 +584,28 @@ class Release(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class SumAverages(Operation):
+    """Add the averaged gradients of another micro-batch to those of earlier ones, in the memory of these."""
+
+    role = Role.VALUE
+    functions = ("add",)
+
+    unit: str
+    params: tuple[str, ...]
+
+
+AVERAGES = (WaitReduce, SumAverages)
+"""An argument that is averaged gradients, of one micro-batch or the sum over several."""
+SumAverages.takes = ((Shards,), AVERAGES, (WaitReduce,))
+
+
+@dataclass(frozen=True, slots=True)
 class Update(Operation):
     """Let the optimizer use the averaged gradients of `params`, and free them."""
 
     role = Role.UPDATE
     functions = ("update",)
-    takes = ((Shards,), (WaitReduce,))
+    takes = ((Shards,), AVERAGES)
     gives = False
 
     unit: str
@@ -653,6 +689,72 @@ class WaitFetch(Operation):
     takes = ((Fetch,),)
 
 
+# -- between pipeline stages ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Operation):
+    """Start sending a value to the rank at place `to` of `axis`. Until it has been waited for, the value is kept."""
+
+    role = Role.SEND
+    functions = ("send",)
+    takes = (ANY, (Group,))
+
+    axis: str
+    to: int = -1
+    message: str = ""
+    """What is sent: the micro-batch, and the value's name in the traced step."""
+    strides: tuple[int, ...] | None = None
+    """In which it arrives, in elements; None where that is contiguous."""
+
+    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
+        """All of it to one rank."""
+        return Traffic(layout.axis(self.axis), _shown_bytes(node.all_input_nodes[0]), to_one=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Receive(Operation):
+    """Start receiving what the rank at place `source` of `axis` sends: a tensor of the type that the line says."""
+
+    role = Role.RECEIVE
+    functions = ("recv",)
+    takes = ((Group,), (str,))
+
+    axis: str
+    source: int = -1
+    message: str = ""
+    """As of the line that sends it."""
+    strides: tuple[int, ...] | None = None
+    """In elements; None where it is contiguous."""
+
+    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
+        """All of it, and it is the other rank that sends."""
+        return Traffic(layout.axis(self.axis), data(node).nbytes, to_one=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReceive(Operation):
+    """What another rank has sent, once it has arrived."""
+
+    role = Role.WAIT
+    functions = ("wait",)
+    takes = ((Receive,),)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSend(Operation):
+    """The end of a sending: the value's memory may be used again."""
+
+    role = Role.WAIT
+    functions = ("wait",)
+    takes = ((Send,),)
+    gives = False
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """None."""
+        return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Results(Operation):
     """The end of a program: see `zcompile.ir.program_graph.ResultsView`."""
@@ -669,9 +771,11 @@ class Results(Operation):
 _LINES: tuple[type[Operation], ...] = (
     AllGather,
     GatherAhead,
+    Sum,
     Reduce,
     WaitGather,
     WaitReduce,
+    SumAverages,
     ReduceOutside,
     GatherOutside,
     WaitSecondary,
@@ -684,9 +788,13 @@ _LINES: tuple[type[Operation], ...] = (
     Offload,
     Fetch,
     WaitFetch,
+    Send,
+    Receive,
+    WaitReceive,
+    WaitSend,
 )
 LENT: tuple[type[Lent], ...] = (Arena, Stack, Away, Group)
-GRADIENT_LISTS = tuple(kind for kind in _LINES if kind.takes and kind.takes[-1] is GRADIENTS)
+GRADIENT_LISTS = tuple(kind for kind in _LINES if kind.takes and kind.takes[-1] in (GRADIENTS, SUMMED))
 """What takes a list of gradients, and empties it."""
 
 
@@ -725,7 +833,7 @@ def operation(name: str, given: Sequence[Any], keywords: Mapping[str, Any], layo
     unit: str = getattr(given[0], "unit", "") if given else ""
     values: dict[str, Any] = {"unit": unit, "params": (), **kind.meant_by(name)}
     values |= {name: getattr(one, name) for one in given for name in ("params", "axis") if hasattr(one, name)}
-    if kind in GRADIENT_LISTS:
+    if kind in GRADIENT_LISTS and not isinstance(given[-1], Sum):
         named = zip(layout.unit(unit).params, given[-1], strict=True)
         values["params"] = tuple(param.name for param, gradient in named if gradient is not None)
     values |= {option: value for option, value in keywords.items() if option in options_of(kind)}
@@ -733,9 +841,17 @@ def operation(name: str, given: Sequence[Any], keywords: Mapping[str, Any], layo
 
 
 def reductions_of(averages: fx.Node) -> list[fx.Node]:
-    """The reductions behind which a `WaitReduce` stands, the last one first: one for each axis."""
+    """The reductions behind which averages stand, the last first, one for each axis; of a sum those of the first."""
+    if isinstance(data(averages).op, SumAverages):
+        return reductions_of(averages.all_input_nodes[1])
     (last,) = averages.all_input_nodes
     return [last, *reductions_of(last.all_input_nodes[1])] if isinstance(data(last).op, ReduceOutside) else [last]
+
+
+def _shown_bytes(value: fx.Node) -> int:
+    """Bytes of what a value shows, whosever memory it is."""
+    type_ = data(value).type
+    return type_.nbytes if type_ else 0
 
 
 def items_of(node: fx.Node) -> list[fx.Node]:

@@ -37,6 +37,7 @@ _MARGIN = re.compile(
     r"#\s*(?P<types>(?:(?:=?&?\w+\[[^\]]*\](?:@\d+)?|=?\d+ values)(?:,\s*)?)*)\s*"
     r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
 )
+_PHASES = frozenset(map(str, Phase))
 _LENT = {kind.label: kind for kind in ops.LENT}
 
 
@@ -50,7 +51,8 @@ def parse(text: str) -> Program:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ParseError(f"line {error.lineno}", error.msg, "parse what Program.text(regions=True) printed") from error
-    return _Parser(tree, _margins(text)).program()
+    actions = {number: line[6:] for number, line in enumerate(text.split("\n"), 1) if line.startswith("    # ")}
+    return _Parser(tree, _margins(text), actions).program()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ class _Scope:
 
 
 class _Parser:
-    def __init__(self, tree: ast.Module, margins: dict[int, _Margin]) -> None:
-        self.margins = margins
+    def __init__(self, tree: ast.Module, margins: dict[int, _Margin], actions: dict[int, str]) -> None:
+        self.margins, self.actions, self.action = margins, actions, ""
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.constants = {
             target.id: _literal(statement.value)
@@ -131,14 +133,15 @@ class _Parser:
 
     def program(self) -> Program:
         for function in self.functions:
-            if function.name not in ("forward", "backward"):
+            if function.name not in _PHASES:
                 self.regions[function.name] = self._region(function)
-        if "forward" not in {function.name for function in self.functions}:
+        phases = [Phase(function.name) for function in self.functions if function.name in _PHASES]
+        if not {Phase.FORWARD, Phase.STEP}.intersection(phases):
             raise ParseError("the text", "has no function `forward`", "parse what Program.text(regions=True) printed")
         graph, results = fx.Graph(), dict[str, Any]()
         scope = _Scope(graph, Phase.FORWARD)
         for function in self.functions:
-            if function.name in ("forward", "backward"):
+            if function.name in _PHASES:
                 scope.phase = Phase(function.name)
                 self._phase(function, scope, results)
         for unit in self.layout.units if self.regions else ():
@@ -149,7 +152,8 @@ class _Parser:
         set_results(graph, **results)
         flagged = (text.split() for texts in self.constants.get("units", {}).values() for text in texts)
         unused = frozenset(unescaped(words[0]) for words in flagged if "unused" in words[1:])
-        return Program(graph, self.layout, self.regions, unused=unused)
+        whole = (Phase.STEP,) if Phase.STEP in phases else (Phase.FORWARD, Phase.BACKWARD)
+        return Program(graph, self.layout, self.regions, unused=unused, phases=whole)
 
     # -- units ----------------------------------------------------------------------------------------------------
 
@@ -211,10 +215,10 @@ class _Parser:
         if not isinstance(end, ast.Return) or not isinstance(end.value, ast.Tuple):
             raise ParseError(f"line {end.lineno}", "a phase ends in two lists", "end it with `return [...], [...]`")
         first, second = (self._value(value, scope) for value in end.value.elts)
-        if scope.phase is Phase.FORWARD:
+        if scope.phase is not Phase.BACKWARD:
             results["outputs"] = first
-        else:
-            results["input_gradients"] = first
+        if scope.phase is not Phase.FORWARD:
+            results["input_gradients"] = first if scope.phase is Phase.BACKWARD else []
             results["gradients" if isinstance(second, dict) else "reduced"] = second
 
     def _input(self, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
@@ -230,7 +234,7 @@ class _Parser:
         else:
             held = "mesh" if kind == "mesh" and margin.first.type is None else ""
             op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated", held)
-        phase = scope.phase if kind == "tangent" else Phase.FORWARD
+        phase = scope.phase if kind == "tangent" or scope.phase is Phase.STEP else Phase.FORWARD
         source = margin.source if isinstance(op, Input) and op.kind is Kind.DATA and not op.mutated else ""
         type_ = margin.first
         prefix = "tangents" if kind == "tangent" else "primals"  # as AOTAutograd calls them: partitioners look at it
@@ -244,6 +248,7 @@ class _Parser:
 
     def _statement(self, statement: ast.stmt, scope: _Scope) -> None:
         margin = self._margin(statement.lineno)
+        self.action = self.actions.get(statement.lineno - 1, self.action)
         match statement:
             case ast.Delete():
                 return
@@ -363,7 +368,8 @@ class _Parser:
         if meta.type is not None:
             with self.mode:
                 node.meta["val"] = torch.empty(meta.type.shape, dtype=meta.type.dtype)
-        return set_data(node, meta)
+        of_action = node.op == "call_function" and meta.phase is Phase.STEP
+        return set_data(node, replace(meta, action=self.action) if of_action else meta)
 
 
 def _made(function: str, text: str, expression: ast.expr) -> Any:

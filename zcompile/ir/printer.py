@@ -165,7 +165,7 @@ def lines_with_nodes(program: ProgramGraph) -> list[tuple[str, str]]:
 def _rendered_program(program: ProgramGraph, *, regions: bool = False, units: bool = False) -> str:
     functions = [_region_function(region) for region in program.regions.values() if regions]
     for phase in program.phases:
-        if phase is Phase.FORWARD or program.has_backward:
+        if phase is not Phase.BACKWARD or program.has_backward:
             functions.append(_function(str(phase), *_phase_lines(program, phase)))
     text = functools.partial(_param_text, unused=program.unused)
     return _rendered(functions, program.layout if units else None, text)
@@ -235,18 +235,20 @@ def inputs_of(program: ProgramGraph, phase: Phase) -> list[fx.Node]:
     shards = [n for n in program.nodes(Parameter, Shards) if n in used or n in ends]
     constants = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.CONSTANT and n in used]
     bound = [*shards, *constants, *(n for n in program.nodes(Lent) if n in used)]
-    if phase is Phase.FORWARD:
-        return [*bound, *(n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA)]
+    given = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA]
     tangents = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.TANGENT]
+    if phase is not Phase.BACKWARD:
+        return [*bound, *given, *(tangents if phase is Phase.STEP else ())]
     return [*bound, *program.kept(), *program.saved(), *tangents]
 
 
 def _result_nodes(program: ProgramGraph, phase: Phase) -> Iterator[fx.Node]:
-    if phase is Phase.BACKWARD:
+    if phase is not Phase.FORWARD:
         yield from program.results.backward_nodes()
+    if phase is Phase.BACKWARD:
         return
     yield from (value for value in program.results.outputs if isinstance(value, fx.Node))
-    if program.has_backward:
+    if phase is Phase.FORWARD and program.has_backward:
         yield from program.saved()
         yield from program.kept()
 
@@ -259,7 +261,11 @@ def _phase_lines(program: ProgramGraph, phase: Phase) -> tuple[list[TextLine], l
     deaths = _deaths(program, phase, body)
     freed: dict[fx.Node, int] = _if_sound(_freed, program, {})
     lines: list[TextLine] = []
+    action = ""
     for node in body:
+        if data(node).action not in ("", action):
+            action = data(node).action
+            lines.append(TextLine(f"# {action}"))
         end = _if_sound(after_items, node, node)
         if node.op == "get_attr":
             lines.append(_graph_line(node, program.modules))
@@ -479,7 +485,8 @@ def _return(program: ProgramGraph, phase: Phase, bundles: Mapping[fx.Node, Bundl
         return f"return {_list(results.outputs)}, {_list(grouped(saved, bundles))}"
     gradients = ", ".join(f"{name!r}: {python_text(node)}" for name, node in results.gradients.items())
     delivered = f"{{{gradients}}}" if results.gradients else _list(results.reduced)
-    return f"return {_list(results.input_gradients)}, {delivered}"
+    given = results.outputs if phase is Phase.STEP else results.input_gradients
+    return f"return {_list(given)}, {delivered}"
 
 
 def _list(values: Iterable[Any]) -> str:

@@ -215,7 +215,8 @@ class ResultsView:
     """What a program hands back, read from the argument of its output node.
 
     `outputs`: what the forward returns. `input_gradients`: for each differentiable input that is no parameter, or None.
-    `gradients`: by parameter, until reductions are inserted. `reduced`: waits of reductions, by unit.
+    `gradients`: by parameter, until reductions are inserted; of a step of several micro-batches a list for each.
+    `reduced`: waits of reductions, by unit.
     """
 
     mapping: dict[str, Any]
@@ -236,8 +237,18 @@ class ResultsView:
     def reduced(self) -> tuple[fx.Node, ...]:
         return tuple(self.mapping["reduced"])
 
+    def gradient_lists(self) -> dict[str, list[fx.Node]]:
+        """Of a step of several micro-batches: for each parameter the gradients of each of them."""
+        return {name: list(nodes) for name, nodes in self.mapping["gradients"].items()}
+
+    def gradient_nodes(self) -> Iterator[fx.Node]:
+        """The gradients of parameters; of a step of several micro-batches, those of each."""
+        for value in self.mapping["gradients"].values():
+            yield from value if isinstance(value, list) else [value]
+
     def backward_nodes(self) -> Iterator[fx.Node]:
-        for value in (*self.input_gradients, *self.gradients.values(), *self.reduced):
+        """What the backward hands back."""
+        for value in (*self.input_gradients, *self.gradient_nodes(), *self.reduced):
             if isinstance(value, fx.Node):
                 yield value
 

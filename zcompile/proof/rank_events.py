@@ -227,7 +227,7 @@ class _Reader:
         self.reduced: dict[str, list[bool]] = {}
         """Of what parameters of its unit a reduction has gradients, by its name."""
         self.averages: dict[str, list[bool]] = {}
-        """The same of what it gives, once it has been waited for."""
+        """The same of what it gives, once it has been waited for, and of sums over micro-batches."""
         self.regions: dict[str, _Body] = {}
 
     def _take(self, file: str, text: str) -> None:
@@ -291,6 +291,9 @@ class _Reader:
             self._unbox(call)
         elif found := _COMMUNICATING.fullmatch(name):
             self._collective(call, body, found["library"], found["operation"])
+        elif is_phase and name == "add":
+            unit = self.given.get(call.argument(0), "")
+            self.averages |= dict.fromkeys(call.gives, self._has_gradient(call, len(self.units.get(unit, ())), 2))
         elif name.startswith(_TORCH) or name == "graph" or (is_phase and name in _SILENT):
             pass
         elif is_phase and name in self.functions and name not in PHASES:
@@ -350,7 +353,8 @@ class _Reader:
             return call.event(row.act, of, f"{call.name} {types}")
         if not (place := call.options.get(row.peer, "")).isdigit():
             raise call.error(f"does not say by {row.peer}= who the other is")
-        return call.event(row.act, of, types, peer=int(place))
+        message = f" {call.options['message']}" if "message" in call.options else ""
+        return call.event(row.act, of, f"{types}{message}", peer=int(place))
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -398,12 +402,12 @@ class _Reader:
         by += f" in {dtype_text(dtype_of(options['wire'].removeprefix('torch.')))}" if "wire" in options else ""
         return f"{call.name}{keep} {unit} ({', '.join(texts)}){by}"
 
-    def _has_gradient(self, call: _Call, count: int) -> list[bool]:
-        """For each parameter of a unit whether a reduction is given a gradient of it, or an average of one."""
-        if (averages := self.averages.get(call.argument(1))) is not None:
+    def _has_gradient(self, call: _Call, count: int, index: int = 1) -> list[bool]:
+        """For each parameter of a unit whether a line is given a gradient of it, or an average or sum of some."""
+        if (averages := self.averages.get(call.argument(index))) is not None:
             return averages
         found: list[bool] = []
-        for given in call.tree.args[1:2]:
+        for given in call.tree.args[index : index + 1]:
             for element in given.elts if isinstance(given, ast.List) else [ast.Starred(given)]:
                 if isinstance(element, ast.Starred):
                     found += [True] * self.counts.get(ast.unparse(element.value), 0)

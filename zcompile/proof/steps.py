@@ -14,16 +14,17 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.layout import Param, Unit
-from zcompile.ir.operation import data, op_of
+from zcompile.ir.layout import Layout, Param, Unit
+from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import memory_of_values, root_of
 from zcompile.ir.tensor_type import dtype_text
 from zcompile.proof.operations import AFTER, OperationTerms, UnknownOperationError
 from zcompile.proof.regions import Regions, draw
+from zcompile.proof.terms import Terms
 
 PARAMETER, UPDATED, INPUT, CONSTANT_TENSOR = "parameter", "updated parameter", "input", "tensor"
-MEAN, HELD_BACK, CONTIGUOUS, NO_VALUE = "mean", "held_back", "contiguous", "no value"
+MEAN, SUM, HELD_BACK, CONTIGUOUS, NO_VALUE = "mean", "sum", "held_back", "contiguous", "no value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,12 @@ class StepTerms:
         draws: How many random draws there are.
         calls: The draws before each call of a region.
         opaque: What operations give that may do more than their schema says, with the line and the name.
+        received: What other pipeline stages send, by the message.
     """
 
     program: Program
     regions: Regions
+    received: Mapping[str, int] = field(default_factory=dict)
     values: dict[fx.Node, Value] = field(default_factory=dict)
     gradients: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)
     writes: list[int] = field(default_factory=list)
@@ -165,8 +168,11 @@ def _is_own(value: fx.Node) -> bool:
 
 
 def _input(step: StepTerms, node: fx.Node) -> Value:
-    kind = op_of(node, ops.Input).kind
-    number = step.inputs[kind]
+    op = op_of(node, ops.Input)
+    kind, number = op.kind, step.inputs[op.kind]
+    if step.program.phases == (Phase.STEP,) and kind is not ops.Kind.CONSTANT:
+        which = () if op.microbatch is None else (str(op.microbatch),)
+        return step.terms.make((INPUT, str(kind), str(op.index), *which))
     step.inputs[kind] += 1
     if kind is ops.Kind.CONSTANT:
         return step.terms.make((CONSTANT_TENSOR, node.name, str(id(step.program.constants.get(node.name)))))
@@ -288,6 +294,48 @@ def _mean(step: StepTerms, op: ops.Averaging, axis: str, param: Param, how: str,
     return step.terms.make((MEAN, axis, how, str(sent or param.full_dtype), gradient))
 
 
+def _sum(step: StepTerms, node: fx.Node) -> Value:
+    """For each parameter of a unit its gradients of some micro-batches, added in order."""
+    shards, *given = node.args
+    assert isinstance(shards, fx.Node), "a sum is one of a unit"
+    first, second = (_by_parameter(step, shards, one) for one in given)
+    if first is None or second is None or first.keys() != second.keys():
+        return None
+    return {name: step.terms.make((SUM, term, second[name])) for name, term in first.items()}
+
+
+def _by_parameter(step: StepTerms, shards: fx.Node, given: Any) -> Mapping[str, int] | None:
+    """Gradients of a unit by parameter: those in a list, or what a sum or a wait gives."""
+    if isinstance(given, fx.Node):
+        found = step.values[given]
+        return found if isinstance(found, Mapping) else None
+    params = step.program.layout.unit(op_of(shards, ops.Shards).unit).params
+    pairs = zip(params, given, strict=True)
+    return {param.name: _dense(step, gradient) for param, gradient in pairs if gradient is not None}
+
+
+def sum_of(terms: Terms, gradients: Sequence[int]) -> int:
+    """The sum of gradients of the micro-batches, in their order."""
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = terms.make((SUM, total, gradient))
+    return total
+
+
+def average_of(terms: Terms, layout: Layout, param: Param, gradient: int) -> int:
+    """What the ranks' averaging makes of a gradient."""
+    how = "scattered" if layout.stage.optimizer_sharded and param.shards else "whole"
+    for axis in layout.averaged:
+        gradient = terms.make((MEAN, axis.name, how, str(param.reduce_dtype), gradient))
+        how = sent("scattered" if layout.has_secondary and param.shards else "whole", param.outer_dtype)
+    return gradient
+
+
+def _receive(step: StepTerms, node: fx.Node) -> Value:
+    term = step.received.get(op_of(node, ops.Receive).message)
+    return None if term is None else Started(term)
+
+
 def _accumulate(step: StepTerms, node: fx.Node) -> Value:
     return {param.name: step.terms.make((HELD_BACK, str(param.dtype), term)) for param, term in _given(step, node)}
 
@@ -296,6 +344,10 @@ def _given(step: StepTerms, node: fx.Node) -> list[tuple[Any, int]]:
     """The parameters of a unit that a line is given gradients of, with these."""
     shards, gradients = node.args[:2]
     assert isinstance(shards, fx.Node), "a reduction is one of a unit"
+    if isinstance(gradients, fx.Node):
+        found, unit = step.values[gradients], step.program.layout.unit(op_of(shards, ops.Shards).unit)
+        named = found if isinstance(found, Mapping) else {}
+        return [(param, named[param.name]) for param in unit.params if param.name in named]
     params = step.program.layout.unit(op_of(shards, ops.Shards).unit).params
     pairs = zip(params, gradients, strict=True)  # type: ignore[arg-type]
     return [(param, _dense(step, gradient)) for param, gradient in pairs if gradient is not None]
@@ -362,5 +414,11 @@ _EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
     ops.Store: _store,
     ops.Offload: _offload,
     ops.Fetch: _fetch,
+    ops.Sum: _sum,
+    ops.SumAverages: _sum,
+    ops.Send: _lent,
+    ops.WaitSend: _lent,
+    ops.Receive: _receive,
+    ops.WaitReceive: _wait,
     ops.Results: _lent,
 }

@@ -27,7 +27,7 @@ from zcompile.proof.operations import UnknownOperationError
 from zcompile.proof.regions import Regions
 from zcompile.proof.replication import is_replicated, marked
 from zcompile.proof.rules import Rule
-from zcompile.proof.steps import HELD_BACK, MEAN, StepTerms, sent
+from zcompile.proof.steps import HELD_BACK, StepTerms, average_of
 from zcompile.proof.terms import Terms
 
 Compared = tuple[str, fx.Node | None, int, int]
@@ -198,14 +198,10 @@ class TracedValues:
 
     def _averaged(self, step: StepTerms, name: str, gradient: int) -> int:
         """What is handed to the optimizer for a gradient of this rank's."""
-        param, stage = self.layout.param(name), self.layout.stage
+        param = self.layout.param(name)
         if self.holds_back:
             return step.terms.make((HELD_BACK, str(param.dtype), gradient))
-        how = "scattered" if stage.optimizer_sharded and param.shards else "whole"
-        for axis in self.layout.averaged:
-            gradient = step.terms.make((MEAN, axis.name, how, str(param.reduce_dtype), gradient))
-            how = sent("scattered" if self.layout.has_secondary and param.shards else "whole", param.outer_dtype)
-        return gradient
+        return average_of(step.terms, self.layout, param, gradient)
 
     def _writes(self, step: StepTerms) -> Iterator[Compared]:
         now, before, none = step.writes, self.terms.step.writes, step.term(None)

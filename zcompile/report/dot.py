@@ -11,7 +11,7 @@ from torch import fx
 
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.roofline import line_seconds
-from zcompile.ir.operation import Phase, Role, data
+from zcompile.ir.operation import Role, data
 from zcompile.ir.ops import Call, Communication, Item, Results
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
@@ -56,7 +56,10 @@ def dot_text(program: Program, hardware: Hardware) -> str:
     Times are those of `hardware`. Dashed edges are the order in which collectives are issued.
     """
     shown = [node for node in program.graph.nodes if _is_shown(node)]
-    clusters = {str(phase): [_box(program, n, hardware) for n in shown if data(n).phase is phase] for phase in Phase}
+    clusters = {
+        str(phase): [_box(program, node, hardware) for node in shown if data(node).phase is phase]
+        for phase in program.phases
+    }
     edges = dict.fromkeys((_source(one).name, node.name, "") for node in shown for one in node.all_input_nodes)
     order = itertools.pairwise(node.name for node in shown if isinstance(data(node).op, Communication))
     edges |= dict.fromkeys((one, other, " [style=dashed, constraint=false]") for one, other in order)

@@ -111,7 +111,7 @@ def write_dump(
             stale.unlink()  # of another dump; drawings are compared
         program = journal.entries[-1].after
         _write_passes(home, journal)
-        for phase in Phase if program.has_backward else (Phase.FORWARD,):
+        for phase in program.phases if program.has_backward else program.phases[:1]:
             (home / f"{phase}.py").write_text(str(program.phase(phase)))
         (home / "program.json").write_text(
             json.dumps(nx.node_link_data(dag(program, hardware), edges="edges"), indent=1)

@@ -13,7 +13,7 @@ from torch import fx
 
 from zcompile.cost.memory import model_state, most_kept, peak_bytes
 from zcompile.ir.layout import Layout
-from zcompile.ir.operation import Phase, Role, data, op_of
+from zcompile.ir.operation import Role, data, op_of
 from zcompile.ir.ops import AllGather, Call, Communication, GatherAhead, Release
 from zcompile.ir.owners import cost_of
 from zcompile.ir.program import Program
@@ -188,7 +188,7 @@ def peak_full_bytes(program: Program) -> int:
 
 def _overlap_table(program: Program) -> Table:
     table = Table("communication", "sends", "in flight during", title_justify="left")
-    for phase in Phase:
+    for phase in program.phases:
         body = program.body(phase)
         for start, node in enumerate(body):
             op, traffic = data(node).op, program.traffic(node)

@@ -17,7 +17,7 @@ from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import MemoryKind, alive_at, live_by_kind, model_state
 from zcompile.cost.simulator import simulate
 from zcompile.cost.timeline import Spent, Timeline
-from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Communication
 from zcompile.ir.printer import function_text, lines_with_nodes
 from zcompile.ir.program import Program
@@ -224,7 +224,7 @@ def _collectives(program: Program, told: Timeline) -> Iterator[tuple[fx.Node, Se
         if event.operation == "wait":
             launched = program.node(event.node).all_input_nodes[0].name
             waited[launched] = waited.get(launched, 0.0) + event.seconds
-    for phase in Phase:
+    for phase in program.phases:
         for node in program.nodes(Communication, phase=phase):
             unit = getattr(data(node).op, "unit", "")
             traffic = op_of(node, Communication).traffic(node, program.layout)

@@ -26,6 +26,9 @@ from zcompile.passes.offload_activations import offload_activations as offload_a
 from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.partition_activations import partition_activations as partition_activations_pass
+from zcompile.passes.pipelining.divide_backward import divide_backward
+from zcompile.passes.pipelining.receive_ahead import receive_ahead
+from zcompile.passes.pipelining.reduce_microbatches import reduce_microbatches
 from zcompile.passes.plan_memory import plan_memory
 from zcompile.passes.recompute_activations import recompute_activations
 from zcompile.passes.schedule_prefetch import schedule_prefetch
@@ -49,6 +52,9 @@ DEFER = Pass("defer_weights", defer_weights, (facts.UNITS_ASSIGNED,))
 GATHER = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHERED)
 CAPTURE = Pass("capture_graphs", capture_graphs, (facts.PLACES_DISJOINT,), (facts.RESULTS_OWNED,))
 REDUCE = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
+
+DIVIDE = Pass("divide_backward", divide_backward, (facts.UNITS_ASSIGNED,))
+REDUCE_MICROBATCHES = Pass("reduce_microbatches", reduce_microbatches, ensures=(facts.REDUCED_ONCE,))
 
 
 def pipeline(
@@ -109,6 +115,29 @@ def pipeline(
     goals = (facts.in_training(facts.memory_bounded(budget)),) if isinstance(budget, int) and not limit else ()
     chosen = (split, ASSIGN, *place, *passes, *_within(limit, kept), *behind)
     return Pipeline(STAGES[stage], chosen, (facts.VOLUME_RIGHT, *goals))
+
+
+def of_stages(
+    *, partition: Literal["min_cut", "default"], divides: bool, small: int = SMALL_BYTES, bucket: int
+) -> tuple[Pass, ...]:
+    """The passes that the program of each pipeline stage goes through, for one micro-batch.
+
+    `divides`: the schedule runs gradients of weights apart.
+    """
+    split, outline = _regions(partition)
+    return (split, ASSIGN, *([DIVIDE] if divides else ()), outline, _messages(small, bucket)[0])
+
+
+def of_steps(
+    stage: int, *, prefetch: int, small: int = SMALL_BYTES, bucket: int, updates: bool = True
+) -> tuple[Pass, ...]:
+    """The passes that a step of several micro-batches goes through, once the actions of a rank are written out."""
+    _, pieces = _messages(small, bucket)
+    _, ahead, sink = _schedule(prefetch, bounded=False, consumed=updates)
+    passes = [GATHER, REDUCE_MICROBATCHES]
+    passes += [pieces, ahead, sink] if STAGES[stage].optimizer_sharded else [sink]
+    receive = Pass("receive_ahead", partial(receive_ahead, depth=max(prefetch, 1)), traits=Trait.SCHEDULES)
+    return (*passes, *(UPDATES[:1] if updates else ()), *([receive] if prefetch else []))
 
 
 def _regions(partition: Literal["min_cut", "default"]) -> tuple[Pass, Pass]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
-from typing import Any
+from typing import Any, Protocol
 
 import networkx as nx
 from rich.console import Console
@@ -122,12 +122,21 @@ def _state(program: Program) -> list[tuple[Any, ...]]:
     return [(node, node.target, node.args, node.kwargs, data(node)) for node in nodes]
 
 
+class Values(Protocol):
+    """What a program has to compute."""
+
+    @property
+    def fact(self) -> Fact: ...
+
+    def modulo(self, rules: Sequence[Rule]) -> Values: ...
+
+
 @dataclass(frozen=True)
 class Verified:
     """A program, what it has to compute, and the facts that were found to hold of it."""
 
     program: Program
-    values: TracedValues
+    values: Values
     facts: tuple[Fact, ...] = ALWAYS
 
     @classmethod
@@ -137,10 +146,12 @@ class Verified:
 
     def laid_out(self, layout: Layout) -> Verified:
         """The same with another layout, before a pass has looked at the first."""
+        assert isinstance(self.values, TracedValues), "a step of one micro-batch"
         return replace(self, program=replace(self.program, layout=layout), values=replace(self.values, layout=layout))
 
     def holding_back(self) -> Verified:
         """The same where gradients are to be held back, with none of the facts of reductions."""
+        assert isinstance(self.values, TracedValues), "a step of one micro-batch"
         kept = tuple(fact for fact in self.facts if fact in (*ALWAYS, *_OF_PARAMETERS))
         return replace(self, values=replace(self.values, holds_back=True), facts=kept)
 

@@ -1,0 +1,42 @@
+"""divide_backward: compute first what other pipeline stages wait for, and gradients of weights behind all of it.
+
+    db = aten.mm.default(dy, c)                  db = aten.mm.default(dy, c)
+    gc = aten.mm.default(yb_t, dy)               da = aten.mm.default(db, b)
+    da = aten.mm.default(db, b)           ->     gc = aten.mm.default(yb_t, dy)     # left for later
+    gb = aten.mm.default(ya_t, db)               gb = aten.mm.default(ya_t, db)     # left for later
+    return [da], {"b.weight": gb, ...}           return [da], {"b.weight": gb, ...}
+
+So a schedule may run the second half when the rank would idle ("Zero Bubble Pipeline Parallelism", Qi et al. 2023,
+section 2: B and W). It holds what both halves read until then. Random numbers keep their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from zcompile.ir.operation import Phase, data, set_data
+from zcompile.ir.ops import Item, Results
+from zcompile.ir.parameter_views import derived_values
+from zcompile.ir.program import Program
+from zcompile.ir.side_effects import is_random
+
+
+def divide_backward(program: Program) -> Program:
+    """Move what the gradients of inputs do not need to the end of the backward, and mark it as deferred."""
+    program = program.copy()
+    body, derived = program.body(Phase.BACKWARD), derived_values(program)
+    needed = {value for value in program.results.input_gradients if isinstance(value, fx.Node)}
+    if not needed:
+        return program
+    for node in reversed(body):
+        if node in needed or is_random(node):
+            needed |= {node, *node.all_input_nodes}
+    (end,) = program.nodes(Results)
+    for node in body:
+        called = node.all_input_nodes[0] if isinstance(data(node).op, Item) else node
+        if called not in needed and node not in derived:
+            end.prepend(node)
+            set_data(node, replace(data(node), deferred=True))
+    return program

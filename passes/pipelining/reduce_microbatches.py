@@ -1,0 +1,90 @@
+"""reduce_microbatches: sum each unit's gradients over the micro-batches of a step, and average them over the ranks.
+
+Stages 0 and 1, which keep full gradients, add them up, and communicate once a step:
+
+    m0_ga = region_1(a, m0_dh)                       m0_ga = region_1(a, m0_dh)
+    m1_ga = region_1(a, m1_dh)               ->      m1_ga = region_1(a, m1_dh)
+    return ..., {"a.weight": [m0_ga, m1_ga]}         a_sum = add(a, [m0_ga], [m1_ga])
+                                                     a_reduce = reduce_scatter(a, a_sum)
+                                                     a_grads = wait(a_reduce)
+                                                     return ..., [a_grads]
+
+Stages 2 and 3 reduce the gradients of each micro-batch as they come, and add up what is left of them, a shard:
+
+    m0_a_grads = wait(m0_a_reduce)
+    m1_a_grads = wait(m1_a_reduce)
+    a_grads = add(a, m0_a_grads, m1_a_grads)
+
+Either way they are added in the order of the micro-batches, so that bits do not depend on the schedule.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zcompile.ir.layout import Unit
+from zcompile.ir.operation import Data, Phase, op_of
+from zcompile.ir.ops import Sum, SumAverages, WaitReduce
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import set_results
+from zcompile.passes.common.axis_groups import group_of
+from zcompile.passes.common.reductions import next_line, owned, reduction_of, shards_of
+
+
+def reduce_microbatches(program: Program) -> Program:
+    """A step of several micro-batches that returns reduced gradients, by unit."""
+    program = program.copy()
+    gradients = program.results.gradient_lists()
+    axis = program.layout.replicated
+    group = group_of(program, axis) if axis and gradients else None
+    place = {node: index for index, node in enumerate(program.graph.nodes)}
+    found = [(unit, _by_microbatch(unit, gradients, place)) for unit in program.layout.units]
+    units = sorted((one for one in found if one[1]), key=lambda one: place[one[1][-1][1]])
+    reduce = _each if program.layout.stage.gradients_sharded else _together
+    reduced = [reduce(program, unit, rows, group) for unit, rows in units]
+    results = program.results
+    set_results(program.graph, outputs=results.outputs, input_gradients=results.input_gradients, reduced=reduced)
+    return program
+
+
+Row = tuple[list[fx.Node | None], fx.Node]
+"""The gradients of a unit's parameters of one micro-batch, and the last of them."""
+
+
+def _by_microbatch(unit: Unit, gradients: dict[str, list[fx.Node]], place: dict[fx.Node, int]) -> list[Row]:
+    lists = [gradients.get(param.name) for param in unit.params]
+    count = max((len(one) for one in lists if one is not None), default=0)
+    rows = [[None if one is None else one[number] for one in lists] for number in range(count)]
+    return [(row, max((node for node in row if node is not None), key=place.__getitem__)) for row in rows]
+
+
+def _together(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) -> fx.Node:
+    """Add up the gradients, and reduce the sum."""
+    shards, total = shards_of(program, unit), None
+    params = tuple(param.name for param, grad in zip(unit.params, rows[0][0], strict=True) if grad is not None)
+    previous: list[fx.Node | None] | fx.Node = []
+    for number, (row, last) in enumerate(rows):
+        with program.graph.inserting_before(next_line(program, last)):
+            given = [owned(program, grad, unit) for grad in row] if number == 0 else row
+            if number:
+                meta = Data(Sum(unit.name, params), Phase.STEP, source=unit.name)
+                total = program.add((shards, previous, given), meta, f"{shards.name}_sum")
+            previous = given if total is None else total
+    with program.graph.inserting_before(next_line(program, rows[-1][1])):
+        return reduction_of(program, unit, previous, group)
+
+
+def _each(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) -> fx.Node:
+    """Reduce the gradients of each micro-batch, and add up the averages."""
+    shards, total = shards_of(program, unit), None
+    for number, (row, last) in enumerate(rows):
+        with program.graph.inserting_before(next_line(program, last)):
+            prefix = f"m{number}_" if len(rows) > 1 else ""
+            waited = reduction_of(program, unit, [owned(program, grad, unit) for grad in row], group, prefix)
+            if total is None:
+                total = waited
+                continue
+            meta = Data(SumAverages(unit.name, op_of(waited, WaitReduce).params), Phase.STEP, source=unit.name)
+            total = program.add((shards, total, waited), meta, f"{shards.name}_grads")
+    assert total is not None, "a unit has gradients"
+    return total

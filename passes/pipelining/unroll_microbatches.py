@@ -1,0 +1,362 @@
+"""unroll_microbatches: write out what a rank of a pipeline does in a step, micro-batch by micro-batch.
+
+With the actions 0F0, 0F1, 0B0, 0B1 of a rank that has stage 0:
+
+    h = region_0(a, x)                              # 0F0
+    return [h], [h_saved]                           m0_h = region_0(a, m0_x)
+                                                    m0_h_sent = send(m0_h, pp, to=1)
+    ga = region_1(a, dh, h_saved)           ->      # 0F1
+    return [], {"a.weight": ga}                     m1_h = region_0(a, m1_x)
+                                                    m1_h_sent = send(m1_h, pp, to=1)
+                                                    # 0B0
+                                                    wait(m0_h_sent)
+                                                    m0_dh_recv = recv(pp, "f32[4, 8]", source=1)
+                                                    m0_dh = wait(m0_dh_recv)
+                                                    m0_ga = region_1(a, m0_dh, m0_h_saved)
+                                                    ...
+
+A rank receives in the order in which the other one sends, whatever it needs first: between two ranks there is one queue
+for each direction. What is sent is kept until the backward of that micro-batch, when it must have arrived, or, in the
+backward, until the next is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from zcompile.ir.actions import Action, ActionKind, ActionTable
+from zcompile.ir.operation import Data, Operation, Phase, data, op_of, set_data
+from zcompile.ir.ops import Call, Group, Input, Item, Kind, Lent, Receive, Results, Send, Shards, WaitReceive, WaitSend
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import set_results
+from zcompile.ir.region import Region
+from zcompile.passes.common.boundary import Crossing, End, PipelineStage
+
+
+class StageMessage(NamedTuple):
+    """A value that one stage gives another: its name in the traced step, to which stage, of which micro-batch."""
+
+    value: str
+    to: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"m{self.microbatch}_{self.value}"
+
+
+_IN_FLIGHT = 2
+"""Gradients that a rank sends at a time, to each other rank: the first of them has been waited for before a third."""
+
+
+def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, rank: int, axis: str) -> Program:
+    """The program of a step for the rank at place `rank` of the pipeline `axis`.
+
+    Its results are those of each micro-batch, and for each parameter a list of gradients, one of each micro-batch.
+
+    Args:
+        stages: All of them in order; those of this rank with outlined regions.
+        table: The actions of all ranks.
+        rank: This rank's place along the axis.
+        axis: The name of the pipeline axis.
+    """
+    own = [stages[number] for number in table.stages_of(rank)]
+    step = _Step(stages, table, rank, _Given.of(own, table, rank, axis), _merged([one.program for one in own]))
+    for action in table.rows[rank]:
+        step.run(action)
+    return step.finished()
+
+
+def messages_between(stages: Sequence[PipelineStage], table: ActionTable, sender: int, to: int) -> list[StageMessage]:
+    """What one rank sends another in a step, in its order."""
+    return [
+        StageMessage(crossing.value, crossing.stage, action.microbatch)
+        for action in table.rows[sender]
+        for crossing in _crossings(_ends_given(stages[action.stage], action.kind))
+        if table.rank_of(crossing.stage) == to
+    ]
+
+
+def _ends_given(stage: PipelineStage, kind: ActionKind) -> tuple[End, ...]:
+    """What an action of a stage gives."""
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        return ()
+    return stage.boundary.outputs if kind is ActionKind.FORWARD else stage.boundary.gradients
+
+
+def _crossings(ends: Sequence[End]) -> list[Crossing]:
+    return [end for end in ends if isinstance(end, Crossing)]
+
+
+def _merged(programs: Sequence[Program]) -> Program:
+    """The programs of a rank's stages as one, but for their graphs: units side by side, equal regions once."""
+    regions: dict[str, Region] = {}
+    for region in (region for program in programs for region in program.regions.values()):
+        if region.key() not in {known.key() for known in regions.values()}:
+            name = f"region_{len(regions)}"
+            regions[name] = replace(region, name=name)
+    first = programs[0]
+    return replace(
+        first,
+        layout=first.layout.with_units(tuple(unit for program in programs for unit in program.layout.units)),
+        regions=regions,
+        constants={name: value for program in programs for name, value in program.constants.items()},
+        modules={name: module for program in programs for name, module in program.modules.items()},
+        unused=frozenset[str]().union(*(program.unused for program in programs)),
+        notes=tuple(dict.fromkeys(note for program in programs for note in program.notes)),
+        phases=(Phase.STEP,),
+    )
+
+
+@dataclass
+class _Given:
+    """What a step is given: the graph, which begins with it, and where the placeholders of stages are found there."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    group: fx.Node | None = None
+    """The ranks along the pipeline axis, if anything is sent."""
+    found: dict[object, fx.Node] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, own: Sequence[PipelineStage], table: ActionTable, rank: int, axis: str) -> _Given:
+        given = cls()
+        for kind in (Shards, Lent):
+            for node in (node for stage in own for node in stage.program.nodes(kind)):
+                given._add(data(node).op, node, data(node).op, node.name)
+        ends = (end for s in own for kind in ActionKind for end in _ends_given(s, kind))
+        received = (end for s in own for end in (*s.boundary.inputs, *s.boundary.tangents))
+        if any(table.rank_of(end.stage) != rank for end in _crossings([*ends, *received])):
+            given.group = given._add(Group(axis), None, Group(axis), axis)
+        for stage in own:
+            given._inputs(stage, Kind.CONSTANT, None)
+            given._inputs(stage, Kind.DATA, None)
+        for microbatch in range(table.microbatches):
+            for stage in own:
+                given._inputs(stage, Kind.DATA, microbatch)
+        for stage in own:
+            given._inputs(stage, Kind.TANGENT, None)
+        return given
+
+    def _inputs(self, stage: PipelineStage, kind: Kind, microbatch: int | None) -> None:
+        """The inputs of a kind that are new with a micro-batch, or the same in all."""
+        for node in stage.program.nodes(Input):
+            op = op_of(node, Input)
+            changes = op.kind is Kind.DATA and not op.held
+            if op.kind is kind and changes is (microbatch is not None) and (key := _key(stage, node, microbatch)):
+                name = node.name if microbatch is None else f"m{microbatch}_{node.name}"
+                index = key[1] if isinstance(key[1], int) else op.index
+                self._add(key, node, replace(op, index=index, microbatch=microbatch), name)
+
+    def _add(self, key: object, like: fx.Node | None, op: Operation, name: str) -> fx.Node:
+        if key not in self.found:
+            made = self.found[key] = self.graph.create_node("placeholder", name, name=name)
+            made.meta = dict(like.meta) if like is not None else {}
+            set_data(made, replace(data(like), op=op, phase=Phase.STEP) if like is not None else Data(op, Phase.STEP))
+        return self.found[key]
+
+    def to(self, stage: PipelineStage, microbatch: int) -> dict[fx.Node, fx.Node]:
+        """Where the placeholders of a stage are for a micro-batch, what other stages give left out."""
+        result = {node: self.found[data(node).op] for node in stage.program.nodes(Shards, Lent)}
+        for node in stage.program.nodes(Input):
+            if (key := _key(stage, node, microbatch)) is not None:
+                result[node] = self.found[key]
+        return result
+
+
+def _key(stage: PipelineStage, node: fx.Node, microbatch: int | None) -> tuple[Kind, object, int | None] | None:
+    """What an input of a stage is known by; None for what another stage gives."""
+    op = op_of(node, Input)
+    if op.kind is Kind.CONSTANT:
+        return op.kind, node.name, None
+    if op.kind is Kind.TANGENT:
+        end, shared = stage.boundary.tangents[op.index], True
+    else:
+        end, shared = stage.boundary.inputs[op.index], bool(op.held)
+    return None if isinstance(end, Crossing) else (op.kind, end, None if shared else microbatch)
+
+
+@dataclass
+class _Step:
+    """A step of one rank, while it is written."""
+
+    stages: Sequence[PipelineStage]
+    table: ActionTable
+    rank: int
+    given: _Given
+    merged: Program
+    values: dict[tuple[int, int], dict[fx.Node, fx.Node]] = field(default_factory=dict)
+    """By stage and micro-batch: where the stage's values are."""
+    made: dict[StageMessage, fx.Node] = field(default_factory=dict)
+    """What stages of this rank have given each other."""
+    arriving: dict[StageMessage, fx.Node] = field(default_factory=dict)
+    """What is being received."""
+    queues: dict[int, list[StageMessage]] = field(default_factory=dict)
+    """What each other rank has yet to send."""
+    leaving: list[tuple[Action, int, fx.Node]] = field(default_factory=list)
+    """By which action and to whom something is being sent."""
+    outputs: list[fx.Node] = field(default_factory=list)
+    gradients: dict[str, list[fx.Node]] = field(default_factory=dict)
+
+    def run(self, action: Action) -> None:
+        """Write the lines of an action: what it waits for, what it computes, what it sends."""
+        stage, place = self.stages[action.stage], (action.stage, action.microbatch)
+        results, values = stage.program.results, self.values.setdefault(place, {})
+        if action.kind is ActionKind.FORWARD:
+            values |= self.given.to(stage, action.microbatch)
+        else:
+            self._end_sending(action)
+        self._take(action, stage, values)
+        for node in _lines(stage.program, action.kind):
+            self._copy(action, node, values)
+        given = results.outputs if action.kind is ActionKind.FORWARD else results.input_gradients
+        for end, value in zip(_ends_given(stage, action.kind), given, strict=False):
+            self._give(action, end, values[value])
+        if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            for name, gradient in results.gradients.items():
+                self.gradients.setdefault(name, []).append(values[gradient])
+
+    def _copy(self, action: Action, node: fx.Node, values: dict[fx.Node, fx.Node]) -> None:
+        """Write a line of a stage for the micro-batch of `action`."""
+        meta = data(node)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if isinstance(meta.op, Call):
+            key = self.stages[action.stage].program.regions[meta.op.region].key()
+            region = next(name for name, region in self.merged.regions.items() if region.key() == key)
+            meta, args = replace(meta, op=replace(meta.op, region=region)), (region, *args[1:])
+        name = f"m{action.microbatch}_{node.name}"
+        values[node] = copied = self.given.graph.create_node(node.op, node.target, args, kwargs, name=name)
+        copied.meta = dict(node.meta)
+        set_data(copied, replace(meta, phase=Phase.STEP, action=str(action)))
+
+    def _line(
+        self, action: Action | str, args: tuple[object, ...], op: Operation, name: str, of: fx.Node | None = None
+    ) -> fx.Node:
+        """Write a line that is in no stage's program; what it gives is of the type of `of`."""
+        type_, source = (data(of).type, data(of).source) if of is not None else (None, "")
+        meta = Data(op, Phase.STEP, type_, source, view=isinstance(op, (Send, WaitReceive)), action=str(action))
+        node = replace(self.merged, graph=self.given.graph).add(args, meta, name)
+        if of is not None:
+            node.meta["val"] = of.meta.get("val")
+        return node
+
+    # -- between stages -------------------------------------------------------------------------------------------
+
+    def _take(self, action: Action, stage: PipelineStage, values: dict[fx.Node, fx.Node]) -> None:
+        """Let placeholders that other stages give be what these have given."""
+        kind = Kind.DATA if action.kind is ActionKind.FORWARD else Kind.TANGENT
+        for node in stage.program.nodes(Input) if action.kind is not ActionKind.BACKWARD_WEIGHT else ():
+            end = _end_taken(stage, op_of(node, Input))
+            if op_of(node, Input).kind is kind and isinstance(end, Crossing):
+                message, sender = (
+                    StageMessage(end.value, stage.number, action.microbatch),
+                    self.table.rank_of(end.stage),
+                )
+                values[node] = self.made[message] if sender == self.rank else self._arrived(action, sender, message)
+
+    def _arrived(self, action: Action, sender: int, message: StageMessage) -> fx.Node:
+        """What `sender` sends, once it is there: behind all that it sends before."""
+        if sender not in self.queues:
+            self.queues[sender] = messages_between(self.stages, self.table, sender, self.rank)
+        while message not in self.arriving:
+            following = self.queues[sender].pop(0)
+            of = self._placeholder(following)
+            op = Receive(self.axis, sender, str(following), _strides(of))
+            args = (self.given.group, str(data(of).type))
+            name = f"m{following.microbatch}_{of.name}_recv"
+            self.arriving[following] = self._line(action, args, op, name, of)
+        of = self._placeholder(message)
+        return self._line(action, (self.arriving[message],), WaitReceive(), f"m{message.microbatch}_{of.name}", of)
+
+    def _placeholder(self, message: StageMessage) -> fx.Node:
+        """Where a stage takes what is sent to it."""
+        stage = self.stages[message.to]
+        return next(
+            node
+            for node in stage.program.nodes(Input)
+            if isinstance(end := _end_taken(stage, op_of(node, Input)), Crossing) and end.value == message.value
+        )
+
+    @property
+    def axis(self) -> str:
+        assert self.given.group is not None, "what is received comes from another rank"
+        return op_of(self.given.group, Group).axis
+
+    def _give(self, action: Action, end: End, value: fx.Node) -> None:
+        """A result of the step, or what another stage takes."""
+        if not isinstance(end, Crossing):
+            self.outputs.append(value)
+            return
+        to = self.table.rank_of(end.stage)
+        if to == self.rank:
+            self.made[StageMessage(end.value, end.stage, action.microbatch)] = value
+            return
+        message = StageMessage(end.value, end.stage, action.microbatch)
+        op = Send(self.axis, to, str(message), _strides(self._placeholder(message)))
+        sent = self._line(action, (value, self.given.group), op, f"{value.name}_sent", value)
+        self.leaving.append((action, to, sent))
+
+    def _end_sending(self, action: Action) -> None:
+        """Wait for what has arrived by now: what the forward has sent, whose gradient is there; earlier gradients."""
+        forward = replace(action, kind=ActionKind.FORWARD)
+        back = [one for one in self.leaving if one[0].sends_back]
+        for one in [*(one for one in self.leaving if one[0] == forward), *back[: max(len(back) - _IN_FLIGHT, 0)]]:
+            self.leaving.remove(one)
+            self._line(action, (one[2],), WaitSend(), f"{one[2].name}_end")
+
+    def finished(self) -> Program:
+        """The program, all that was sent having arrived."""
+        for _, _, sent in self.leaving:
+            self._line("end", (sent,), WaitSend(), f"{sent.name}_end")
+        set_results(self.given.graph, outputs=self.outputs, gradients=self.gradients)
+        set_data(self.given.graph.output_node(), Data(Results(), Phase.STEP))
+        return replace(self.merged, graph=self.given.graph)
+
+
+def _end_taken(stage: PipelineStage, op: Input) -> End | None:
+    """Where an input of a stage comes from."""
+    ends = {Kind.DATA: stage.boundary.inputs, Kind.TANGENT: stage.boundary.tangents}.get(op.kind)
+    return None if ends is None else ends[op.index]
+
+
+def _lines(program: Program, kind: ActionKind) -> list[fx.Node]:
+    """The lines of a stage that an action runs."""
+    if kind is ActionKind.FORWARD:
+        return program.body(Phase.FORWARD)
+    lines = program.body(Phase.BACKWARD)
+    if kind is ActionKind.BACKWARD:
+        return lines
+    first = _for_other_stages(program)
+    return [node for node in lines if (node in first) is (kind is ActionKind.BACKWARD_INPUT)]
+
+
+def _for_other_stages(program: Program) -> set[fx.Node]:
+    """The lines of the backward that gradients for other stages are computed by; all results of a call go with it."""
+    needed = {value for value in program.results.input_gradients if isinstance(value, fx.Node)}
+    for node in reversed(program.body(Phase.BACKWARD)):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    calls = {node for node in needed if isinstance(data(node).op, Call)}
+    return needed | {item for call in calls for item in call.users if item in _items(call)}
+
+
+def _items(call: fx.Node) -> list[fx.Node]:
+    return [user for user in call.users if isinstance(data(user).op, Item)]
+
+
+def _strides(placeholder: fx.Node) -> tuple[int, ...] | None:
+    """How what is received lies in memory; None if it is contiguous, or not dense, so that it becomes so."""
+    value = placeholder.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.is_contiguous():
+        return None
+    strides, dense = tuple(map(int, value.stride())), 1
+    for stride, size in sorted(
+        (stride, int(size)) for stride, size in zip(strides, value.shape, strict=True) if size > 1
+    ):
+        if stride != dense:
+            return None
+        dense *= size
+    return strides

@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import copy
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import zcompile
+from tests.cases import quickly
+from tests.models import GPT
+from tests.ranks import AT_ONCE, Ranks
+from zcompile.ir.actions import ActionTable
+from zcompile.ir.ops import AllGather, Reduce, Send, Sum, SumAverages
+from zcompile.pipelining.step import PipelinedStep
+
+MICROBATCHES = 4
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3), nn.Linear(3, width)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(x)))
+
+
+class Skips(nn.Module):
+    """Odd sizes, scalars, a mask, values that cross several cuts, a frozen and an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.down = nn.ModuleList(Residual(7) for _ in range(3))
+        self.up = nn.ModuleList(Residual(7) for _ in range(3))
+        self.up[1].gain.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.last = nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(x.shape[1])[:, None] > 1).float()
+        h, kept = self.first(x), []
+        for block in self.down:
+            h = block(h) * mask
+            kept.append(h)
+        for block in self.up:
+            h = block(h + kept.pop().transpose(1, 2).transpose(1, 2)) * mask
+        result: torch.Tensor = self.last(h)
+        return result
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(layers=4, width=16, heads=2) if name == "gpt" else Skips()
+
+
+def batch_of(name: str, rank: int, step: int, rows: int = 2 * MICROBATCHES) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(100 * rank + step)
+    if name == "gpt":
+        tokens = torch.randint(0, 64, (rows, 16), generator=source)
+        return tokens, tokens.roll(1, 1)
+    return torch.randn(rows, 4, 5, generator=source), torch.randn(rows, 4, 2, generator=source)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if isinstance(model, GPT):
+        loss: torch.Tensor = model(x, y)
+        return loss
+    return ((model(x) - y) ** 2).mean()
+
+
+def mesh_of(pipeline: int, data: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (pipeline, data), mesh_dim_names=("pp", "dp"))
+
+
+class Reference:
+    """Plain PyTorch on one device: the micro-batches of all data-parallel ranks, summed in the documented order."""
+
+    def __init__(self, name: str, stage: int, data: int) -> None:
+        self.name, self.stage, self.data, self.model = name, stage, data, model_of(name)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def gradients(self, rank: int, step: int) -> tuple[list[list[torch.Tensor | None]], torch.Tensor]:
+        """Of each micro-batch, and the mean loss."""
+        found, total = [], torch.zeros(())
+        parts = [one.chunk(MICROBATCHES) for one in batch_of(self.name, rank, step)]
+        for x, y in zip(*parts, strict=True):
+            self.model.zero_grad()
+            loss = loss_of(self.model, x, y)
+            (loss / MICROBATCHES).backward()
+            found.append([None if p.grad is None else p.grad.clone() for p in self.model.parameters()])
+            total = total + loss.detach()
+        return found, total / MICROBATCHES
+
+    def train(self, step: int) -> list[torch.Tensor]:
+        """Take a step; gives the losses of all data-parallel ranks."""
+        ranks = [self.gradients(rank, step) for rank in range(self.data)]
+        for index, parameter in enumerate(self.model.parameters()):
+            rows = [[one[index] for one in found] for found, _ in ranks]
+            if rows[0][0] is None:
+                parameter.grad = None
+            elif self.stage < 2:  # sums over micro-batches, averaged over ranks
+                parameter.grad = mean([in_order(row) for row in rows])
+            else:  # averages over ranks, summed over micro-batches
+                parameter.grad = in_order([mean(list(column)) for column in zip(*rows, strict=True)])
+        self.optimizer.step()
+        return [loss for _, loss in ranks]
+
+
+def in_order(tensors: list[Any]) -> Any:
+    total = tensors[0]
+    for one in tensors[1:]:
+        total = total + one
+    return total
+
+
+def mean(tensors: list[Any]) -> Any:
+    return in_order(tensors) / len(tensors)
+
+
+def trains(
+    rank: int, name: str, pipeline: int, data: int, schedule: str, stage: int, options: dict[str, Any]
+) -> list[str]:
+    """What is not as in the reference after three steps."""
+    mesh = mesh_of(pipeline, data)
+    reference, model = Reference(name, stage, data), model_of(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = zcompile.train_step(
+        model,
+        loss_of,
+        optimizer,
+        mesh=mesh,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        stage=stage,
+        backend="eager",
+        **options,
+    )
+    assert isinstance(step, PipelinedStep)
+    wrong, own = [], mesh["dp"].get_local_rank()
+    for number in range(3):
+        loss, losses = step(*batch_of(name, own, number)), reference.train(number)
+        if not torch.equal(loss, losses[own]):
+            wrong.append(f"the loss of step {number}: {loss} and {losses[own]}")
+    wanted = dict(reference.model.named_parameters())
+    kept = {n: p for n, p in model.named_parameters() if not p.is_meta}
+    for parameter_name, parameter in kept.items():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if not torch.equal(full, wanted[parameter_name]):
+            wrong.append(f"{parameter_name}: {(full - wanted[parameter_name]).abs().max()}")
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if {id(p) for p in held} != {id(p) for p in kept.values()}:
+        wrong.append("the optimizer holds other parameters than this rank's")
+    return [*wrong, *(["no parameters"] if not kept else [])]
+
+
+WAYS = [
+    (name, pipeline, data, schedule, stage)
+    for name in ("gpt", "skips")
+    for pipeline, data in ((2, 1), (2, 2), (4, 1), (1, 2))
+    for schedule in ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
+    for stage in range(4)
+    if not (schedule == "dualpipev" and pipeline == 4)  # it wants a micro-batch for each stage
+    and not (name == "gpt" and pipeline == 4 and schedule in ("interleaved1f1b", "zbvzerobubble"))  # has six units
+]
+
+
+@quickly(
+    "name, pipeline, data, schedule, stage",
+    WAYS,
+    [
+        ("gpt", 2, 1, "1f1b", 0),
+        ("skips", 2, 2, "zbvzerobubble", 3),
+        ("skips", 2, 2, "interleavedzerobubble", 2),
+        ("gpt", 2, 2, "interleaved1f1b", 1),
+        ("gpt", 4, 1, "gpipe", 1),
+        ("skips", 2, 1, "dualpipev", 3),
+        ("skips", 1, 2, "1f1b", 3),
+    ],
+)
+def test_a_pipeline_trains_as_one_process_bit_for_bit(
+    ranks: Ranks, name: str, pipeline: int, data: int, schedule: str, stage: int
+) -> None:
+    found = ranks.run(pipeline * data, trains, name, pipeline, data, schedule, stage, {})
+    assert found == [[]] * (pipeline * data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"prefetch": 0}, {"bucket": 64}, {"split": ["up.0"]}, {"units": ["down.*", "up.*"]}]
+)
+def test_options_change_no_bit(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert ranks.run(4, trains, "skips", 2, 2, "1f1b", 3, options) == [[]] * 4
+
+
+def programs(rank: int, stage: int) -> dict[str, Any]:
+    model = model_of("gpt")
+    step = zcompile.train_step(
+        model,
+        loss_of,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        mesh=mesh_of(2, 2),
+        microbatches=MICROBATCHES,
+        stage=stage,
+        backend="eager",
+    )
+    assert isinstance(step, PipelinedStep)
+    assert step.program is None
+    before = repr(step)
+    step(*batch_of("gpt", rank % 2, 0))
+    assert step.program is not None
+    kinds = (AllGather, Reduce, Sum, SumAverages, Send)
+    return {kind.__name__: len(step.program.nodes(kind)) for kind in kinds} | {
+        "repr": before,
+        "text": str(step.program),
+        "units": len(step.program.layout.units),
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_stage_of_zero_sends_in_a_pipeline(ranks: Ranks, stage: int) -> None:
+    for rank, found in enumerate(ranks.run(4, programs, stage)):
+        units = found["units"]
+        assert found["repr"] == f"PipelinedStep(GPT, stages {rank // 2} of 2, 4 micro-batches)"
+        assert found["AllGather"] == (units if stage < 3 else found["AllGather"])
+        assert stage < 3 or found["AllGather"] > MICROBATCHES * units
+        assert found["Reduce"] == units * (1 if stage == 1 else MICROBATCHES)
+        assert found["Sum"] == (units * (MICROBATCHES - 1) if stage == 1 else 0)
+        assert found["SumAverages"] == (0 if stage == 1 else units * (MICROBATCHES - 1))
+        assert found["Send"] == MICROBATCHES
+        actions = re.findall(r"^    # (\w+)$", found["text"], re.MULTILINE)
+        assert actions[:4] == [["0F0", "0F1", "0B0", "0F2"], ["1F0", "1B0", "1F1", "1B1"]][rank // 2]
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+class Broken(Skips):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("a graph break")
+        return super().forward(x)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.norm(self.first(x).flatten(0, 1))).view(*x.shape[:2], 2)
+        return result
+
+
+class Short(nn.Module):
+    """Two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+class Tied(Skips):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up[2].up = self.down[0].up
+
+
+def not_scalar(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(x)
+    return result
+
+
+def two(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return loss_of(model, x, y), y
+
+
+def detached(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return loss_of(model, x, y).detach()
+
+
+Mistake = tuple[Callable[[], nn.Module], Any, dict[str, Any], int, str]
+MISTAKES: dict[str, Mistake] = {
+    "units": (Short, loss_of, {"schedule": "interleaved1f1b"}, 8, "OptionError: schedule: has 4 stages, and the"),
+    "rows": (Skips, loss_of, {}, 6, "OptionError: microbatches: is 4, which does not divide a batch of 6"),
+    "schedule": (Skips, loss_of, {"schedule": "2f2b"}, 8, "OptionError: schedule: '2f2b' is no schedule"),
+    "few": (Skips, loss_of, {"schedule": "dualpipev", "microbatches": 2}, 8, "OptionError: microbatches: is 2: "),
+    "split": (Skips, loss_of, {"split": ["middle"]}, 8, "OptionError: split: names 'middle', which is no unit"),
+    "length": (Skips, loss_of, {"split": ["up.0", "up.1"]}, 8, "OptionError: split: has 2 units, and 2 stages"),
+    "break": (Broken, loss_of, {}, 8, "CaptureError: "),
+    "statistics": (
+        Normalised,
+        loss_of,
+        {},
+        8,
+        "CaptureError: norm.num_batches_tracked: is a buffer that the model writes to",
+    ),
+    "tied": (Tied, loss_of, {}, 8, "CaptureError: down.0.up."),
+    "loss": (Skips, not_scalar, {}, 8, "OptionError: loss_fn: gives a tensor of [2, 4, 2]"),
+    "results": (Skips, two, {}, 8, "OptionError: loss_fn: gives 2 results"),
+    "detached": (Skips, detached, {}, 8, "OptionError: loss_fn: gives a loss that depends on no parameter"),
+    "option": (Skips, loss_of, {"checkpoint": "unit"}, 8, "OptionError: checkpoint: is not combined with a pipeline"),
+    "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is no option"),
+    "clipping": (Skips, loss_of, {"clip_grad_norm": 1.0}, 8, "OptionError: clip_grad_norm: is not combined"),
+}
+
+
+def mistaken(rank: int) -> dict[str, tuple[str, float]]:
+    mesh = mesh_of(2, 1)
+    found = {}
+    for what, (make, loss_fn, options, rows, _) in MISTAKES.items():
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = copy.deepcopy(model.state_dict())
+        started = time.perf_counter()
+        try:
+            given = {"microbatches": MICROBATCHES, "backend": "eager", **options}
+            step = zcompile.train_step(model, loss_fn, optimizer, mesh=mesh, **given)
+            step(*batch_of("skips", 0, 0, rows))
+            found[what] = "no error", 0.0
+        except zcompile.ZcompileError as error:
+            same = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+            text = f"{type(error).__name__}: {error}" if same else "the model was changed"
+            found[what] = text, time.perf_counter() - started
+    return found
+
+
+def test_what_cannot_be_meant_is_the_same_typed_error_on_every_rank(ranks: Ranks) -> None:
+    for found in ranks.run(2, mistaken):
+        for what, (*_, message) in MISTAKES.items():
+            assert found[what][0].startswith(message), (what, found[what][0])
+            assert found[what][1] < AT_ONCE
+
+
+def test_options_of_a_pipeline_want_one() -> None:
+    model = Skips()
+    with pytest.raises(zcompile.OptionError, match="are for a pipeline, and the mesh has no dimension 'pp'"):
+        zcompile.train_step(model, loss_of, torch.optim.SGD(model.parameters()), microbatches=2)
+
+
+def different(rank: int, what: str) -> tuple[str, float]:
+    """Rank 1 has something else."""
+    mesh, mine = mesh_of(2, 1), rank == 1
+    model = model_of("skips")
+    table = ActionTable.parse("0F0, 0F1, 0B0, 0B1\n1F0, 1F1, 1B0, 1B1") if what == "table" and mine else "1f1b"
+    options: dict[str, Any] = {"split": ["up.0"]} if what == "split" and mine else {}
+    started = time.perf_counter()
+    try:
+        step = zcompile.train_step(
+            model,
+            loss_of,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            mesh=mesh,
+            schedule=table,
+            microbatches=2,
+            stage=2 if what == "stage" and mine else 3,
+            backend="eager",
+            **options,
+        )
+        step(*batch_of("skips", 0, 0, 6 if what == "batch" and mine else 8))
+    except zcompile.ZcompileError as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - started
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("stage", "AgreementError: the options and the traced step: line 2 differs: rank 0: 'stage 3"),
+        ("batch", "AgreementError: the options and the traced step: line "),
+        ("split", "AgreementError: the options and the traced step: line 5 differs: rank 0: 'split None'"),
+        ("table", "AgreementError: the options and the traced step: line 4 differs: rank 0: '1F0, 1B0, "),
+    ],
+)
+def test_ranks_that_differ_are_told_before_anything_runs(ranks: Ranks, what: str, message: str) -> None:
+    for found, seconds in ranks.run(2, different, what):
+        assert found.startswith(message), found
+        assert seconds < AT_ONCE
+
+
+def dies(rank: int) -> tuple[str, float]:
+    warnings.simplefilter("ignore")
+    mesh, model = mesh_of(3, 1), model_of("gpt")
+    made = {"mesh": mesh, "microbatches": MICROBATCHES, "backend": "eager"}
+    step = zcompile.train_step(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **made)
+    step(*batch_of("gpt", 0, 0))
+    started = time.perf_counter()
+    if rank == 1:
+        time.sleep(12)
+        return "", 0.0
+    try:
+        step(*batch_of("gpt", 0, 1))
+    except zcompile.ZcompileError as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - started
+    return "no error", 0.0
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_in_the_middle_is_named(ranks: Ranks) -> None:
+    for rank, (found, seconds) in enumerate(ranks.run(3, dies, group=5)):
+        if rank != 1:
+            assert "rank 1" in found
+            assert seconds < AT_ONCE
+            assert math.isfinite(seconds)

@@ -1,0 +1,226 @@
+"""Actions of a pipeline schedule: which rank runs what of which stage for which micro-batch, and when.
+
+    0F0, 0F1, 0B0, 0F2, 0B1, 0B2          rank 0 of the pipeline axis
+    1F0, 1B0, 1F1, 1B1, 1F2, 1B2          rank 1
+
+`2F3` is the forward of pipeline stage 2 for micro-batch 3, `2B3` its backward. Where a backward is divided, `2I3` gives
+the gradients of inputs, which the stage before waits for, and `2W3`, later, those of weights. The spelling is that of
+torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from zcompile.errors import OptionError
+
+
+class ActionKind(StrEnum):
+    """What of a stage is run."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    """The backward as far as other stages wait for it."""
+    BACKWARD_WEIGHT = "W"
+    """The rest: gradients of the stage's own parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One cell of a table; printed as `2F3`."""
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that prints as `text`.
+
+        Raises:
+            ValueError: none does.
+        """
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
+        if match is None:
+            raise ValueError(text)
+        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
+
+    @property
+    def sends_back(self) -> bool:
+        """True if it gives what the stage before it waits for."""
+        return self.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+
+
+_SUBJECT = "schedule"
+_SPELLING = "write one line of actions for each rank, such as 0F0, 0F1, 0B0: stage, F, B, I or W, and micro-batch"
+
+
+@dataclass(frozen=True)
+class ActionTable:
+    """A pipeline schedule: for each rank along the pipeline axis its actions, in order. Printed, a line is a rank's.
+
+    Raises:
+        OptionError: it cannot run, or would not train every micro-batch once: naming rank, action and place.
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if problem := next(_problems(self), ""):
+            raise OptionError(
+                _SUBJECT, problem, "give a table in which every stage runs each micro-batch once, in order"
+            )
+
+    def __str__(self) -> str:
+        return "\n".join(", ".join(map(str, row)) for row in self.rows)
+
+    @classmethod
+    def parse(cls, text: str) -> ActionTable:
+        """A table from its text; cells may be empty, where a rank idles.
+
+        Raises:
+            OptionError: a cell is no action, or the table cannot run.
+        """
+        rows = []
+        for rank, line in enumerate(filter(str.strip, text.splitlines())):
+            cells = [cell.strip() for cell in line.split(",") if cell.strip()]
+            try:
+                rows.append(tuple(map(Action.parse, cells)))
+            except ValueError as error:
+                raise OptionError(_SUBJECT, f"rank {rank} has {str(error)!r}, which is no action", _SPELLING) from error
+        return cls(tuple(rows))
+
+    @cached_property
+    def stages(self) -> int:
+        """How many pipeline stages there are."""
+        return 1 + max((action.stage for row in self.rows for action in row), default=-1)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """How many micro-batches a step has."""
+        return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank has, in their order."""
+        return sorted({action.stage for action in self.rows[rank]})
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage."""
+        return self._ranks[stage]
+
+    @cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {action.stage: rank for rank, row in enumerate(self.rows) for action in row}
+
+    @property
+    def divides_backward(self) -> bool:
+        """True if some backward is divided into those of inputs and of weights."""
+        return any(action.kind is ActionKind.BACKWARD_INPUT for row in self.rows for action in row)
+
+
+def _problems(table: ActionTable) -> Iterator[str]:
+    """What keeps a table from running as it should: where and what, first that which is wrong by itself."""
+    if not table.stages:
+        yield "has no actions"
+    yield from _misplaced_stages(table)
+    for stage in range(table.stages):
+        yield from _mistaken_order(table, stage)
+    yield from _circle(table)
+
+
+def _misplaced_stages(table: ActionTable) -> Iterator[str]:
+    for rank, row in enumerate(table.rows):
+        if not row:
+            yield f"rank {rank} has no actions"
+        for place, action in enumerate(row):
+            home = next(other for other, some in enumerate(table.rows) if any(a.stage == action.stage for a in some))
+            if home != rank:
+                yield f"rank {rank} has {action} at place {place + 1}, and rank {home} has stage {action.stage}"
+    present = {action.stage for row in table.rows for action in row}
+    if lacking := set(range(table.stages)) - present:
+        yield f"no rank has stage {min(lacking)} of {table.stages}"
+
+
+def _mistaken_order(table: ActionTable, stage: int) -> Iterator[str]:
+    """Each micro-batch once, in order: sums of gradients have one order; a backward behind its forward."""
+    rank = table.rank_of(stage)
+    row = [(place, action) for place, action in enumerate(table.rows[rank]) if action.stage == stage]
+    for what, kinds in _ONCE.items():
+        found = [(place, action) for place, action in row if action.kind in kinds]
+        for number in range(max(len(found), table.microbatches)):
+            if number >= len(found):
+                yield f"rank {rank} lacks the {what} of stage {stage} for micro-batch {number}"
+            elif number >= table.microbatches or found[number][1].microbatch != number:
+                place, action = found[number]
+                wanted = number if number < table.microbatches else "none"
+                yield (
+                    f"rank {rank} has {action} at place {place + 1}, where the {what} of stage {stage} for micro-batch "
+                    f"{wanted} would come"
+                )
+    done: set[Action] = set()
+    for place, action in row:
+        for earlier in _own_needs(action):
+            if earlier not in done:
+                yield f"rank {rank} has {action} at place {place + 1}, before {earlier}"
+        done.add(action)
+    for place, action in row:
+        if action.kind is ActionKind.BACKWARD_WEIGHT and _of(action, ActionKind.BACKWARD) in done:
+            yield f"rank {rank} has {action} at place {place + 1}, which {_of(action, ActionKind.BACKWARD)} includes"
+
+
+_ONCE = {
+    "forward": (ActionKind.FORWARD,),
+    "backward": (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT),
+    "gradient of weights": (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT),
+}
+
+
+def _of(action: Action, kind: ActionKind, stage: int | None = None) -> Action:
+    return Action(action.stage if stage is None else stage, kind, action.microbatch)
+
+
+def _own_needs(action: Action) -> list[Action]:
+    """The actions of the same stage that come before `action`."""
+    if action.kind is ActionKind.FORWARD:
+        return []
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
+        return [_of(action, ActionKind.BACKWARD_INPUT)]
+    return [_of(action, ActionKind.FORWARD)]
+
+
+def _other_needs(table: ActionTable, action: Action) -> list[tuple[Action, ...]]:
+    """Of other stages, what comes before `action`: of each several one of its spellings."""
+    if action.kind is ActionKind.FORWARD and action.stage > 0:
+        return [(_of(action, ActionKind.FORWARD, action.stage - 1),)]
+    if action.sends_back and action.stage + 1 < table.stages:
+        return [tuple(_of(action, kind, action.stage + 1) for kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT))]
+    return []
+
+
+def _circle(table: ActionTable) -> Iterator[str]:
+    """Where ranks wait for each other, if each runs as far as it can."""
+    done: set[Action] = set()
+    at = [0] * len(table.rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(table.rows):
+            while at[rank] < len(row) and all(done.intersection(some) for some in _other_needs(table, row[at[rank]])):
+                done.add(row[at[rank]])
+                at[rank] += 1
+                moved = True
+    stuck = {rank: row[at[rank]] for rank, row in enumerate(table.rows) if at[rank] < len(row)}
+    if stuck:
+        waits = (
+            f"rank {rank} waits at place {at[rank] + 1} with {action} for {_other_needs(table, action)[0][0]}"
+            for rank, action in stuck.items()
+        )
+        yield f"ranks wait for each other: {'; '.join(waits)}"

@@ -1,0 +1,125 @@
+"""The tables of actions of pipeline schedules, by name: torch's, where it has them.
+
+| name | schedule | stages a rank |
+| --- | --- | --- |
+| `gpipe` | all forwards, then all backwards (Huang et al., "GPipe", 2019) | 1 |
+| `1f1b` | one forward, one backward (Narayanan et al., "PipeDream", 2019; "PipeDream-Flush", 2021) | 1 |
+| `interleaved1f1b` | the same with several stages a rank (Narayanan et al. 2021, section 2.2) | 2 or more |
+| `interleavedzerobubble` | gradients of weights fill bubbles (Qi et al., "Zero Bubble Pipeline Parallelism") | any |
+| `zbvzerobubble` | ZB-V: two stages a rank, the first and the last ones on rank 0 (Qi et al. 2023, section 6) | 2 |
+| `dualpipev` | DualPipeV (DeepSeek-V3, 2024), forwards beside backwards | 2 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zcompile._torch import pipeline_order
+from zcompile.errors import OptionError, nearest
+from zcompile.ir.actions import Action, ActionKind, ActionTable
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A schedule by name: torch's name for it, and how many stages each rank may have."""
+
+    torch: str
+    stages: int = 1
+    """Where nothing is asked for."""
+    least: int = 1
+    most: int = 1
+
+
+_MANY = 1 << 16
+SCHEDULES: Mapping[str, _Known] = {
+    "gpipe": _Known(""),
+    "1f1b": _Known(""),
+    "interleaved1f1b": _Known("Interleaved1F1B", 2, 2, _MANY),
+    "interleavedzerobubble": _Known("InterleavedZeroBubble", 1, 1, _MANY),
+    "zbvzerobubble": _Known("ZBVZeroBubble", 2, 2, 2),
+    "dualpipev": _Known("DualPipeV", 2, 2, 2),
+}
+"""By lower-case name."""
+
+
+def action_table(
+    schedule: str | ActionTable | Path, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> ActionTable:
+    """The table of a schedule for so many ranks and micro-batches.
+
+    Args:
+        schedule: A name of `SCHEDULES` in any case, a table, or the path of a file with one (`ActionTable.parse`).
+        ranks: Along the pipeline axis.
+        microbatches: Of a step.
+        stages_per_rank: None for as many as is usual.
+
+    Raises:
+        OptionError: it is unknown, or is not for so many ranks, stages or micro-batches.
+    """
+    if isinstance(schedule, Path):
+        schedule = _read(schedule)
+    if isinstance(schedule, ActionTable):
+        return _fitting(schedule, ranks, microbatches, stages_per_rank)
+    known = SCHEDULES.get(str(schedule).lower())
+    if known is None:
+        raise OptionError("schedule", f"{schedule!r} is no schedule", nearest(str(schedule), SCHEDULES))
+    if microbatches < 1:
+        raise OptionError("microbatches", f"{microbatches} is none", "give how many micro-batches a batch is cut into")
+    stages = known.stages if stages_per_rank is None else stages_per_rank
+    if not known.least <= stages <= known.most:
+        allowed = str(known.least) if known.most == known.least else f"{known.least} or more"
+        raise OptionError("stages_per_rank", f"is {stages}, and {schedule} has {allowed}", f"give {allowed}")
+    if not known.torch:
+        return ActionTable(
+            tuple(_gpipe_or_1f1b(str(schedule).lower(), rank, ranks, microbatches) for rank in range(ranks))
+        )
+    try:
+        cells = pipeline_order(known.torch, ranks, stages, microbatches)
+    except ValueError as error:
+        fix = "give another number of micro-batches, or another schedule"
+        raise OptionError("microbatches", f"is {microbatches}: {error}", fix) from error
+    return ActionTable(tuple(_merged([Action.parse(cell) for cell in row]) for row in cells))
+
+
+def _gpipe_or_1f1b(name: str, rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+    """Torch runs these two by loops, and what it lists for the last rank of 1F1B begins at micro-batch 1."""
+    ahead = microbatches if name == "gpipe" else min(ranks - 1 - rank, microbatches)
+    forwards = [Action(rank, ActionKind.FORWARD, number) for number in range(microbatches)]
+    backwards = [Action(rank, ActionKind.BACKWARD, number) for number in range(microbatches)]
+    steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return (*forwards[:ahead], *steady, *backwards[microbatches - ahead :])
+
+
+def _merged(row: list[Action]) -> tuple[Action, ...]:
+    """`row` with one backward in place of its two halves where they follow each other."""
+    result: list[Action] = []
+    for action in row:
+        before = result[-1] if result else None
+        if action.kind is ActionKind.BACKWARD_WEIGHT and before == replace(action, kind=ActionKind.BACKWARD_INPUT):
+            result[-1] = replace(action, kind=ActionKind.BACKWARD)
+        else:
+            result.append(action)
+    return tuple(result)
+
+
+def _read(path: Path) -> ActionTable:
+    try:
+        return ActionTable.parse(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise OptionError("schedule", problem, "give the path of a table of actions, or a name") from error
+
+
+def _fitting(table: ActionTable, ranks: int, microbatches: int, stages_per_rank: int | None) -> ActionTable:
+    stages = table.stages if stages_per_rank is None else stages_per_rank * ranks
+    for option, what, asked, found in (
+        ("mesh", "ranks along its pipeline axis", ranks, len(table.rows)),
+        ("microbatches", "micro-batches", microbatches, table.microbatches),
+        ("stages_per_rank", "stages in all", stages, table.stages),
+    ):
+        if asked != found:
+            problem = f"is for {asked} {what}, and the table has {found}"
+            raise OptionError(option, problem, f"give {found}, or another table")
+    return table

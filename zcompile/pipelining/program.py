@@ -1,0 +1,158 @@
+"""From a traced step to the program of one rank of a pipeline.
+
+It is cut into stages; the program of each is rewritten; what a rank does in a step is written out, and rewritten again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zcompile.cost.hardware import CPU, Hardware
+from zcompile.cost.roofline import bucket_for, operation_seconds
+from zcompile.errors import CaptureError, OptionError
+from zcompile.facts import verify
+from zcompile.ir.actions import ActionKind, ActionTable
+from zcompile.ir.operation import data
+from zcompile.ir.ops import Compute
+from zcompile.ir.program import Program
+from zcompile.passes.assign_units import assign_units
+from zcompile.passes.common.boundary import Crossing, PipelineStage
+from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order
+from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
+from zcompile.proof.microbatches import RankValues
+from zcompile.proof.values import TracedTerms
+from zcompile.schedule.default_pipeline import of_stages, of_steps
+from zcompile.schedule.options import Options
+from zcompile.schedule.pipeline import ALWAYS, Pass, Verified
+
+
+@dataclass(frozen=True)
+class PipelinePlace:
+    """Where a rank is in a pipeline, and what all of its ranks do.
+
+    Attributes:
+        table: The actions of all ranks.
+        rank: This one's place along the axis.
+        axis: The name of the pipeline axis.
+        starts: The units with which stages begin, but for the first one.
+    """
+
+    table: ActionTable
+    rank: int
+    axis: str
+    starts: tuple[str, ...]
+
+    @property
+    def own(self) -> list[int]:
+        """The numbers of this rank's stages."""
+        return self.table.stages_of(self.rank)
+
+
+@dataclass(frozen=True)
+class PipelinedProgram:
+    """A step of one rank, and the stages that it is made of: this rank's are rewritten, the others as they were cut."""
+
+    program: Program
+    stages: tuple[PipelineStage, ...]
+
+
+def choose_starts(
+    traced: Program, stages: int, split: Sequence[str] | None, hardware: Hardware = CPU
+) -> tuple[str, ...]:
+    """The units with which stages begin: those of `split`, or so that all stages have about as much to compute.
+
+    Raises:
+        OptionError: there are fewer units than stages, or `split` is not for so many.
+    """
+    units = units_in_order(traced)
+    if split is not None:
+        if len(split) != stages - 1:
+            problem = f"has {len(split)} units, and {stages} stages begin with {stages - 1}, the first one left out"
+            raise OptionError("split", problem, "give a unit for each stage but the first")
+        return tuple(split)
+    if len(units) < stages:
+        problem = f"has {stages} stages, and the model {len(units)} units: {', '.join(units)}"
+        raise OptionError("schedule", problem, "use fewer ranks along the pipeline axis, or name more units by units=")
+    seconds = dict.fromkeys(units, 0.0)
+    unit = units[0]
+    for node in assign_units(traced).nodes(Compute):
+        unit = data(node).unit or unit  # what belongs to none is computed behind what stands before it
+        seconds[unit] = seconds.get(unit, 0.0) + operation_seconds(node, hardware)
+    return tuple(units[index] for index in _balanced([seconds[unit] for unit in units], stages))
+
+
+def _balanced(work: Sequence[float], parts: int) -> list[int]:
+    """Where to cut a chain, so that the part with most work has least; by dynamic programming over its prefixes."""
+    total = [0.0]
+    for one in work:
+        total.append(total[-1] + one)
+    best: list[list[tuple[float, int]]] = [[(total[end], 0) for end in range(len(work) + 1)]]
+    for part in range(1, parts):
+        row = [(float("inf"), 0)] * (len(work) + 1)
+        for end in range(part + 1, len(work) + 1):
+            row[end] = min((max(best[-1][begin][0], total[end] - total[begin]), begin) for begin in range(part, end))
+        best.append(row)
+    cuts, end = list[int](), len(work)
+    for part in range(parts - 1, 0, -1):
+        end = best[part][end][1]
+        cuts.insert(0, end)
+    return cuts
+
+
+def rewrite(traced: Program, place: PipelinePlace, options: Options, *, updates: bool = True) -> PipelinedProgram:
+    """The program of this rank's step.
+
+    Args:
+        traced: The step of one micro-batch, of the whole model, laid out for the ranks that it is to run on.
+        place: Where this rank is in the pipeline.
+        options: What is asked for.
+        updates: Let the optimizer use gradients as soon as they are there.
+
+    Raises:
+        OptionError: the stages cannot begin with these units.
+        ProgramError, PipelineError: a pass went wrong.
+    """
+    bucket = bucket_for(CPU)
+    partition = "min_cut" if options.backend == "inductor" else "default"
+    cut = cut_stages(traced, starts=place.starts)
+    for name, home in (one for stage in cut for one in stage.boundary.partial.items()):
+        others = [stage.number for stage in cut if name in stage.boundary.partial and stage.number != home]
+        problem = (
+            f"is read by stage {home} and by stages {others}: parameters of several stages are not pipelined so far"
+        )
+        raise CaptureError(name, problem, "untie it, or let all that reads it be in one stage by split=[...]")
+    passes = of_stages(partition=partition, divides=place.table.divides_backward, bucket=bucket)  # type: ignore[arg-type]
+    stages = tuple(_rewritten(one, passes) if one.number in place.own else one for one in cut)
+    step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
+    values = values_of_rank(traced, step, stages, place)
+    verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
+    passes = of_steps(options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates)
+    step = Verified(step, values).after(passes).program
+    return PipelinedProgram(step, stages)
+
+
+def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStage], place: PipelinePlace) -> RankValues:
+    """What a rank's step has to compute."""
+    own = [stages[number] for number in place.own]
+    results, draws = list[tuple[int, int]](), list[tuple[int, int]]()
+    for action in place.table.rows[place.rank]:
+        boundary, forward = stages[action.stage].boundary, action.kind is ActionKind.FORWARD
+        if forward:
+            results += [(end, action.microbatch) for end in boundary.outputs if isinstance(end, int)]
+        if action.kind is not ActionKind.BACKWARD_WEIGHT:
+            draws += [(action.microbatch, number) for number in boundary.draws[0 if forward else 1]]
+    ends = (end for stage in own for end in (*stage.boundary.inputs, *stage.boundary.tangents))
+    received = {e.value for e in ends if isinstance(e, Crossing) and place.table.rank_of(e.stage) != place.rank}
+    return RankValues(
+        TracedTerms(traced),
+        step.layout,
+        place.table.microbatches,
+        tuple(results),
+        frozenset(received),
+        tuple(draws),
+    )
+
+
+def _rewritten(stage: PipelineStage, passes: Sequence[Pass]) -> PipelineStage:
+    return replace(stage, program=Verified.traced(stage.program).after(passes).program)

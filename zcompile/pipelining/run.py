@@ -1,0 +1,105 @@
+"""The program of one rank of a pipeline, loaded, and run once a step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile._torch import prepare_inductor
+from zcompile.engine.lowering import WRITTEN
+from zcompile.engine.model_runtime import ModelRuntime
+from zcompile.engine.region_cache import RegionCache
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import AllGather, Group, Input, Kind, Shards
+from zcompile.ir.printer import inputs_of
+from zcompile.ir.program import Program
+from zcompile.pipelining.ranks import PipelineRanks
+from zcompile.runtime.executor import BoundUnit
+from zcompile.runtime.gradients.updates import Updater
+from zcompile.runtime.loader import load
+from zcompile.runtime.lockstep import RunKind
+
+
+class PipelinedRun:
+    """What runs the steps of a rank.
+
+    Args:
+        program: This rank's.
+        traced: The step of one micro-batch, the same on all ranks.
+        buffers: Those of the model, by name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        traced: Program,
+        runtime: ModelRuntime,
+        ranks: PipelineRanks,
+        buffers: dict[str, torch.Tensor],
+    ) -> None:
+        self.program, self.runtime, self.ranks, self._buffers = program, runtime, ranks, buffers
+        cache = RegionCache(runtime.options.backend, ranks.everyone.rank)
+        if runtime.options.backend == "inductor":
+            cache.ready = prepare_inductor(ranks.device)
+        name = f"<zcompile step {program.digest()[:12]}>"
+        self._run = load(str(program), str(Phase.STEP), cache.get_all(program.regions), name)
+        self._given = inputs_of(program, Phase.STEP)
+        self._traced = [op_of(node, Input) for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
+        self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
+        self._digest = hashlib.sha256(str(traced).encode(errors="backslashreplace")).hexdigest()
+
+    def step(self, microbatches: Sequence[Sequence[Any]], updater: Updater) -> list[torch.Tensor]:
+        """Run the program; gives the losses of the micro-batches, if this rank has the last stage.
+
+        Args:
+            microbatches: Of each what the call is given, containers taken apart.
+            updater: What steps the optimizers.
+
+        Raises:
+            GroupError: another rank failed or stayed away.
+            AgreementError: the ranks are out of step.
+        """
+        self._enter()
+        tangent = torch.tensor(1 / len(microbatches), device=self.ranks.device)
+        box = [self._value(node, microbatches, tangent, updater) for node in self._given]
+        try:
+            with torch.no_grad(), updater.updating():
+                losses, _ = self._run(box)
+        except BaseException:
+            self.ranks.data.order_all()
+            raise
+        return list(losses)
+
+    def _enter(self) -> None:
+        """Begin a run that all ranks number alike, with no copy of a parameter that a step has outdated."""
+        freshness, lockstep = self.runtime.freshness, self.runtime.lockstep
+        stale = self._keeps and freshness.outgrow()
+        call = lockstep.enter(RunKind.STEP, self._digest, [WRITTEN] if stale else [])
+        self.ranks.data.stamp(call.position.number)
+        self.ranks.links.stamp(call.position.number)
+        lockstep.check()  # the program updates: behind it, it would be too late
+        if self._keeps and freshness.has_current and WRITTEN in call.marks:
+            freshness.compare()
+
+    def _value(
+        self, node: fx.Node, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor, updater: Updater
+    ) -> Any:
+        """What the program is given in the place of `node`."""
+        op = data(node).op
+        if isinstance(op, Shards):
+            return BoundUnit(self.runtime.shards[op.unit], self.program.layout.unit(op.unit), updater)
+        if isinstance(op, Group):
+            return self.ranks.links
+        assert isinstance(op, Input), "a step is given units, a group and inputs"
+        if op.kind is Kind.CONSTANT:
+            return self.program.constants[node.name]
+        if op.kind is Kind.TANGENT:
+            return tangent
+        traced = self._traced[op.index]
+        if traced.leaf is None:
+            return self._buffers[traced.held]
+        return microbatches[op.microbatch or 0][traced.leaf]

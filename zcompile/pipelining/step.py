@@ -1,0 +1,274 @@
+"""Train steps on a mesh with a pipeline axis: each rank has some units, and runs one program for all micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.optim import Optimizer
+
+from zcompile._torch import has_step_pre_hooks, parameters_of, tree_leaves, tree_map_only
+from zcompile.engine.model_runtime import ModelRuntime
+from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
+from zcompile.engine.step_trace import Called, trace_call
+from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError
+from zcompile.frontend.dynamo import autocast
+from zcompile.ir.actions import ActionTable
+from zcompile.ir.layout import STAGES
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Input
+from zcompile.ir.program import Program
+from zcompile.model.sharding import retire, shard_model
+from zcompile.model.tensor_kinds import check_kinds
+from zcompile.model.units import make_layout
+from zcompile.pipelining.action_tables import action_table
+from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
+from zcompile.pipelining.ranks import PipelineRanks
+from zcompile.pipelining.run import PipelinedRun
+from zcompile.proof.ranks import check_texts
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.gradients.updates import Updater
+from zcompile.schedule.options import Options
+
+LossFunction = Callable[..., torch.Tensor]
+_TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket"})
+"""Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What a pipeline is asked to do.
+
+    Attributes:
+        schedule: A name of `zcompile.pipelining.action_tables.SCHEDULES`, or a table of actions.
+        microbatches: Into how many equal parts a batch is cut along dimension 0.
+        split: The units with which stages begin, the first stage's left out; None: so that all compute about as long.
+        stages_per_rank: None for as many as is usual for the schedule.
+    """
+
+    schedule: str | ActionTable = "1f1b"
+    microbatches: int = 1
+    split: Sequence[str] | None = None
+    stages_per_rank: int | None = None
+
+
+def pipelined_step(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizers: Sequence[Optimizer],
+    asked: PipelineOptions,
+    given: dict[str, Any],
+) -> PipelinedStep:
+    """A train step on the mesh among the options that are `given`.
+
+    Raises:
+        OptionError: an option that a pipeline does not take, or a schedule that is not for so many ranks.
+        GroupError, OptimizerError: as `zcompile.train_step`.
+    """
+    mesh, units = given.pop("mesh"), given.pop("units", None)
+    options = Options.among(given)
+    if unknown := [name for name in given if name not in {field.name for field in fields(Options)}]:
+        raise OptionError(unknown[0], "is no option of a pipeline", f"choose among {', '.join(sorted(_TAKEN))}")
+    for field in fields(Options):
+        if field.name not in _TAKEN and given.get(field.name, field.default) != field.default:
+            raise OptionError(field.name, "is not combined with a pipeline so far", "leave it out")
+    check_kinds(model)
+    check_optimizers(optimizers, model)
+    ranks = PipelineRanks.of(model, mesh)
+    table = action_table(asked.schedule, ranks.links.size, asked.microbatches, asked.stages_per_rank)
+    return PipelinedStep(model, loss_fn, optimizers, ranks, table, options, units, asked.split)
+
+
+class PipelinedStep:
+    """See `zcompile.train_step`, with a mesh that has a dimension "pp". Collective: every rank calls it.
+
+    The first call traces the step, and divides the model: until then each rank has all of it. Then parameters of other
+    ranks' stages are on meta, and in no group of the optimizers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizers: Sequence[Optimizer],
+        ranks: PipelineRanks,
+        table: ActionTable,
+        options: Options,
+        units: Sequence[str] | None,
+        split: Sequence[str] | None,
+    ) -> None:
+        self.model, self.optimizers, self.table = model, optimizers, table
+        self._loss_fn, self._ranks, self._options, self._units, self._split = loss_fn, ranks, options, units, split
+        self._updater = Updater(optimizers)
+        self._run: PipelinedRun | None = None
+
+    def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
+        """Take one step with a batch, which all ranks along the pipeline axis are given alike.
+
+        Gives the mean loss of the micro-batches of this data-parallel rank, detached.
+
+        Raises:
+            OptionError: the batch cannot be cut into micro-batches, or the loss is no scalar with a gradient.
+            CaptureError: the model and its loss cannot be traced into one graph, or that cannot be cut.
+            AgreementError: the ranks trace other steps, or are out of step.
+            GroupError: another rank failed or stayed away.
+        """
+        self._check()
+        parts = self._microbatches(batch, named)
+        if self._run is None:
+            self._run = self._prepared(parts[0])
+        losses = self._run.step([part.leaves() for part in parts], self._updater)
+        self._updater.finish()
+        self._run.runtime.freshness.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return self._ranks.shared_loss(losses, self.table.rank_of(self.table.stages - 1))
+
+    @property
+    def program(self) -> Program | None:
+        """The program of this rank, once there is one: print it."""
+        return None if self._run is None else self._run.program
+
+    def __repr__(self) -> str:
+        stages = ", ".join(map(str, self.table.stages_of(self._ranks.links.rank)))
+        of = f"stages {stages} of {self.table.stages}, {self.table.microbatches} micro-batches"
+        return f"PipelinedStep({type(self.model).__name__}, {of})"
+
+    def _check(self) -> None:
+        for optimizer in self.optimizers:
+            if has_step_pre_hooks(optimizer):
+                problem = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
+                raise OptimizerError("optimizer", problem, "use a hook behind the step")
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                fix = "call optimizer.step() or zero_grad() before the train step"
+                raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)
+
+    def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[Called]:
+        """The micro-batches of a batch; tensors without dimensions are the same in all."""
+        count = self.table.microbatches
+        tensors = [leaf for leaf in tree_leaves((batch, named)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.requires_grad for tensor in tensors):
+            raise OptionError("batch", "has a tensor with requires_grad, which would get no gradient", "detach it")
+        sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+        if len(sizes) > 1:
+            problem = f"cuts batches along dimension 0, and tensors of this one have {sorted(sizes)} rows"
+            raise OptionError("microbatches", problem, "let all that loss_fn is given have a row for each sample")
+        if any(size % count for size in sizes):
+            problem = f"is {count}, which does not divide a batch of {min(sizes)}"
+            raise OptionError("microbatches", problem, "give batches that it divides")
+        call: Callable[..., Any] = self.model if self._loss_fn is None else self._loss_fn
+        first = () if self._loss_fn is None else (self.model,)
+        signature = inspect.signature(type(self.model).forward if self._loss_fn is None else self._loss_fn)
+        names = tuple(signature.parameters)[1:]
+
+        def part(number: int) -> Called:
+            def rows(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.chunk(count)[number] if tensor.dim() else tensor
+
+            args, kwargs = tree_map_only(torch.Tensor, rows, (batch, named))
+            return Called(lambda *a, **k: _results(call(*first, *a, **k)), args, kwargs, names)
+
+        return [part(number) for number in range(count)]
+
+    # -- the first step -------------------------------------------------------------------------------------------
+
+    def _prepared(self, first: Called) -> PipelinedRun:
+        """Trace the step, rewrite this rank's part, compare it with all others', and divide the model."""
+        ranks, options = self._ranks, self._options
+        traced = ranks.agreement.attempt("the traced step", lambda: self._traced(first))[0]
+        asked = [str(options), *str(self.table).split("\n"), f"split {self._split}"]
+        ranks.agreement.reach("the options and the traced step", [*asked, *str(traced).split("\n")])
+        starts = choose_starts(traced, self.table.stages, self._split)
+        place = PipelinePlace(self.table, ranks.links.rank, ranks.links.axis, starts)
+        program = ranks.agreement.attempt("the program", lambda: rewrite(traced, place, options))[0].program
+        texts = ranks.agreement.share("the programs of all ranks", program.text(regions=True))
+        check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
+        runtime = self._divided(program)
+        return PipelinedRun(program, traced, runtime, ranks, dict(self.model.named_buffers()))
+
+    def _traced(self, first: Called) -> Program:
+        """The step of one micro-batch.
+
+        Raises:
+            CaptureError, OptionError: it is none that a pipeline can run.
+        """
+        ranks, options, what = self._ranks, self._options, type(self.model).__name__
+        layout = make_layout(self.model, STAGES[options.stage], ranks.axes, self._units, options.precision)
+        with autocast(ranks.device.type, options.dtype):
+            traced = trace_call(self.model, layout, first, ranks.device, what)
+        written = [op_of(node, Input).held for node in traced.nodes(Input) if op_of(node, Input).mutated]
+        if written:
+            problem = "is a buffer that the model writes to, as batch normalization does: that is not pipelined so far"
+            raise CaptureError(written[0], problem, "use layers that keep no statistics, such as GroupNorm")
+        outputs = traced.results.outputs
+        loss = data(outputs[0]).type if outputs and isinstance(outputs[0], fx.Node) else None
+        if len(outputs) != 1 or loss is None or loss.shape not in ((), (1,)):
+            problem = (
+                f"gives a tensor of {list(loss.shape)}"
+                if loss and len(outputs) == 1
+                else f"gives {len(outputs)} results"
+            )
+            raise OptionError("loss_fn", problem, "return the loss, a tensor of one element")
+        if not traced.has_backward:
+            problem = "gives a loss that depends on no parameter that is trained"
+            raise OptionError(
+                "loss_fn", problem, "compute it from what model(...) gives, without detach() or no_grad()"
+            )
+        return traced
+
+    def _divided(self, program: Program) -> ModelRuntime:
+        """What the program runs with: this rank's units, sharded; of all others nothing is left."""
+        ranks, layout = self._ranks, program.layout
+        for parameter in self.model.parameters():
+            if not parameter.is_meta:
+                ranks.everyone.broadcast(parameter)
+        runtime = ModelRuntime(
+            layout,
+            ranks.data,
+            Agreement(ranks.data),
+            self._options,
+            everyone=ranks.agreement,
+            in_step=ranks.everyone,
+        )
+        shards, _, retired = shard_model(self.model, layout, ranks.data)
+        runtime.extend((), shards)
+        point_at_shards(self.optimizers, shards.values(), retired)
+        own = {id(parameter) for unit in shards.values() for parameter in unit.parameters.values()}
+        _leave(self.model, own, self.optimizers)
+        watch_optimizers(self, runtime, retired)
+        return runtime
+
+
+def _results(result: Any) -> Any:
+    """A tensor as it is; of anything else the tensors in it, in memory of their own, so that their number is seen."""
+    if isinstance(result, torch.Tensor):
+        return result
+    return tuple(leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+
+
+def _leave(model: nn.Module, own: set[int], optimizers: Sequence[Optimizer]) -> None:
+    """Free the parameters that other ranks keep: what stands in their place has a shape and no memory."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    optimizer.state.pop(parameter, None)
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+    others = {
+        id(parameter): (name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in own
+    }
+    empty = {
+        key: nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for key, (_, parameter) in others.items()
+    }
+    for module in model.modules():
+        table = parameters_of(module)
+        table.update({key: empty[id(old)] for key, old in table.items() if old is not None and id(old) in empty})
+    for name, parameter in others.values():
+        parameter.data = parameter.data.new_empty(0)
+        retire(parameter, name)

@@ -1,0 +1,221 @@
+"""The fact that a rank of a pipeline computes its part of a step, for every micro-batch.
+
+    m0_h_recv = recv(pp, "f32[8, 64]", source=0, message="m0_h")      # what was traced as h, of micro-batch 0
+    m0_h = wait(m0_h_recv)
+    m0_y = region_1(b, m0_h)
+    m0_dh_sent = send(m0_dh, pp, to=0, message="m0_dh")               # must be what was traced as dh
+
+The step was traced once, of one micro-batch. What a rank receives is taken to be the value of that name; what it sends
+must be it. So if this holds of all ranks, and what they send and receive fits together without a circle
+(`zcompile.proof.ranks`), all of them together compute what was traced. Gradients are sums over the micro-batches in
+their order: of averages over the ranks under stages 2 and 3, which are else averaged as a sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from zcompile.facts.fact import Fact, Violation, label
+from zcompile.ir.layout import Layout
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Input, Kind, Receive, Send
+from zcompile.ir.program import Program
+from zcompile.ir.side_effects import is_opaque
+from zcompile.proof.difference import term_text
+from zcompile.proof.operations import UnknownOperationError
+from zcompile.proof.rules import Rule
+from zcompile.proof.steps import INPUT, StepTerms, average_of, sum_of
+from zcompile.proof.terms import DRAW
+from zcompile.proof.values import TracedTerms
+
+Values = Mapping[int, int]
+"""By a term of the traced step, what that is for one micro-batch."""
+
+
+@dataclass(frozen=True)
+class RankValues:
+    """What the programs that passes make of a rank's step have to compute.
+
+    Attributes:
+        terms: The terms of the traced step, of one micro-batch.
+        layout: How the rank's programs are laid out: with its own units alone.
+        microbatches: How many there are.
+        results: What its programs return, in order: results of the traced step by number, and of which micro-batch.
+        received: Names of the values that other ranks send.
+        draws: What each random draw is, in order: of which micro-batch, and the number of the traced one.
+    """
+
+    terms: TracedTerms
+    layout: Layout
+    microbatches: int
+    results: tuple[tuple[int, int], ...]
+    received: frozenset[str]
+    draws: tuple[tuple[int, int], ...] = ()
+
+    def modulo(self, rules: Sequence[Rule]) -> RankValues:
+        """The same where these rules say what counts as equal, too."""
+        every = tuple(dict.fromkeys((*self.terms.rules, *rules)))
+        return self if every == self.terms.rules else replace(self, terms=TracedTerms(self.terms.traced, every))
+
+    @property
+    def fact(self) -> Fact:
+        named = f" modulo {', '.join(rule.name for rule in self.terms.rules)}" if self.terms.rules else ""
+        return Fact(f"values of each micro-batch as they were traced{named}", self.violations)
+
+    def violations(self, program: Program) -> Iterator[Violation]:
+        """Where `program` computes, sends or returns something else than was traced."""
+        yield from self._mistaken_claims(program)
+        received = {
+            f"m{number}_{name}": values[self._term(name)]
+            for number, values in enumerate(self._values)
+            for name in self.received
+        }
+        try:
+            step = StepTerms(program, self.terms.step.regions, received=received)
+        except UnknownOperationError as error:
+            yield Violation(error.node, str(error))
+            return
+        yield from self._messages(program, step)
+        yield from self._returned(program, step)
+        yield from self._gradients(program, step)
+        if step.draws != len(self.draws):
+            yield Violation(None, f"{step.draws} random draws; this rank's part has {len(self.draws)}")
+        if step.writes:
+            yield Violation(None, "something is written in place; nothing was, in the traced step")
+        known = {term for values in self._values for term in values.values()}
+        for node, name, term in step.opaque:
+            if term not in known and is_opaque(step.terms.keys[term][0]):
+                yield Violation(node, f"{label(node)} computes {name}, which was not traced so")
+
+    # -- what was traced, for each micro-batch ----------------------------------------------------------------------
+
+    def _term(self, name: str) -> int:
+        """The term of a value of the traced step."""
+        return self.terms.step.term(self._nodes[name])
+
+    @cached_property
+    def _nodes(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.terms.traced.graph.nodes}
+
+    @cached_property
+    def _values(self) -> list[Values]:
+        return [self._of_microbatch(number) for number in range(self.microbatches)]
+
+    def _of_microbatch(self, number: int) -> Values:
+        """What each term of the traced step is for a micro-batch; what follows from what is received is left out."""
+        step, terms = self.terms.step, self.terms.step.terms
+        values: dict[int, int] = {}
+        for index, node in enumerate(self._inputs):
+            if not op_of(node, Input).held:
+                values[step.term(node)] = terms.make((INPUT, str(Kind.DATA), str(index), str(number)))
+        for place, (microbatch, draw) in enumerate(self.draws):
+            if microbatch == number:
+                values[terms.make((DRAW, str(draw)))] = terms.make((DRAW, str(place)))
+        for name in self.received:
+            values[self._term(name)] = terms.make(("received", name, str(number)))
+        body = [term for term in range(self.terms.count) if term not in values]
+        terms.instances(body, values)
+        return values
+
+    @cached_property
+    def _inputs(self) -> list[fx.Node]:
+        traced = self.terms.traced
+        return [node for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
+
+    # -- comparisons ------------------------------------------------------------------------------------------------
+
+    def _mistaken_claims(self, program: Program) -> Iterator[Violation]:
+        traced, layout = self.terms.traced, program.layout
+        unused = {*layout.trainable} - traced.results.gradients.keys()
+        if program.unused != unused:
+            name = min(program.unused ^ unused)
+            yield Violation(None, f"{name} is said to be {'unused' if name in program.unused else 'used'}; it is not")
+        for what in ("stage", "axes", "away", "hybrid"):
+            if getattr(layout, what) != getattr(self.layout, what):
+                yield Violation(
+                    None, f"the {what} of the layout: {getattr(layout, what)}; want {getattr(self.layout, what)}"
+                )
+        found, wanted = ([(unit.name, unit.params) for unit in one.units] for one in (layout, self.layout))
+        if found != wanted:
+            yield Violation(None, "the units are not those of this rank's stages")
+
+    def _messages(self, program: Program, step: StepTerms) -> Iterator[Violation]:
+        """What is sent is what its message says; nothing else is received, and nothing twice."""
+        for node in program.nodes(Send):
+            message = op_of(node, Send).message
+            number, _, name = message.removeprefix("m").partition("_")
+            if not number.isdigit() or int(number) >= self.microbatches or name not in self._nodes:
+                yield Violation(node, f"{node.name} sends {message!r}, which is no value of a micro-batch")
+                continue
+            wanted = self._values[int(number)].get(self._term(name))
+            yield from self._compared(step, f"{message}, which {node.name} sends", node.all_input_nodes[0], wanted)
+        taken = Counter(op_of(node, Receive).message for node in program.nodes(Receive))
+        for node in program.nodes(Receive):
+            message = op_of(node, Receive).message
+            if message not in step.received:
+                yield Violation(node, f"{node.name} receives {message!r}, which no other rank computes")
+            elif taken[message] > 1:
+                yield Violation(node, f"{message} is received {taken[message]} times; want once")
+
+    def _returned(self, program: Program, step: StepTerms) -> Iterator[Violation]:
+        outputs, traced = program.results.outputs, self.terms.traced.results.outputs
+        if len(outputs) != len(self.results):
+            yield Violation(None, f"{len(outputs)} results; want {len(self.results)}")
+        for output, (result, number) in zip(outputs, self.results, strict=False):
+            wanted = self._values[number].get(self.terms.step.term(traced[result]))
+            yield from self._compared(step, f"result {result} of micro-batch {number}", output, wanted)
+
+    def _gradients(self, program: Program, step: StepTerms) -> Iterator[Violation]:
+        """The gradients of this rank's parameters: of each micro-batch, until they are reduced; then their sums."""
+        traced, raw = self.terms.traced.results.gradients, program.results.gradients
+        for name in self.layout.trainable:
+            if name not in traced:
+                continue
+            each = [values[self.terms.step.term(traced[name])] for values in self._values]
+            if name in raw:
+                found = list(raw[name])  # type: ignore[call-overload]
+                if len(found) != len(each):
+                    yield Violation(None, f"{name} has gradients of {len(found)} micro-batches; want {len(each)}")
+                for number, (node, wanted) in enumerate(zip(found, each, strict=False)):
+                    yield from self._compared(step, f"the gradient of {name} of micro-batch {number}", node, wanted)
+                continue
+            given = step.gradients.get(name, [])
+            if len(given) != 1:
+                line = given[-1][0] if given else None
+                yield Violation(line, f"the gradient of {name} is handed back {len(given)} times; want once")
+            for line, term in given:
+                if term != self._summed(step, name, each):
+                    text = self._text(step, term)
+                    yield Violation(line, f"the gradient of {name} is not the sum over micro-batches in order: {text}")
+        for name in step.gradients:
+            if name not in traced or name not in self.layout.trainable:
+                yield Violation(step.gradients[name][0][0], f"a gradient of {name} is handed back; want none")
+
+    def _summed(self, step: StepTerms, name: str, each: Iterable[int]) -> int:
+        param, stage = self.layout.param(name), self.layout.stage
+        terms = step.terms
+        if stage.gradients_sharded:
+            return sum_of(terms, [average_of(terms, self.layout, param, gradient) for gradient in each])
+        return average_of(terms, self.layout, param, sum_of(terms, list(each)))
+
+    def _compared(self, step: StepTerms, what: str, found: Any, wanted: int | None) -> Iterator[Violation]:
+        term = step.term(found)
+        if term != wanted:
+            line = step.line_of(term) if isinstance(found, fx.Node) else None
+            says = "nothing that this rank has" if wanted is None else self._text(step, wanted)
+            yield Violation(line or found, f"{what}, is not what was traced: {self._text(step, term)}; want {says}")
+
+    def _text(self, step: StepTerms, term: int) -> str:
+        names = {
+            values[self.terms.step.term(node)]: f"m{number}_{node.name}"
+            for number, values in enumerate(self._values)
+            for node in self._inputs
+            if self.terms.step.term(node) in values
+        }
+        return term_text(term, step.terms, names)
