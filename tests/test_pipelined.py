@@ -392,6 +392,47 @@ def test_ranks_that_differ_are_told_before_anything_runs(ranks: Ranks, what: str
         assert seconds < AT_ONCE
 
 
+def changes(rank: int, what: str) -> tuple[str, float]:
+    """Rank 1 of 2 x 2 changes something after the first step."""
+    mesh, model, mine = mesh_of(2, 2), model_of("skips"), rank == 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, loss_of, optimizer, mesh=mesh, microbatches=MICROBATCHES, backend="eager")
+    step(*batch_of("skips", rank % 2, 0))
+    rows = 2 * MICROBATCHES
+    if mine and what == "size":
+        rows = MICROBATCHES
+    elif mine and what == "mode":
+        model.eval()
+    elif mine and what == "frozen":
+        next(p for p in model.parameters() if not p.is_meta).requires_grad_(False)
+    elif mine and what == "module":
+        model.down.append(nn.Identity())  # type: ignore[union-attr, operator]
+    elif mine and what == "hook":
+        model.register_forward_hook(lambda *_: None)
+    started = time.perf_counter()
+    try:
+        step(*batch_of("skips", rank % 2, 1, rows))
+    except zcompile.ZcompileError as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - started
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("size", r"OptionError: batch: has micro-batches of torch.float32 \[1, 4, 5\], .* traced with .* \[2, 4, 5\]"),
+        ("mode", "ModelError: Skips: is evaluating now, and was training at the first step"),
+        ("frozen", "ModelError: unused: is frozen now, and was trained at the first step"),
+        ("module", "ModelError: Skips: has other modules or hooks than at the first step"),
+        ("hook", "ModelError: Skips: has other modules or hooks than at the first step"),
+    ],
+)
+def test_what_was_traced_must_not_change(ranks: Ranks, what: str, message: str) -> None:
+    for rank, (found, seconds) in enumerate(ranks.run(4, changes, what)):
+        assert re.match(message if rank == 1 else "AgreementError: the step: rank 1 cannot run it: ", found), found
+        assert seconds < AT_ONCE
+
+
 def dies(rank: int) -> tuple[str, float]:
     warnings.simplefilter("ignore")
     mesh, model = mesh_of(3, 1), model_of("gpt")

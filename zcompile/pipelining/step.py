@@ -15,7 +15,7 @@ from zcompile._torch import has_step_pre_hooks, parameters_of, tree_leaves, tree
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.engine.step_trace import Called, trace_call
-from zcompile.errors import CaptureError, OptimizerError, OptionError, ParameterError
+from zcompile.errors import AgreementError, CaptureError, ModelError, OptimizerError, OptionError, ParameterError
 from zcompile.frontend.dynamo import autocast
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES
@@ -26,6 +26,7 @@ from zcompile.model.sharding import retire, shard_model
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.units import make_layout
 from zcompile.pipelining.action_tables import action_table
+from zcompile.pipelining.guard import StepGuard
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
 from zcompile.pipelining.ranks import PipelineRanks
 from zcompile.pipelining.run import PipelinedRun
@@ -105,6 +106,7 @@ class PipelinedStep:
         self._loss_fn, self._ranks, self._options, self._units, self._split = loss_fn, ranks, options, units, split
         self._updater = Updater(optimizers)
         self._run: PipelinedRun | None = None
+        self._guard: StepGuard | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
         """Take one step with a batch, which all ranks along the pipeline axis are given alike.
@@ -112,7 +114,9 @@ class PipelinedStep:
         Gives the mean loss of the micro-batches of this data-parallel rank, detached.
 
         Raises:
-            OptionError: the batch cannot be cut into micro-batches, or the loss is no scalar with a gradient.
+            OptionError: the batch cannot be cut into micro-batches, or is of another size than the first; or the loss
+                is no scalar with a gradient.
+            ModelError: the model was changed since the first step.
             CaptureError: the model and its loss cannot be traced into one graph, or that cannot be cut.
             AgreementError: the ranks trace other steps, or are out of step.
             GroupError: another rank failed or stayed away.
@@ -121,6 +125,8 @@ class PipelinedStep:
         parts = self._microbatches(batch, named)
         if self._run is None:
             self._run = self._prepared(parts[0])
+            self._guard = StepGuard(self.model, parts[0])
+        self._check_unchanged(parts)
         losses = self._run.step([part.leaves() for part in parts], self._updater)
         self._updater.finish()
         self._run.runtime.freshness.step()
@@ -147,6 +153,17 @@ class PipelinedStep:
             if parameter.grad is not None:
                 fix = "call optimizer.step() or zero_grad() before the train step"
                 raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)
+
+    def _check_unchanged(self, parts: Sequence[Called]) -> None:
+        """Raise what has changed since the step was traced; other ranks, which would wait, are told."""
+        assert self._guard is not None, "a step was traced"
+        try:
+            for part in parts:
+                self._guard.check(part)
+        except (OptionError, ModelError) as error:
+            problem = f"rank {self._ranks.everyone.waits.rank} cannot run it: {error.subject} {error.problem}"
+            self._ranks.everyone.waits.refuse(AgreementError("the step", problem, error.fix))
+            raise
 
     def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[Called]:
         """The micro-batches of a batch; tensors without dimensions are the same in all."""
