@@ -203,6 +203,59 @@ def test_options_change_no_bit(ranks: Ranks, options: dict[str, Any]) -> None:
     assert ranks.run(4, trains, "skips", 2, 2, "1f1b", 3, options) == [[]] * 4
 
 
+def doubles(rank: int, shape: tuple[int, ...]) -> list[bool]:
+    """In float64, with a loss of this shape."""
+    model, plain = model_of("skips").double(), model_of("skips").double()
+    x, y = (one.double() for one in batch_of("skips", 0, 0))
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, x, y).view(shape)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = mesh_of(2, 1)
+    step = zcompile.train_step(model, loss_fn, optimizer, mesh=mesh, microbatches=MICROBATCHES, backend="eager")
+    loss = step(x, y)
+    wanted = [loss_fn(plain, *part) for part in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)]
+    for one in wanted:
+        (one / MICROBATCHES).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    full = {n: p.full_tensor() for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    same = [torch.equal(value, plain.get_parameter(name)) for name, value in full.items()]
+    return [*same, torch.equal(loss, in_order([one.detach() for one in wanted]) / MICROBATCHES), loss.shape == shape]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_losses_of_other_dtypes_and_shapes(ranks: Ranks, shape: tuple[int, ...]) -> None:
+    assert all(map(all, ranks.run(2, doubles, shape)))
+
+
+def from_meta(rank: int) -> tuple[float, list[str]]:
+    with torch.device("meta"):
+        model = GPT(layers=4, width=16, heads=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, loss_of, optimizer, mesh=mesh_of(2, 1), microbatches=2, backend="eager")
+    torch.manual_seed(0)
+    losses = [float(step(*batch_of("gpt", 0, 0))) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    return losses[0], [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+
+
+def from_meta_alone(rank: int) -> float:
+    with torch.device("meta"):
+        model = GPT(layers=4, width=16, heads=2)
+    torch.manual_seed(0)
+    compiled = zcompile.compile(model, backend="eager")
+    parts = [one.chunk(2) for one in batch_of("gpt", 0, 0)]
+    return float(in_order([compiled(*part).detach() for part in zip(*parts, strict=True)]) / 2)
+
+
+def test_a_model_on_meta_gets_the_values_of_its_code_where_it_is_kept(ranks: Ranks) -> None:
+    (first, names), (second, others) = ranks.run(2, from_meta)
+    assert first == second == ranks.run(1, from_meta_alone)[0]
+    assert {*names}.isdisjoint(others)
+    assert {*names, *others} == {name for name, _ in GPT(layers=4, width=16, heads=2).named_parameters()}
+
+
 def programs(rank: int, stage: int) -> dict[str, Any]:
     model = model_of("gpt")
     step = zcompile.train_step(

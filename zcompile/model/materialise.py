@@ -79,6 +79,10 @@ class Materialiser:
             original = self.parameters[param.name]
             yield param, made.pop(id(original)) if id(original) in made else self._given(original)
 
+    def skip(self, unit: Unit) -> None:
+        """Run the model's code for `unit`, whose parameters are another rank's: for its buffers, and what it draws."""
+        self._turn(unit.name)
+
     def place_buffers(self) -> None:
         """Give every buffer memory and put it in its place; after all units.
 

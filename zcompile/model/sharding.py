@@ -87,11 +87,13 @@ def shard_model(
     weights: Weights | None = None,
     parallel: ModelParallel | None = None,
     memory: ShardMemory | None = None,
+    whole: Layout | None = None,
 ) -> tuple[dict[str, UnitShards], list[Site], Retired]:
     """Replace every parameter of `model` by its shard, with rank 0's values, and free the full one. Collective.
 
     What has no values yet gets them unit by unit, or all is read from `weights`: see `zcompile.model.materialise`.
-    `parallel`: over what the model is divided already. `memory`: where shards are to be.
+    `parallel`: over what the model is divided already. `memory`: where shards are to be. `whole`: the layout of all of
+    the model, if this rank is to have the units of `layout` alone; the values that it starts from are the same then.
 
     Returns the shards by unit, the places in the module tree, and the parameters that were replaced.
 
@@ -108,8 +110,12 @@ def shard_model(
     sites: list[Site] = []
     retired: Retired = {}
     with torch.no_grad():
-        values = Materialiser(model, layout, communicator, weights)
-        for unit in layout.units:
+        values = Materialiser(model, whole or layout, communicator, weights)
+        for unit in (whole or layout).units:
+            if not layout.has_unit(unit.name):
+                values.skip(unit)
+                continue
+            unit = layout.unit(unit.name)
             shards[unit.name] = held = UnitShards(unit, communicator, memory)
             for param, full in values.full(unit):
                 old = originals[param.name]

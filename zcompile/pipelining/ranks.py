@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -67,18 +65,6 @@ class PipelineRanks:
         everyone = Communicator(as_one(onward), device)
         links = StageLinks(onward[PIPELINE], back[PIPELINE], everyone)
         return cls(device, everyone, Agreement(everyone), Communicator(onward[DATA], device), links, _axes(onward))
-
-    def shared_loss(self, losses: Sequence[torch.Tensor], last: int) -> torch.Tensor:
-        """The mean of the losses of the micro-batches, which the rank at place `last` has, on all along the axis."""
-        loss = torch.zeros((), device=self.device)
-        for one in losses:
-            loss = loss + one.reshape(())
-        if losses:
-            loss = loss / len(losses)
-        if self.links.size > 1:
-            with self.links.waits.explained("the loss"):
-                dist.broadcast(loss, group=self.links.groups[0], group_src=last)
-        return loss
 
 
 def _with_data(mesh: DeviceMesh) -> DeviceMesh:

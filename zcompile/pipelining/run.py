@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from zcompile._torch import prepare_inductor
@@ -31,6 +32,7 @@ class PipelinedRun:
         program: This rank's.
         traced: The step of one micro-batch, the same on all ranks.
         buffers: Those of the model, by name.
+        last: The place along the axis of the rank that has the last stage.
     """
 
     def __init__(
@@ -40,8 +42,13 @@ class PipelinedRun:
         runtime: ModelRuntime,
         ranks: PipelineRanks,
         buffers: dict[str, torch.Tensor],
+        last: int,
     ) -> None:
-        self.program, self.runtime, self.ranks, self._buffers = program, runtime, ranks, buffers
+        self.program, self.runtime, self.ranks, self._buffers, self._last = program, runtime, ranks, buffers, last
+        (loss,) = traced.results.outputs
+        type_ = data(loss).type
+        assert type_ is not None, "a loss is a tensor"
+        self._loss = torch.zeros(type_.shape, dtype=type_.dtype, device=ranks.device)
         cache = RegionCache(runtime.options.backend, ranks.everyone.rank)
         if runtime.options.backend == "inductor":
             cache.ready = prepare_inductor(ranks.device)
@@ -52,8 +59,8 @@ class PipelinedRun:
         self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
         self._digest = hashlib.sha256(str(traced).encode(errors="backslashreplace")).hexdigest()
 
-    def step(self, microbatches: Sequence[Sequence[Any]], updater: Updater) -> list[torch.Tensor]:
-        """Run the program; gives the losses of the micro-batches, if this rank has the last stage.
+    def step(self, microbatches: Sequence[Sequence[Any]], updater: Updater) -> torch.Tensor:
+        """Run the program; gives the mean loss of the micro-batches.
 
         Args:
             microbatches: Of each what the call is given, containers taken apart.
@@ -64,7 +71,7 @@ class PipelinedRun:
             AgreementError: the ranks are out of step.
         """
         self._enter()
-        tangent = torch.tensor(1 / len(microbatches), device=self.ranks.device)
+        tangent = torch.full_like(self._loss, 1 / len(microbatches))
         box = [self._value(node, microbatches, tangent, updater) for node in self._given]
         try:
             with torch.no_grad(), updater.updating():
@@ -72,7 +79,18 @@ class PipelinedRun:
         except BaseException:
             self.ranks.data.order_all()
             raise
-        return list(losses)
+        return self._shared(losses)
+
+    def _shared(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean of the losses, which the rank with the last stage has, on all along the axis."""
+        total = torch.zeros_like(self._loss)
+        for loss in losses:
+            total += loss
+        mean = total / max(len(losses), 1)
+        if self.ranks.links.size > 1:
+            with self.ranks.links.waits.explained("the loss"):
+                dist.broadcast(mean, group=self.ranks.links.groups[0], group_src=self._last)
+        return mean
 
     def _enter(self) -> None:
         """Begin a run that all ranks number alike, with no copy of a parameter that a step has outdated."""

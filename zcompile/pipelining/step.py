@@ -18,7 +18,7 @@ from zcompile.engine.step_trace import Called, trace_call
 from zcompile.errors import AgreementError, CaptureError, ModelError, OptimizerError, OptionError, ParameterError
 from zcompile.frontend.dynamo import autocast
 from zcompile.ir.actions import ActionTable
-from zcompile.ir.layout import STAGES
+from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
@@ -127,12 +127,12 @@ class PipelinedStep:
             self._run = self._prepared(parts[0])
             self._guard = StepGuard(self.model, parts[0])
         self._check_unchanged(parts)
-        losses = self._run.step([part.leaves() for part in parts], self._updater)
+        loss = self._run.step([part.leaves() for part in parts], self._updater)
         self._updater.finish()
         self._run.runtime.freshness.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        return self._ranks.shared_loss(losses, self.table.rank_of(self.table.stages - 1))
+        return loss
 
     @property
     def program(self) -> Program | None:
@@ -205,8 +205,9 @@ class PipelinedStep:
         program = ranks.agreement.attempt("the program", lambda: rewrite(traced, place, options))[0].program
         texts = ranks.agreement.share("the programs of all ranks", program.text(regions=True))
         check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
-        runtime = self._divided(program)
-        return PipelinedRun(program, traced, runtime, ranks, dict(self.model.named_buffers()))
+        runtime = self._divided(program, traced.layout)
+        last = self.table.rank_of(self.table.stages - 1)
+        return PipelinedRun(program, traced, runtime, ranks, dict(self.model.named_buffers()), last)
 
     def _traced(self, first: Called) -> Program:
         """The step of one micro-batch.
@@ -238,7 +239,7 @@ class PipelinedStep:
             )
         return traced
 
-    def _divided(self, program: Program) -> ModelRuntime:
+    def _divided(self, program: Program, whole: Layout) -> ModelRuntime:
         """What the program runs with: this rank's units, sharded; of all others nothing is left."""
         ranks, layout = self._ranks, program.layout
         for parameter in self.model.parameters():
@@ -252,7 +253,7 @@ class PipelinedStep:
             everyone=ranks.agreement,
             in_step=ranks.everyone,
         )
-        shards, _, retired = shard_model(self.model, layout, ranks.data)
+        shards, _, retired = shard_model(self.model, layout, ranks.data, whole=whole)
         runtime.extend((), shards)
         point_at_shards(self.optimizers, shards.values(), retired)
         own = {id(parameter) for unit in shards.values() for parameter in unit.parameters.values()}
