@@ -144,13 +144,19 @@ def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStag
             draws += [(action.microbatch, number) for number in boundary.draws[0 if forward else 1]]
     ends = (end for stage in own for end in (*stage.boundary.inputs, *stage.boundary.tangents))
     received = {e.value for e in ends if isinstance(e, Crossing) and place.table.rank_of(e.stage) != place.rank}
+    made = set[str]()
+    for stage in own:
+        taken = {e.value for e in (*stage.boundary.inputs, *stage.boundary.tangents) if isinstance(e, Crossing)}
+        given = (e.value for e in (*stage.boundary.outputs, *stage.boundary.gradients) if isinstance(e, Crossing))
+        made.update(value for value in given if value not in taken)
     return RankValues(
         TracedTerms(traced),
         step.layout,
         place.table.microbatches,
         tuple(results),
-        frozenset(received),
+        frozenset(received - made),
         tuple(draws),
+        frozenset(received & made),
     )
 
 

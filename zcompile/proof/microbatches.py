@@ -57,6 +57,8 @@ class RankValues:
     results: tuple[tuple[int, int], ...]
     received: frozenset[str]
     draws: tuple[tuple[int, int], ...] = ()
+    returned: frozenset[str] = frozenset()
+    """Names of values of its own that come back to it, by way of a stage between two of this rank's."""
 
     def modulo(self, rules: Sequence[Rule]) -> RankValues:
         """The same where these rules say what counts as equal, too."""
@@ -74,7 +76,7 @@ class RankValues:
         received = {
             f"m{number}_{name}": values[self._term(name)]
             for number, values in enumerate(self._values)
-            for name in self.received
+            for name in self.received | self.returned
         }
         try:
             step = StepTerms(program, self.terms.step.regions, received=received)
