@@ -8,15 +8,17 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zcompile import errors
-from zcompile._torch import default_store, group_timeout
+from zcompile._torch import default_store, group_timeout, is_fake
 from zcompile.errors import AgreementError, GroupError, StateError, ZcompileError
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.waits import named
+from zcompile.runtime.waits import Waits, named
 
 T = TypeVar("T")
 
@@ -125,55 +127,62 @@ class Agreement:
     def _exchange(self, text: str, what: str) -> list[str]:
         if self.alone:
             return [text]
-        store = self._write(text)
-        self._await(store, what)
-        ranks = self.communicator.waits.ranks
-        texts = [store.get(str(rank)).decode() for rank in ranks]
-        for rank, found in zip(ranks, texts, strict=True):
-            if found.startswith(_WITHDRAWN):
-                problem, fix = json.loads(found.removeprefix(_WITHDRAWN))
-                raise AgreementError(what, f"rank {rank} failed first: {problem}", f"on rank {rank}: {fix}")
-        return texts
+        store, waits = self._write(text), self.communicator.waits
+        return _read(store, waits.ranks, waits, group_timeout(self.communicator.group, self.communicator.device), what)
 
     def _compare(self, what: str, texts: list[list[str]], fix: str = _ALIKE) -> None:
         if difference := first_difference(dict(enumerate(texts))):
             raise AgreementError(what, difference, fix)
 
-    def _await(self, store: dist.Store, what: str) -> None:
-        """Return once every rank has written its text.
 
-        Raises:
-            AgreementError: some did not within the group's timeout.
-        """
-        limit = group_timeout(self.communicator.group, self.communicator.device)
-        waits, deadline = self.communicator.waits, time.perf_counter() + limit.total_seconds()
-        keys = [str(rank) for rank in waits.ranks]
+def _read(store: dist.Store, ranks: Sequence[int], waits: Waits, limit: timedelta, what: str) -> list[str]:
+    """What each of `ranks` has written into `store` under its number, once all have.
 
-        def missing() -> list[int]:
-            with contextlib.suppress(RuntimeError):
-                return [rank for rank, key in zip(waits.ranks, keys, strict=True) if not store.check([key])]
-            return [rank for rank in waits.ranks if rank != waits.rank]  # the store is gone with its host
+    Raises:
+        AgreementError: some did not within `limit`, or one has withdrawn.
+    """
+    _await(store, ranks, waits, limit, what)
+    texts = [store.get(str(rank)).decode() for rank in ranks]
+    for rank, found in zip(ranks, texts, strict=True):
+        if found.startswith(_WITHDRAWN):
+            problem, fix = json.loads(found.removeprefix(_WITHDRAWN))
+            raise AgreementError(what, f"rank {rank} failed first: {problem}", f"on rank {rank}: {fix}")
+    return texts
 
-        def done(seconds: float) -> bool:
-            end, pause = time.perf_counter() + seconds, FIRST_LOOK
-            while (left := end - time.perf_counter()) > 0:
-                # Not `store.wait`: each time that it ends without an answer, a TCPStore writes two warnings.
-                with contextlib.suppress(RuntimeError):  # of a store that is gone
-                    if store.check(keys):
-                        return True
-                time.sleep(min(pause, left))
-                pause *= 2
-            return time.perf_counter() > deadline
 
-        waits.until(done, what, missing)
-        waits.over()
-        if late := missing():
-            seconds = f"{limit.total_seconds():.0f} s"
-            problem = f"{named(late)} did not get here within {seconds}, rank {waits.rank} did"
-            if (culprits := waits.culprits(late)) != late:
-                problem += f"; {named(culprits)} kept {'it' if len(late) == 1 else 'them'} waiting"
-            fix = f"look for an error of {named(culprits)}; every rank must make the same calls in the same order"
-            raise AgreementError(what, problem, fix)
+def _await(store: dist.Store, ranks: Sequence[int], waits: Waits, limit: timedelta, what: str) -> None:
+    """Return once every rank has written its text.
+
+    Raises:
+        AgreementError: some did not within `limit`.
+    """
+    deadline, keys = time.perf_counter() + limit.total_seconds(), [str(rank) for rank in ranks]
+
+    def missing() -> list[int]:
+        with contextlib.suppress(RuntimeError):
+            return [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        return [rank for rank in ranks if rank != waits.rank]  # the store is gone with its host
+
+    def done(seconds: float) -> bool:
+        end, pause = time.perf_counter() + seconds, FIRST_LOOK
+        while (left := end - time.perf_counter()) > 0:
+            # Not `store.wait`: each time that it ends without an answer, a TCPStore writes two warnings.
+            with contextlib.suppress(RuntimeError):  # of a store that is gone
+                if store.check(keys):
+                    return True
+            time.sleep(min(pause, left))
+            pause *= 2
+        return time.perf_counter() > deadline
+
+    waits.until(done, what, missing)
+    waits.over()
+    if late := missing():
+        seconds = f"{limit.total_seconds():.0f} s"
+        problem = f"{named(late)} did not get here within {seconds}, rank {waits.rank} did"
+        if (culprits := waits.culprits(late)) != late:
+            problem += f"; {named(culprits)} kept {'it' if len(late) == 1 else 'them'} waiting"
+        fix = f"look for an error of {named(culprits)}; every rank must make the same calls in the same order"
+        raise AgreementError(what, problem, fix)
 
 
 def _meeting(ranks: Sequence[int], rank: int) -> tuple[str, int]:
@@ -203,6 +212,21 @@ def told_to_others(ranks_of: Callable[[], Sequence[int]]) -> Iterator[None]:
             with contextlib.suppress(Exception):  # of a mesh that cannot be meant, or a store that is gone
                 _withdraw(ranks_of(), error)
         raise
+
+
+def all_through(ranks: Sequence[int], device: torch.device, what: str) -> None:
+    """Return once all of `ranks` are through what `told_to_others` stands around: before groups of them are made.
+
+    Raises:
+        AgreementError: one failed there, or did not come within the timeout of the default group.
+    """
+    world = dist.GroupMember.WORLD
+    if world is None or len(ranks) == 1 or is_fake(world):
+        return
+    prefix, _ = _meeting(ranks, dist.get_rank())
+    store = dist.PrefixStore(f"{prefix}/1", default_store())
+    store.set(str(dist.get_rank()), "")
+    _read(store, ranks, Waits(world), group_timeout(world, device), what)
 
 
 def _withdraw(ranks: Sequence[int], error: ZcompileError) -> None:

@@ -6,7 +6,9 @@ other something, and receive behind that, would wait for each other for good. So
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +25,8 @@ from zcompile.runtime.groups import Communicator
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.waits import Waits
 
-_TAG = 1 << 29
-"""In the tags of all messages between stages."""
+_TAG = 1 << 28
+"""In the tags of all messages between stages; those of collectives have higher bits (`runtime.gloo_collectives`)."""
 _RUNS = 1 << 28
 
 
@@ -46,10 +48,20 @@ class StageLinks:
         self._tag = _TAG
         self._blocks = backend_name(self.groups[0], self.device) == backend_of(HOST) and is_host(self.device)
         self._queues: dict[tuple[int, bool], Progress] = {}
+        self._flying: weakref.WeakSet[StreamWork] = weakref.WeakSet()
 
     def stamp(self, run: int) -> None:
         """What is sent from now on belongs to the run with this number, where messages can tell."""
         self._tag = _TAG + run % _RUNS
+
+    def order_all(self) -> None:
+        """Whatever was begun and not waited for ends before what the current stream does from here on.
+
+        For a step that has failed: its memory may be lent again, and a GPU would still read it, or write to it.
+        """
+        for work in list(self._flying):
+            with contextlib.suppress(Exception):  # of a group that is broken, the error is the one on its way
+                work.order()
 
     def send(self, value: torch.Tensor, to: int) -> AsyncWork:
         """Start sending a 1-D tensor of bytes to the rank at this place."""
@@ -60,8 +72,7 @@ class StageLinks:
             return self._follow(to, True, gloo, value, lambda: gloo.send([value], to, self._tag))
         with self.waits.explained("a message to another stage"):
             work = dist.isend(value, group=group, group_dst=to)
-        assert work is not None, "this rank is one of the group"
-        return StreamWork(work.wait, (value,), waits=self.waits)
+        return self._on_stream(work, value)
 
     def receive(self, buffer: torch.Tensor, source: int) -> AsyncWork:
         """Start receiving from the rank at this place into a 1-D tensor of bytes."""
@@ -71,8 +82,13 @@ class StageLinks:
             return self._follow(source, False, gloo, buffer, lambda: gloo.recv([buffer], source, self._tag))
         with self.waits.explained("a message from another stage"):
             work = dist.irecv(buffer, group=group, group_src=source)
+        return self._on_stream(work, buffer)
+
+    def _on_stream(self, work: dist.Work | None, tensor: torch.Tensor) -> StreamWork:
         assert work is not None, "this rank is one of the group"
-        return StreamWork(work.wait, (buffer,), waits=self.waits)
+        started = StreamWork(work.wait, (tensor,), waits=self.waits)
+        self._flying.add(started)
+        return started
 
     def _follow(
         self, peer: int, sends: bool, gloo: Any, tensor: torch.Tensor, start: Callable[[], dist.Work]
@@ -96,36 +112,45 @@ class StageLinks:
         return self._queues[peer, sends].follow(HostWork(arrive, self.traffic, self.waits, what))
 
 
-class Sending:
+class _Message:
+    """A value on its way between two stages."""
+
+    def __init__(self, operation: str, work: AsyncWork, links: StageLinks) -> None:
+        self._operation, self._work, self._links = operation, work, links
+
+    def _end(self, sent: int) -> None:
+        """Return when it has arrived; `sent` bytes are noted as those that this rank has sent."""
+        recorder = self._links.recorder
+        start = recorder.now()
+        self._work.wait()
+        span = Span("wait", start, recorder.now())
+        started, ended = self._work.started, self._work.ended
+        recorder.add_message(Message(self._operation, "", sent, started, ended, span, self._links.axis))
+
+
+class Sending(_Message):
     """A value on its way to another stage."""
 
     def __init__(self, work: AsyncWork, nbytes: int, links: StageLinks) -> None:
-        self.work, self.nbytes, self.links = work, nbytes, links
+        super().__init__("send", work, links)
+        self._nbytes = nbytes
 
     def wait(self) -> None:
         """Return when the value's memory may be used again."""
-        start = self.links.recorder.now()
-        self.work.wait()
-        self._note("send", start)
-
-    def _note(self, operation: str, start: Any) -> None:
-        recorder = self.links.recorder
-        span = Span("wait", start, recorder.now())
-        message = Message(operation, "", self.nbytes, self.work.started, self.work.ended, span, self.links.axis)
-        recorder.add_message(message)
+        self._end(self._nbytes)
 
 
-class Receiving(Sending):
+class Receiving(_Message):
     """A value on its way from another stage."""
 
     def __init__(self, work: AsyncWork, value: torch.Tensor, links: StageLinks) -> None:
-        super().__init__(work, value.nbytes, links)
-        self.value = value
+        super().__init__("recv", work, links)
+        self._value = value
 
-    def wait(self) -> torch.Tensor:  # type: ignore[override]
+    def wait(self) -> torch.Tensor:
         """The value, once it has arrived."""
-        self.work.wait()
-        return self.value
+        self._end(0)
+        return self._value
 
 
 def send(

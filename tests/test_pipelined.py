@@ -256,7 +256,7 @@ def test_a_model_on_meta_gets_the_values_of_its_code_where_it_is_kept(ranks: Ran
     assert {*names, *others} == {name for name, _ in GPT(layers=4, width=16, heads=2).named_parameters()}
 
 
-def programs(rank: int, stage: int) -> dict[str, Any]:
+def programs(rank: int, stage: int, **options: Any) -> dict[str, Any]:
     model = model_of("gpt")
     step = zcompile.train_step(
         model,
@@ -266,6 +266,7 @@ def programs(rank: int, stage: int) -> dict[str, Any]:
         microbatches=MICROBATCHES,
         stage=stage,
         backend="eager",
+        **options,
     )
     assert isinstance(step, PipelinedStep)
     assert step.program is None
@@ -278,6 +279,10 @@ def programs(rank: int, stage: int) -> dict[str, Any]:
         "text": str(step.program),
         "units": len(step.program.layout.units),
     }
+
+
+def text_with(rank: int, options: dict[str, Any]) -> str:
+    return str(programs(rank, 1, **options)["text"])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -293,6 +298,11 @@ def test_what_a_stage_of_zero_sends_in_a_pipeline(ranks: Ranks, stage: int) -> N
         assert found["Send"] == MICROBATCHES
         actions = re.findall(r"^    # (\w+)$", found["text"], re.MULTILINE)
         assert actions[:4] == [["0F0", "0F1", "0B0", "0F2"], ["1F0", "1B0", "1F1", "1B1"]][rank // 2]
+
+
+def test_messages_are_of_the_size_that_is_asked_for(ranks: Ranks) -> None:
+    assert all("bucket=512" in text for text in ranks.run(4, text_with, {"bucket": 512}))
+    assert not any("bucket=" in text for text in ranks.run(4, text_with, {}))
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -409,7 +419,9 @@ def different(rank: int, what: str) -> tuple[str, float]:
     """Rank 1 has something else."""
     mesh, mine = mesh_of(2, 1), rank == 1
     model = model_of("skips")
-    table = ActionTable.parse("0F0, 0F1, 0B0, 0B1\n1F0, 1F1, 1B0, 1B1") if what == "table" and mine else "1f1b"
+    table: str | ActionTable = "2f2b" if what == "schedule" and mine else "1f1b"
+    if what == "table" and mine:
+        table = ActionTable.parse("0F0, 0F1, 0B0, 0B1\n1F0, 1F1, 1B0, 1B1")
     options: dict[str, Any] = {"split": ["up.0"]} if what == "split" and mine else {}
     started = time.perf_counter()
     try:
@@ -443,6 +455,15 @@ def test_ranks_that_differ_are_told_before_anything_runs(ranks: Ranks, what: str
     for found, seconds in ranks.run(2, different, what):
         assert found.startswith(message), found
         assert seconds < AT_ONCE
+
+
+def test_what_one_rank_alone_has_wrong_is_told_to_the_others(ranks: Ranks) -> None:
+    (other, seconds), (own, _) = ranks.run(2, different, "schedule")
+    assert own.startswith("OptionError: schedule: '2f2b' is no schedule")
+    assert other.startswith(
+        "AgreementError: a pipelined train step: rank 1 failed first: OptionError: schedule: '2f2b'"
+    )
+    assert seconds < AT_ONCE
 
 
 def changes(rank: int, what: str) -> tuple[str, float]:

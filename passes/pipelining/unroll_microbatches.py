@@ -31,7 +31,20 @@ from torch import fx
 
 from zcompile.ir.actions import Action, ActionKind, ActionTable
 from zcompile.ir.operation import Data, Operation, Phase, data, op_of, set_data
-from zcompile.ir.ops import Call, Group, Input, Item, Kind, Lent, Receive, Results, Send, Shards, WaitReceive, WaitSend
+from zcompile.ir.ops import (
+    Call,
+    Group,
+    Input,
+    Kind,
+    Lent,
+    Receive,
+    Results,
+    Send,
+    Shards,
+    WaitReceive,
+    WaitSend,
+    items_of,
+)
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
@@ -340,11 +353,7 @@ def _for_other_stages(program: Program) -> set[fx.Node]:
         if node in needed:
             needed.update(node.all_input_nodes)
     calls = {node for node in needed if isinstance(data(node).op, Call)}
-    return needed | {item for call in calls for item in call.users if item in _items(call)}
-
-
-def _items(call: fx.Node) -> list[fx.Node]:
-    return [user for user in call.users if isinstance(data(user).op, Item)]
+    return needed | {item for call in calls for item in items_of(call)}
 
 
 def _strides(placeholder: fx.Node) -> tuple[int, ...] | None:

@@ -41,7 +41,7 @@ def step(box):
     m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                   c
     del m1_c_grad_input
     c_sum = add(c, [m0_c_full_grad], [m1_c_full_grad])                #                                     c
-    del m0_c_full_grad, m1_c_full_grad                                #                       -128 B
+    del m0_c_full_grad, m1_c_full_grad                                #                       -64 B
     # 1F2
     m2_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m2_yb')  # f32[8, 4]             +128 B        b
     m2_b_out = wait(m2_b_out_recv)                                    # &f32[8, 4]                          b
@@ -56,7 +56,7 @@ def step(box):
     c_sum_1 = add(c, c_sum, [m2_c_full_grad])                         #                                     c
     del m2_c_full_grad                                                #                       -64 B
     c_reduce = reduce_scatter(c, c_sum_1)                             #                       +32 B         c
-    c_grads = wait(c_reduce)                                          #                                     c
+    c_grads = wait(c_reduce)                                          #                       -64 B         c
     # end
     wait(m0_c_grad_input_sent)
     del m0_c_grad_input_sent                                          #                       -128 B
@@ -101,7 +101,7 @@ def step(box):
     m1_c_reduce = reduce_scatter(c, [m1_c_full_grad])                 #                       +32 B         c
     del m1_c_full_grad
     m1_c_grads = wait(m1_c_reduce)                                    #                       -64 B         c
-    c_grads = add(c, m0_c_grads, m1_c_grads)                          #                                     c
+    c_grads = add(c, m0_c_grads, m1_c_grads)                          #                       -32 B         c
     # end
     wait(m0_c_grad_input_sent)
     del m0_c_grad_input_sent                                          #                       -128 B

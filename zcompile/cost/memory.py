@@ -27,6 +27,8 @@ from zcompile.ir.ops import (
     Reduce,
     Results,
     Store,
+    Sum,
+    SumAverages,
     items_of,
     reductions_of,
     values_of,
@@ -98,6 +100,9 @@ def alive_at(program: Program, line: fx.Node) -> list[tuple[fx.Node, MemoryKind,
             case Role.UPDATE:
                 for reduction in reductions_of(node.all_input_nodes[1]):
                     result.pop(reduction, None)
+        if isinstance(data(node).op, SumAverages):
+            for reduction in reductions_of(node.all_input_nodes[2]):
+                result.pop(reduction, None)
         if node in ends and not items_of(node) and position[ends[node]] >= position[line]:
             result[node] = data(node).nbytes
     alive = [(node, _kind_of(node), nbytes) for node, nbytes in result.items() if nbytes > 0]
@@ -111,8 +116,8 @@ def _kind_of(node: fx.Node) -> MemoryKind:
             return MemoryKind.FULL
         case Role.REDUCE | Role.UPDATE:
             return MemoryKind.GRADIENTS
-    reduced = any(isinstance(data(user).op, (Reduce, Accumulate)) for user in node.users)
-    return MemoryKind.GRADIENTS if reduced else MemoryKind.ACTIVATIONS
+    reduced = any(isinstance(data(user).op, (Reduce, Accumulate, Sum)) for user in node.users)
+    return MemoryKind.GRADIENTS if reduced or isinstance(data(node).op, SumAverages) else MemoryKind.ACTIVATIONS
 
 
 @dataclass(frozen=True)

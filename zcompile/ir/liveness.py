@@ -16,6 +16,8 @@ from zcompile.ir.ops import (
     ReduceOutside,
     Results,
     Store,
+    Sum,
+    SumAverages,
     WaitReduce,
 )
 from zcompile.ir.program_graph import ProgramGraph
@@ -49,6 +51,8 @@ def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
     match data(user).op:
         case Averaging():
             return True  # its result arrives when it has been waited for
+        case Sum() | SumAverages():
+            return node not in _added(user)  # what it adds to is where the sum is
         case GatherInside():
             return True  # it is being sent
         case WaitReduce():
@@ -60,6 +64,12 @@ def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
             return data(user).view or any(data(item).view for item in user.users)
         case _:
             return data(user).view
+
+
+def _added(summed: fx.Node) -> list[fx.Node]:
+    """What is added in a line of a sum, which that line needs last."""
+    added = summed.args[2]
+    return [added] if isinstance(added, fx.Node) else [one for one in added if isinstance(one, fx.Node)]  # type: ignore[union-attr]
 
 
 def may_show(program: ProgramGraph, view: object, value: fx.Node) -> bool:

@@ -593,6 +593,10 @@ class SumAverages(Operation):
     unit: str
     params: tuple[str, ...]
 
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """What is added is freed."""
+        return -averages_bytes(node.all_input_nodes[2], layout)
+
 
 AVERAGES = (WaitReduce, SumAverages)
 """An argument that is averaged gradients, of one micro-batch or the sum over several."""
@@ -613,8 +617,7 @@ class Update(Operation):
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """What is left of what their reductions have taken."""
-        grads = node.all_input_nodes[1]
-        return -sum(data(one).op.memory(one, layout) for one in (grads, *reductions_of(grads)))
+        return -averages_bytes(node.all_input_nodes[1], layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -846,6 +849,13 @@ def reductions_of(averages: fx.Node) -> list[fx.Node]:
         return reductions_of(averages.all_input_nodes[1])
     (last,) = averages.all_input_nodes
     return [last, *reductions_of(last.all_input_nodes[1])] if isinstance(data(last).op, ReduceOutside) else [last]
+
+
+def averages_bytes(averages: fx.Node, layout: Layout) -> int:
+    """Bytes that averaged gradients have, of what their reductions have taken; of a sum, those of the first."""
+    while isinstance(data(averages).op, SumAverages):
+        averages = averages.all_input_nodes[1]
+    return sum(data(one).op.memory(one, layout) for one in (averages, *reductions_of(averages)))
 
 
 def _shown_bytes(value: fx.Node) -> int:

@@ -23,6 +23,7 @@ from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 from zcompile.proof.microbatches import RankValues
 from zcompile.proof.values import TracedTerms
 from zcompile.schedule.default_pipeline import of_stages, of_steps
+from zcompile.schedule.option_checks import bytes_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import ALWAYS, Pass, Verified
 
@@ -100,28 +101,26 @@ def _balanced(work: Sequence[float], parts: int) -> list[int]:
     return cuts
 
 
-def rewrite(traced: Program, place: PipelinePlace, options: Options, *, updates: bool = True) -> PipelinedProgram:
+def rewrite(
+    traced: Program, place: PipelinePlace, options: Options, hardware: Hardware = CPU, *, updates: bool = True
+) -> PipelinedProgram:
     """The program of this rank's step.
 
     Args:
         traced: The step of one micro-batch, of the whole model, laid out for the ranks that it is to run on.
         place: Where this rank is in the pipeline.
         options: What is asked for.
+        hardware: What messages are made for, where `options` do not say it.
         updates: Let the optimizer use gradients as soon as they are there.
 
     Raises:
         OptionError: the stages cannot begin with these units.
         ProgramError, PipelineError: a pass went wrong.
     """
-    bucket = bucket_for(CPU)
+    bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
     partition = "min_cut" if options.backend == "inductor" else "default"
     cut = cut_stages(traced, starts=place.starts)
-    for name, home in (one for stage in cut for one in stage.boundary.partial.items()):
-        others = [stage.number for stage in cut if name in stage.boundary.partial and stage.number != home]
-        problem = (
-            f"is read by stage {home} and by stages {others}: parameters of several stages are not pipelined so far"
-        )
-        raise CaptureError(name, problem, "untie it, or let all that reads it be in one stage by split=[...]")
+    _check_homes(cut)
     passes = of_stages(partition=partition, divides=place.table.divides_backward, bucket=bucket)  # type: ignore[arg-type]
     stages = tuple(_rewritten(one, passes) if one.number in place.own else one for one in cut)
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
@@ -130,6 +129,15 @@ def rewrite(traced: Program, place: PipelinePlace, options: Options, *, updates:
     passes = of_steps(options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates)
     step = Verified(step, values).after(passes).program
     return PipelinedProgram(step, stages)
+
+
+def _check_homes(cut: Sequence[PipelineStage]) -> None:
+    shared = {name: home for stage in cut for name, home in stage.boundary.partial.items()}
+    for name, home in shared.items():
+        others = [stage.number for stage in cut if name in stage.boundary.partial and stage.number != home]
+        where = f"is read by stage {home} and by stages {others}"
+        problem = f"{where}: parameters of several stages are not pipelined so far"
+        raise CaptureError(name, problem, "untie it, or let all that reads it be in one stage by split=[...]")
 
 
 def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStage], place: PipelinePlace) -> RankValues:

@@ -45,26 +45,30 @@ class PipelineRanks:
     axes: tuple[Axis, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: DeviceMesh) -> PipelineRanks:
-        """Those of a mesh whose dimensions are "pp" and, perhaps, "dp". Collective.
-
-        Raises:
-            GroupError: it has others, or is for another device than the model's.
-        """
-        names = mesh.mesh_dim_names or ()
-        if others := [name for name in names if name not in _KINDS]:
-            problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, others))} so far"
-            fix = f"give init_device_mesh({mesh.device_type!r}, (stages, ranks), mesh_dim_names=('pp', 'dp'))"
-            raise GroupError("mesh", problem, fix)
-        first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
-        device = default_device(mesh) if first is None else first.device
-        if device.type != mesh.device_type:
-            fix = f"move the model to {mesh.device_type!r}, or make the mesh for {device.type!r}"
-            raise GroupError("mesh", f"is for {mesh.device_type!r}, the model is on {device.type!r}", fix)
+    def of(cls, mesh: DeviceMesh, device: torch.device) -> PipelineRanks:
+        """Those of a mesh that `device_of` takes. Collective."""
         onward, back = _with_data(mesh), _with_data(mesh)
         everyone = Communicator(as_one(onward), device)
         links = StageLinks(onward[PIPELINE], back[PIPELINE], everyone)
         return cls(device, everyone, Agreement(everyone), Communicator(onward[DATA], device), links, _axes(onward))
+
+
+def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
+    """Where a model is trained on a mesh whose dimensions are "pp" and, perhaps, "dp".
+
+    Raises:
+        GroupError: it has others, or is for another device than the model's.
+    """
+    if others := [name for name in mesh.mesh_dim_names or () if name not in _KINDS]:
+        problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, others))} so far"
+        fix = f"give init_device_mesh({mesh.device_type!r}, (stages, ranks), mesh_dim_names=('pp', 'dp'))"
+        raise GroupError("mesh", problem, fix)
+    first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
+    device = default_device(mesh) if first is None else first.device
+    if device.type != mesh.device_type:
+        fix = f"move the model to {mesh.device_type!r}, or make the mesh for {device.type!r}"
+        raise GroupError("mesh", f"is for {mesh.device_type!r}, the model is on {device.type!r}", fix)
+    return device
 
 
 def _with_data(mesh: DeviceMesh) -> DeviceMesh:

@@ -78,6 +78,7 @@ class PipelinedRun:
                 losses, _ = self._run(box)
         except BaseException:
             self.ranks.data.order_all()
+            self.ranks.links.order_all()
             raise
         return self._shared(losses)
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from zcompile._torch import has_step_pre_hooks, parameters_of, tree_leaves, tree_map_only
+from zcompile.cost.hardware import CPU, GPU
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.engine.step_trace import Called, trace_call
@@ -28,11 +29,13 @@ from zcompile.model.units import make_layout
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.guard import StepGuard
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
-from zcompile.pipelining.ranks import PipelineRanks
+from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, device_of
 from zcompile.pipelining.run import PipelinedRun
 from zcompile.proof.ranks import check_texts
-from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.agreement import Agreement, all_through, told_to_others
+from zcompile.runtime.device import is_gpu
 from zcompile.runtime.gradients.updates import Updater
+from zcompile.runtime.groups import ranks_of
 from zcompile.schedule.options import Options
 
 LossFunction = Callable[..., torch.Tensor]
@@ -71,17 +74,33 @@ def pipelined_step(
         GroupError, OptimizerError: as `zcompile.train_step`.
     """
     mesh, units = given.pop("mesh"), given.pop("units", None)
-    options = Options.among(given)
-    if unknown := [name for name in given if name not in {field.name for field in fields(Options)}]:
-        raise OptionError(unknown[0], "is no option of a pipeline", f"choose among {', '.join(sorted(_TAKEN))}")
-    for field in fields(Options):
-        if field.name not in _TAKEN and given.get(field.name, field.default) != field.default:
-            raise OptionError(field.name, "is not combined with a pipeline so far", "leave it out")
-    check_kinds(model)
-    check_optimizers(optimizers, model)
-    ranks = PipelineRanks.of(model, mesh)
-    table = action_table(asked.schedule, ranks.links.size, asked.microbatches, asked.stages_per_rank)
+    with told_to_others(lambda: ranks_of(mesh)):
+        options = _options_of(given)
+        check_kinds(model)
+        check_optimizers(optimizers, model)
+        device = device_of(model, mesh)
+        table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
+    all_through(ranks_of(mesh), device, "a pipelined train step")
+    ranks = PipelineRanks.of(mesh, device)
     return PipelinedStep(model, loss_fn, optimizers, ranks, table, options, units, asked.split)
+
+
+def _options_of(given: dict[str, Any]) -> Options:
+    """The options of a pipeline.
+
+    Raises:
+        OptionError: one that it does not take.
+    """
+    known = {field.name: field for field in fields(Options)}
+    if unknown := [name for name in given if name not in known]:
+        raise OptionError(unknown[0], "is no option of a pipeline", f"choose among {', '.join(sorted(_TAKEN))}")
+    for name, value in given.items():
+        if name not in _TAKEN and value != known[name].default:
+            raise OptionError(name, "is not combined with a pipeline so far", "leave it out")
+    options = Options.among(given)
+    if options.prefetch == "auto":
+        raise OptionError("prefetch", "'auto' is not combined with a pipeline so far", "give a number of units")
+    return options
 
 
 class PipelinedStep:
@@ -200,9 +219,10 @@ class PipelinedStep:
         traced = ranks.agreement.attempt("the traced step", lambda: self._traced(first))[0]
         asked = [str(options), *str(self.table).split("\n"), f"split {self._split}"]
         ranks.agreement.reach("the options and the traced step", [*asked, *str(traced).split("\n")])
-        starts = choose_starts(traced, self.table.stages, self._split)
+        hardware = GPU if is_gpu(ranks.device) else CPU
+        starts = choose_starts(traced, self.table.stages, self._split, hardware)
         place = PipelinePlace(self.table, ranks.links.rank, ranks.links.axis, starts)
-        program = ranks.agreement.attempt("the program", lambda: rewrite(traced, place, options))[0].program
+        program = ranks.agreement.attempt("the program", lambda: rewrite(traced, place, options, hardware))[0].program
         texts = ranks.agreement.share("the programs of all ranks", program.text(regions=True))
         check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
         runtime = self._divided(program, traced.layout)
