@@ -174,13 +174,13 @@ class Communicator(AxisCommunicator):
         return as_one(self.mesh) if self.parts > 1 else self.mesh
 
     @torch.no_grad()
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give every rank the values of the mesh's first rank, in place; any device, strides and dtype."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Give every rank the values of the mesh's rank `source`, in place; any device, strides and dtype."""
         if self.size == 1 or tensor.numel() == 0:
             return
         sent = tensor.to(self.device).contiguous()
-        with self.waits.explained("a broadcast of the first rank's values"):
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo knows few dtypes
+        with self.waits.explained(f"a broadcast of the values of rank {self.waits.ranks[source]}"):
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=source)  # gloo knows few dtypes
         if sent.data_ptr() != tensor.data_ptr() and not torch.equal(sent.to(tensor.device), tensor):
             tensor.copy_(sent)
 

@@ -55,7 +55,7 @@ ROOMS = {
     "engine": "ir cost frontend model proof report runtime runtime.gradients runtime.offload schedule recording",
     "state": "runtime",
     "pipelining": "frontend ir cost facts model proof passes passes.common passes.pipelining runtime "
-    "runtime.gradients schedule engine",
+    "runtime.gradients schedule engine state",
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
     "compiled": "ir cost model schedule runtime runtime.gradients runtime.offload engine state",

@@ -61,7 +61,8 @@ from zcompile.schedule.option_checks import (
 )
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pass, Pipeline
-from zcompile.state.model_state import ModelState, Save, for_others
+from zcompile.state.model_state import ModelState, for_others
+from zcompile.state.savable import Savable
 
 
 def compile(
@@ -322,7 +323,7 @@ def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
     return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
-class CompiledModule(nn.Module):
+class CompiledModule(Savable, nn.Module):
     """A model whose parameters are shards; called like the model, it runs the compiled programs.
 
     It shows the model's own tree: parameters, buffers, modules and state under the model's own names.
@@ -447,78 +448,8 @@ class CompiledModule(nn.Module):
             raise StateError("assign", "would replace the shards by other tensors", fix)
         return self._model_state.load(state_dict, strict)
 
-    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
-        """The whole state in CPU memory, gathered one parameter at a time, for the plain model to load. Collective.
-
-        Each name has memory of its own, also where parameters are tied. Buffers are the first rank's. On other ranks
-        than the first of the mesh the result is empty, unless `rank0_only=False`.
-        """
-        return self._model_state.full(rank0_only)
-
-    def load_full_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a state that is whole, such as the plain model's. Collective.
-
-        Args:
-            state: On every rank, which then takes its rows; or on the mesh's first rank, which sends them one parameter
-                at a time, and None or nothing in it elsewhere.
-
-        Raises:
-            StateError: on every rank, and before anything is written: a name, shape or dtype that does not fit.
-        """
-        self._model_state.load_full(state)
-
-    def save_full_state_dict(self, path: str | os.PathLike[str]) -> None:
-        """Write `full_state_dict` to one file, whole or not at all. Collective; the mesh's first rank writes.
-
-        Args:
-            path: A file for `safetensors` if it ends in `.safetensors`, else for `torch.load`.
-
-        Raises:
-            StateError: on every rank: it cannot be written, or the package safetensors is missing.
-        """
-        self._model_state.save_full(path)
-
-    def save_checkpoint(
-        self,
-        folder: str | os.PathLike[str],
-        optimizer: Optimizer | None = None,
-        *,
-        extra: Any = None,
-        asynchronous: bool = False,
-    ) -> Save:
-        """Save the model, an optimizer and what else a run needs, to be loaded in any stage and world. Collective.
-
-        The folder holds the previous checkpoint until the new one is complete on all ranks, whenever a rank is killed.
-        Other files in it stay as they are.
-
-        Args:
-            folder: On a file system that all ranks share; where it is a symbolic link, the one that it leads to.
-            optimizer: Any torch optimizer over `compiled.parameters()`, or over some of them.
-            extra: What this rank wants back: its random state, its place in the data. Anything that pickles; its
-                tensors come back on the CPU.
-            asynchronous: Return once the state is copied to CPU memory, and write while training goes on.
-
-        Returns the save; `result()` waits for its end and raises its error. A later save or load waits for it too.
-
-        Raises:
-            StateError: on every rank: it cannot be written, such as to a full disk; nothing of it is left there.
-            OptimizerError: the optimizer holds other parameters than this model's.
-        """
-        return self._model_state.save(folder, optimizer, extra, asynchronous)
-
-    def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> Any:
-        """Load what `save_checkpoint` wrote, in any stage and world, after all of it was found right. Collective.
-
-        Returns this rank's `extra`; a rank that the saving world did not have gets the first rank's. So it is with
-        buffers that differ between ranks. Load checkpoints that you trust only: `extra` is unpickled, which runs
-        code that it names.
-
-        Raises:
-            StateError: on every rank, with the model and the optimizer as they were: no checkpoint, a partial or a
-                damaged one, one of another model or optimizer.
-            OptimizerError: the optimizer holds other parameters than this model's.
-        """
-        return self._model_state.load_checkpoint(folder, optimizer)
+    def _stored(self) -> ModelState:
+        return self._model_state
 
     # -- looking inside -------------------------------------------------------------------------------------------
 

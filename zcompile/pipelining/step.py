@@ -16,7 +16,15 @@ from zcompile.cost.hardware import CPU, GPU
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.engine.step_trace import Called, trace_call
-from zcompile.errors import AgreementError, CaptureError, ModelError, OptimizerError, OptionError, ParameterError
+from zcompile.errors import (
+    AgreementError,
+    CaptureError,
+    ModelError,
+    OptimizerError,
+    OptionError,
+    ParameterError,
+    StateError,
+)
 from zcompile.frontend.dynamo import autocast
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES, Layout
@@ -37,6 +45,8 @@ from zcompile.runtime.device import is_gpu
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import ranks_of
 from zcompile.schedule.options import Options
+from zcompile.state.model_state import ModelState
+from zcompile.state.savable import Savable
 
 LossFunction = Callable[..., torch.Tensor]
 _TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket"})
@@ -103,11 +113,12 @@ def _options_of(given: dict[str, Any]) -> Options:
     return options
 
 
-class PipelinedStep:
+class PipelinedStep(Savable):
     """See `zcompile.train_step`, with a mesh that has a dimension "pp". Collective: every rank calls it.
 
-    The first call traces the step, and divides the model: until then each rank has all of it. Then parameters of other
-    ranks' stages are on meta, and in no group of the optimizers.
+    The first call, or `prepare`, traces the step and divides the model: until then each rank has all of it. Then
+    parameters of other ranks' stages are on meta, and in no group of the optimizers. State is whole, as the plain
+    model's is: a checkpoint of it can be loaded on any other mesh, and by a model that no pipeline divides.
     """
 
     def __init__(
@@ -125,6 +136,7 @@ class PipelinedStep:
         self._loss_fn, self._ranks, self._options, self._units, self._split = loss_fn, ranks, options, units, split
         self._updater = Updater(optimizers)
         self._run: PipelinedRun | None = None
+        self._state: ModelState | None = None
         self._guard: StepGuard | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
@@ -142,16 +154,26 @@ class PipelinedStep:
         """
         self._check()
         parts = self._microbatches(batch, named)
-        if self._run is None:
-            self._run = self._prepared(parts[0])
-            self._guard = StepGuard(self.model, parts[0])
+        run = self._ready(parts[0])
         self._check_unchanged(parts)
-        loss = self._run.step([part.leaves() for part in parts], self._updater)
+        loss = run.step([part.leaves() for part in parts], self._updater)
         self._updater.finish()
-        self._run.runtime.freshness.step()
+        run.runtime.freshness.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return loss
+
+    def prepare(self, *batch: Any, **named: Any) -> None:
+        """Do what the first call does before it takes a step, such as to load a checkpoint then. Collective.
+
+        Args:
+            batch: As for a call; its values do not matter.
+            named: The same.
+
+        Raises:
+            As a call.
+        """
+        self._ready(self._microbatches(batch, named)[0])
 
     @property
     def program(self) -> Program | None:
@@ -211,7 +233,22 @@ class PipelinedStep:
 
         return [part(number) for number in range(count)]
 
+    def _stored(self) -> ModelState:
+        if self._state is None:
+            problem = "is not divided yet: that happens at the first step, which traces the model"
+            raise StateError("model", problem, "call step.prepare(*batch) before, with any batch")
+        return self._state
+
     # -- the first step -------------------------------------------------------------------------------------------
+
+    def _ready(self, first: Called) -> PipelinedRun:
+        """What runs the program, made of a micro-batch if there is none yet."""
+        if self._run is None:
+            self._run = self._prepared(first)
+            self._guard = StepGuard(self.model, first)
+            everyone = self._ranks.everyone
+            self._state = ModelState(self.model, everyone, self._ranks.agreement, self._options.stage)
+        return self._run
 
     def _prepared(self, first: Called) -> PipelinedRun:
         """Trace the step, rewrite this rank's part, compare it with all others', and divide the model."""

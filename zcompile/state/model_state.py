@@ -29,7 +29,7 @@ from zcompile.runtime.tensors.explained import laid_out_like
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.placement import part_of, whole_of
 from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
-from zcompile.state.optimizer_state import Slots, SlotShape, empty_slots, is_kept, put_together, take_apart
+from zcompile.state.optimizer_state import Slots, SlotShape, empty_slots, is_kept, of_one_rank, put_together, take_apart
 from zcompile.state.whole_files import real, whole_file
 
 Result = TypeVar("Result")
@@ -73,6 +73,8 @@ class Save:
 class ModelState:
     """Reads and writes the state of a model whose parameters are shards. Every method is collective.
 
+    What of the model is on meta on a rank is on other ranks, as the units of other pipeline stages are.
+
     Args:
         model: The module tree that holds the shards.
         communicator: The mesh that they are shards on.
@@ -97,20 +99,31 @@ class ModelState:
     @torch.no_grad()
     def full(self, rank0_only: bool) -> Values:
         """`compiled.full_state_dict`."""
+        state = self.model.state_dict()
         # A rank that asks alone would wait within a collective, which knows no names.
-        self.agreement.share("full_state_dict", "")
+        absent = [set(names) for names in self._share("full_state_dict", lambda: _elsewhere(state))]
         whole: Values = {}
         keeps = self.communicator.rank == 0 or not rank0_only
-        for name, value in self.model.state_dict().items():
-            if isinstance(value, DTensor):
+        for name, value in state.items():
+            home = next(rank for rank, names in enumerate(absent) if name not in names)
+            divided = isinstance(value, DTensor) and not is_elsewhere(value)
+            if divided:
                 with self.communicator.waits.explained(f"the gather of {name}"):
                     value = whole_of(value, self.communicator.device)
-            elif isinstance(value, torch.Tensor) and not rank0_only:
-                value = value.clone()
-                self.communicator.broadcast(value)  # buffers may differ between ranks
+            is_sent = any(name in names for names in absent)
+            # Buffers may differ between ranks.
+            if is_sent or (isinstance(value, torch.Tensor) and not divided and not rank0_only):
+                value = self._sent(value, home)
             if keeps:
                 whole[name] = _own_copy(value) if isinstance(value, torch.Tensor) else value
         return whole
+
+    def _sent(self, value: torch.Tensor, home: int) -> torch.Tensor:
+        """All of a tensor, which rank `home` has, on every rank; `value` is this rank's, or on meta."""
+        device = self.communicator.device if is_elsewhere(value) else None
+        copied = torch.empty_like(value, device=device) if is_elsewhere(value) else value.clone()
+        self.communicator.broadcast(copied, home)
+        return copied
 
     def save_full(self, path: str | os.PathLike[str]) -> None:
         """`compiled.save_full_state_dict`."""
@@ -145,13 +158,16 @@ class ModelState:
         rows: Values = {}
         for name, target in self.model.state_dict().items():
             if local is not None:
-                rows[name] = self._part(target, local[name])
+                if not is_elsewhere(target):
+                    rows[name] = self._part(target, local[name])
             elif isinstance(target, torch.Tensor):
                 device = self.communicator.device
                 whole = torch.empty(target.shape, dtype=target.dtype, device=device)
                 if self.communicator.rank == 0:
                     whole.copy_(first[name])
                 self.communicator.broadcast(whole)
+                if is_elsewhere(target):
+                    continue
                 part = self._part(target, whole)
                 # A copy, or the view would keep the whole of each parameter until the last has come.
                 rows[name] = part.clone() if isinstance(target, DTensor) else part
@@ -168,12 +184,16 @@ class ModelState:
         """`compiled.load_state_dict`."""
         targets = self.model.state_dict()
         self._together("load_state_dict", lambda: _check(targets, state, strict))
-        parts = {name: self._part(targets[name], v) if name in targets else v for name, v in state.items()}
+        given = {name: value for name, value in state.items() if not is_elsewhere(targets.get(name))}
+        parts = {name: self._part(targets[name], v) if name in targets else v for name, v in given.items()}
         return self._load(parts, strict)
 
     def _load(self, parts: Values, strict: bool = True) -> Any:
         """Write values that are known to fit: names, shapes and dtypes were checked on all ranks."""
-        return self.model.load_state_dict(parts, strict=strict)
+        elsewhere = set(_elsewhere(self.model.state_dict()))
+        result = self.model.load_state_dict(parts, strict=strict and not elsewhere)
+        result.missing_keys[:] = [name for name in result.missing_keys if name not in elsewhere]
+        return result
 
     def _part(self, target: Any, value: Any) -> Any:
         """What of `value`, whole or in shards, goes into `target` on this rank; a view of it where it can be one."""
@@ -187,9 +207,11 @@ class ModelState:
         """`compiled.save_checkpoint`."""
         self._settle()
         what = f"save_checkpoint({os.fspath(folder)!r})"
-        buffers = self._share(f"{what}: the buffers", lambda: _buffer_digests(self.model))
-        differing = {n for n, digest in buffers[self.communicator.rank].items() if digest != buffers[0].get(n)}
-        content = self._together(what, lambda: self._content(set(buffers[0]), differing, optimizer, extra))
+        kept = self._share(f"{what}: what ranks keep", lambda: [_buffer_digests(self.model), _own(self.model)])
+        (buffers, _), (own, names) = kept[0], kept[self.communicator.rank]
+        differing = {name for name, digest in own.items() if digest != buffers.get(name)}
+        first = next(rank for rank, (_, others) in enumerate(kept) if others == names)
+        content = self._together(what, lambda: self._content(set(buffers), differing, optimizer, extra, first))
         place = self._place(what, real(folder))
         writer = Writer(place, {"world": self.communicator.size, "stage": self.stage, "torch": torch.__version__})
         done: Future[None] = Future()
@@ -234,28 +256,31 @@ class ModelState:
             done.set_exception(failure)
 
     def _content(
-        self, buffers: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any
+        self, buffers: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any, like: int
     ) -> dict[str, Any]:
         """What this rank gives to torch.distributed.checkpoint: tensors, and of everything else one blob a rank.
 
-        Buffers come from the first rank; where this rank's differ, they go into its blob.
+        Buffers come from the first rank; where this rank's differ, they go into its blob. `like`: the first rank with
+        the same parameters.
         """
-        first = self.communicator.rank == 0
+        rank = self.communicator.rank
         model: Values = {}
         own: Values = {}
-        for name, value in self.model.state_dict().items():
+        for name, value in _here(self.model).items():
             if not isinstance(value, torch.Tensor) or name in differing:
                 own[name] = value
-            elif first or name not in buffers:
+            elif rank == 0 or name not in buffers:
                 model[name] = for_others(value)
         content: dict[str, Any] = {"model": model}
         if optimizer is not None:
             state = take_apart(optimizer, self.model)
             content["optimizer"] = {"state": state.tensors}
             content["optimizer"]["owned"] = {n: _blob(f"state of {n}", values) for n, values in state.owned.items()}
-            if first:
+            if rank == 0:
                 content["optimizer"]["about"] = _blob("the optimizer's options", state.about)
-        content["ranks"] = {str(self.communicator.rank): _blob("extra", {"extra": extra, "own": own})}
+            elif rank == like:
+                content["optimizer"]["parts"] = {str(rank): _blob("the optimizer's options", state.about)}
+        content["ranks"] = {str(rank): _blob("extra", {"extra": extra, "own": own})}
         return content
 
     def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None) -> Any:
@@ -278,10 +303,12 @@ class ModelState:
             (blob,) = content["ranks"].values()
             mine = _unblob(found, blob)
             values = {**content["model"], **mine["own"]}
-            _check(self.model.state_dict(), values, True, str(found))
+            _check(_here(self.model), values, True, str(found))
             if optimizer is None:
                 return mine["extra"], values, None
-            about = _unblob(found, content["optimizer"]["about"])
+            blobs = [content["optimizer"]["about"], *content["optimizer"]["parts"].values()]
+            elsewhere = set(_elsewhere(self.model.state_dict()))
+            about = of_one_rank([_unblob(found, blob) for blob in blobs], elsewhere)
             owned = {name: _unblob(found, blob) for name, blob in content["optimizer"]["owned"].items()}
             about["values"] = {**about["values"], **owned}
             return mine["extra"], values, put_together(content["optimizer"]["state"], about, optimizer, self.model)
@@ -305,23 +332,25 @@ class ModelState:
         }
         targets = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
         _check(targets, {path[1]: shape for path, shape in saved.items() if path[0] == "model"}, True, folder)
-        content: dict[str, Any] = {"model": {name: _empty_like(value) for name, value in targets.items()}}
+        here = {name: value for name, value in targets.items() if not is_elsewhere(value)}
+        content: dict[str, Any] = {"model": {name: _empty_like(value) for name, value in here.items()}}
         if optimizer is not None:
             if ("optimizer", "about") not in saved:
                 fix = f"load the model alone: load_checkpoint({folder!r})"
                 raise StateError(folder, "holds no optimizer state", fix)
             slots: dict[str, dict[str, SlotShape]] = {}
             for path, shape in saved.items():
-                if path[:2] == ("optimizer", "state"):
+                if path[:2] == ("optimizer", "state") and not is_elsewhere(targets.get(path[2])):
                     slots.setdefault(path[2], {})[path[3]] = shape
             state: Slots = empty_slots(slots, optimizer, self.model)
             owned = {
                 path[2]: _empty_blob(shape)
                 for path, shape in saved.items()
-                if path[:2] == ("optimizer", "owned") and is_kept(targets[path[2]])
+                if path[:2] == ("optimizer", "owned") and path[2] in here and is_kept(here[path[2]])
             }
             about = _empty_blob(saved["optimizer", "about"])
-            content["optimizer"] = {"state": state, "owned": owned, "about": about}
+            parts = {path[2]: _empty_blob(s) for path, s in saved.items() if path[:2] == ("optimizer", "parts")}
+            content["optimizer"] = {"state": state, "owned": owned, "about": about, "parts": parts}
         rank = str(self.communicator.rank)
         source = rank if ("ranks", rank) in saved else "0"
         return {**content, "ranks": {source: _empty_blob(saved["ranks", source])}}
@@ -364,6 +393,28 @@ class ModelState:
     def _share(self, what: str, act: Callable[[], Any]) -> list[Any]:
         """The results of all ranks, as JSON gives them back; an error on one of them is the same error on all."""
         return self.agreement.attempt(what, act, shown=True)[1]
+
+
+# -- what is where ---------------------------------------------------------------------------------------------------
+
+
+def is_elsewhere(value: Any) -> bool:
+    """True for what stands in the place of a tensor that other ranks have."""
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _elsewhere(state: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in state.items() if is_elsewhere(value)]
+
+
+def _here(model: nn.Module) -> Values:
+    """Of the state dict what this rank has."""
+    return {name: value for name, value in model.state_dict().items() if not is_elsewhere(value)}
+
+
+def _own(model: nn.Module) -> list[str]:
+    """The parameters that this rank has."""
+    return [name for name, parameter in model.named_parameters() if not is_elsewhere(parameter)]
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -446,7 +497,7 @@ def _buffer_digests(model: nn.Module) -> dict[str, str]:
     return {
         name: hashlib.sha256(_bytes(value)).hexdigest()
         for name, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor) and name not in params
+        if isinstance(value, torch.Tensor) and name not in params and not is_elsewhere(value)
     }
 
 

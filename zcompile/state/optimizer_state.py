@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,17 @@ def empty_slots(saved: Mapping[str, Mapping[str, SlotShape]], optimizer: Optimiz
         for name, slots in saved.items()
         if is_kept(params[name])
     }
+
+
+def of_one_rank(parts: Sequence[Mapping[str, Any]], elsewhere: Collection[str]) -> dict[str, Any]:
+    """What was saved about an optimizer by ranks that have different parameters, without those that are `elsewhere`."""
+    first = parts[0]
+    groups = [
+        {**group, "params": [n for part in parts for n in part["groups"][number]["params"] if n not in elsewhere]}
+        for number, group in enumerate(first["groups"])
+    ]
+    values = {name: slots for part in parts for name, slots in part["values"].items() if name not in elsewhere}
+    return {**first, "groups": groups, "values": values}
 
 
 def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
