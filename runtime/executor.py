@@ -523,6 +523,11 @@ def add(
     return mine
 
 
+def plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Their sum, in memory of its own."""
+    return one + other
+
+
 def update(bound: BoundUnit, grads: Gradients) -> None:
     """Step the optimizer for the parameters of a unit; the memory of their gradients is free when this returns."""
     assert bound.updater is not None, "programs with updates are run by a train step"
@@ -668,6 +673,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "wait": wait,
     "release": release,
     "add": add,
+    "plus": plus,
     "send": send,
     "recv": receive,
     "copy": copy,

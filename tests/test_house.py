@@ -54,7 +54,7 @@ ROOMS = {
     "report": "ir cost schedule proof proof.checker_texts",
     "engine": "ir cost frontend model proof report runtime runtime.gradients runtime.offload schedule recording",
     "state": "runtime",
-    "pipelining": "frontend ir cost facts model proof passes passes.common passes.pipelining runtime "
+    "pipelining": "frontend ir cost facts model proof passes.common passes.pipelining runtime "
     "runtime.gradients schedule engine state",
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
@@ -283,8 +283,7 @@ def test_the_default_pipelines_run_every_pass() -> None:
     full = (zcompile.pipeline(stage=stage, **options) for stage in range(4))
     names = {name for pipeline in full for name in pipeline.names}
     names |= {
-        step.name
-        for step in (*of_stages(partition="default", divides=True, bucket=1), *of_steps(3, prefetch=1, bucket=1))
+        step.name for step in (*of_stages(partition="default", sent=1, bucket=1), *of_steps(3, prefetch=1, bucket=1))
     }
     assert names | {ACCUMULATE.name, "cut_stages", "unroll_microbatches"} == {path.stem for path in PASSES}
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from tests.models import GPT
+from tests.models import GPT, TiedGPT
 from zcompile import Program
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Input, Receive, Reduce, Send, Sum, SumAverages
+from zcompile.ir.ops import Input, Plus, Receive, Reduce, Send, Sum, SumAverages
 from zcompile.pipelining.action_tables import SCHEDULES, action_table
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite, values_of_rank
 from zcompile.proof.microbatches import RankValues
@@ -39,21 +39,21 @@ class Dropped(nn.Module):
 
 
 @functools.cache
-def traced_step(stage: int, *, drops: bool) -> Program:
+def traced_step(stage: int, model: str) -> Program:
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    if drops:
+    if model == "dropped":
         program = trace(Dropped(), (torch.zeros(2, 4),), units=["first", "last"])
     else:
-        program = trace(GPT(layers=2, width=8, heads=2), (tokens, tokens))
+        program = trace(TiedGPT() if model == "tied" else GPT(layers=2, width=8, heads=2), (tokens, tokens))
     return replace(program, layout=replace(program.layout.over(2), stage=STAGES[stage], axes=AXES))
 
 
 @functools.cache
 def step_of(
-    stage: int, rank: int, schedule: str = "1f1b", microbatches: int = 3, *, drops: bool = False
+    stage: int, rank: int, schedule: str = "1f1b", microbatches: int = 3, model: str = "gpt"
 ) -> tuple[Program, RankValues]:
     """The program of a rank, and what it has to compute."""
-    traced = traced_step(stage, drops=drops)
+    traced = traced_step(stage, model)
     table = action_table(schedule, 2, microbatches)
     place = PipelinePlace(table, rank, "pp", choose_starts(traced, table.stages, None))
     made = rewrite(traced, place, Options(stage=stage, backend="eager", prefetch=1))
@@ -62,14 +62,15 @@ def step_of(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_programs_of_all_schedules_compute_what_was_traced(schedule: str, rank: int) -> None:
-    program, values = step_of(1, rank, schedule, 4)
+@pytest.mark.parametrize(("model", "stage"), [("gpt", 1), ("tied", 3)])
+def test_programs_of_all_schedules_compute_what_was_traced(schedule: str, rank: int, model: str, stage: int) -> None:
+    program, values = step_of(stage, rank, schedule, 4, model)
     assert list(values.violations(program)) == []
 
 
 def test_random_draws_are_those_of_their_micro_batch() -> None:
     for rank in range(2):
-        program, values = step_of(1, rank, drops=True)
+        program, values = step_of(1, rank, model="dropped")
         assert len(values.draws) == 3
         assert list(values.violations(program)) == []
         wrong = replace(values, draws=(values.draws[1], values.draws[0], *values.draws[2:]))
@@ -124,6 +125,50 @@ def return_less(program: Program) -> None:
     end = program.graph.output_node()
     (results,) = end.args
     end.args = ({**results, "outputs": list(results["outputs"])[:-1]},)  # type: ignore[dict-item]
+
+
+def add_up_less(program: Program) -> fx.Node:
+    """A sum of gradients for the stage that keeps the parameter lacks one."""
+    node = program.nodes(Plus)[-1]
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    program.graph.erase_node(node)
+    return program.nodes(Send)[-1]
+
+
+def say_gradient(program: Program) -> fx.Node:
+    """The value of a parameter is said to be its gradient."""
+    node = program.nodes(Send)[0]
+    op = op_of(node, Send)
+    program.respell(node, replace(op, message=f"{op.message}_grad"))
+    return node
+
+
+TIED: list[tuple[Callable[[Program], object], int, int, str]] = [
+    (leave_out_a_sum, 1, 0, "the gradient of tokens.weight is not the sum over micro-batches in order"),
+    (leave_out_a_sum, 3, 0, "the gradient of tokens.weight is not the sum over micro-batches in order"),
+    (add_up_less, 1, 1, "stage1_tokens_weight_grad, which .* sends, is not what was traced"),
+    (say_gradient, 1, 0, "stage1_tokens_weight_grad, which .* sends, is not what was traced"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "stage", "rank", "message"), TIED)
+def test_wrong_programs_with_tied_parameters_are_refused(
+    mistake: Callable[[Program], object], stage: int, rank: int, message: str
+) -> None:
+    program, values = step_of(stage, rank, model="tied")
+    wrong = program.copy()
+    mistake(wrong)
+    found = [violation.message for violation in values.violations(wrong)]
+    assert found
+    assert re.search(message, found[0]), found
+
+
+def test_gradients_of_tied_parameters_are_all_of_what_was_traced() -> None:
+    _, values = step_of(1, 0, model="tied")
+    (shared,) = values.shared
+    less = replace(values, shared=(replace(shared, parts={0: shared.parts[0]}),))
+    program, _ = step_of(1, 0, model="tied")
+    assert "the gradient of tokens.weight is the sum of" in next(iter(less.violations(program))).message
 
 
 MISTAKES: list[tuple[Callable[[Program], object], int, int, str]] = [

@@ -22,7 +22,21 @@ class Crossing:
     """The other stage: that it comes from, or goes to."""
 
 
-End = int | Crossing
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """A parameter that several stages read, of which one keeps it.
+
+    Its value, which that stage gives another one once a step; and back the sum of its gradients over the micro-batches.
+    """
+
+    param: str
+    value: str
+    """Its name in the traced step."""
+    stage: int
+    """The other stage."""
+
+
+End = int | Crossing | Lending
 """A place at the boundary: of an input or result of the traced step its number, else what is received or sent."""
 
 
@@ -35,16 +49,26 @@ class Boundary:
         tangents: By the number of each input of kind TANGENT: gradients that the backward begins with.
         outputs: Of the forward's results.
         gradients: Of the gradients that the backward gives, those of parameters left out.
-        partial: Parameters that other stages read, too, with the stage that keeps them.
         draws: The random draws of the traced step that the forward and the backward make, by number.
+        lends: The values of parameters of this stage that it gives others: see `PipelineStage.lent`.
+        collects: From which stages it gets gradients of these.
+        summands: Of each parameter that several stages read, by its name, the values of the traced step whose sum is
+            its gradient in this stage.
     """
 
     inputs: tuple[End, ...]
     tangents: tuple[End, ...]
     outputs: tuple[End, ...]
     gradients: tuple[End, ...]
-    partial: Mapping[str, int] = field(default_factory=dict)
     draws: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    lends: tuple[Lending, ...] = ()
+    collects: tuple[Lending, ...] = ()
+    summands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def sent_back(self) -> int:
+        """How many of the gradients go to other stages for each micro-batch; they are the first ones."""
+        return sum(isinstance(end, Crossing) for end in self.gradients)
 
 
 @dataclass(frozen=True)
@@ -54,3 +78,5 @@ class PipelineStage:
     number: int
     program: Program
     boundary: Boundary
+    lent: Program | None = None
+    """What gives, once a step, copies of those parameters that it lends, each one once, in the order of `lends`."""

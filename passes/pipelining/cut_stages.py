@@ -15,13 +15,14 @@ So values go in one direction in the forward, and in the other one in the backwa
 the next that needs it, and by that on to the one behind.
 
 What follows from the inputs alone (masks, positions), and what is cheaply derived from parameters, is computed in each
-stage that needs it. A parameter that several stages read has a gradient in each: the sum of these is taken apart.
+stage that needs it. A parameter that several stages read, such as a tied embedding, is kept by one of them, which lends
+the others its value; it has a gradient in each of them: their sum is taken apart.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -38,7 +39,7 @@ from zcompile.ir.program_graph import set_results
 from zcompile.ir.side_effects import is_pure, is_random
 from zcompile.ir.spelling import identifier
 from zcompile.passes.assign_units import assign_units
-from zcompile.passes.common.boundary import Boundary, Crossing, End, PipelineStage
+from zcompile.passes.common.boundary import Boundary, Crossing, End, Lending, PipelineStage
 
 
 def cut_stages(program: Program, *, starts: Sequence[str]) -> list[PipelineStage]:
@@ -65,6 +66,29 @@ def _begins(program: Program) -> dict[str, int]:
         if data(node).phase is Phase.FORWARD and data(node).unit and node not in known:
             begins.setdefault(data(node).unit, index)
     return begins
+
+
+def work_of_units(program: Program, work: Callable[[fx.Node], float]) -> dict[str, float]:
+    """The sum of `work` over what is computed from where each unit begins to where the next one does, and its backward.
+
+    So what computes with parameters of an earlier unit, as a tied head does, counts where it stands.
+    """
+    program = assign_units(program)
+    begins = {index: unit for unit, index in _begins(program).items()}
+    found, homes = dict.fromkeys(begins.values(), 0.0), dict[int, str]()
+    unit = next(iter(found), "")
+    for index, node in enumerate(program.graph.nodes):
+        if not isinstance(data(node).op, Compute):
+            continue
+        number = sequence_number(node)
+        if data(node).phase is Phase.FORWARD:
+            unit = begins.get(index, unit)
+            if number is not None:
+                homes[number] = unit
+        else:
+            unit = unit if number is None else homes.get(number, unit)
+        found[unit] = found.get(unit, 0.0) + work(node)
+    return found
 
 
 def known_everywhere(program: Program) -> set[fx.Node]:
@@ -153,12 +177,24 @@ class _Cut:
 
     @cached_property
     def homes(self) -> dict[str, int]:
-        """The stage that keeps each parameter: the first that reads it, else that of what stands before it."""
+        """The stage that keeps each parameter: of those that read it the first that computes a gradient of it.
+
+        Of one that nobody reads, it is the stage of the parameter before it.
+        """
         result: dict[str, int] = {}
-        last = 0
+        last, gradients = 0, self.program.results.gradients
         for param in self.program.layout.params:
-            last = result[param.name] = self.readers.get(param.name, [last])[0]
+            readers, gradient = self.readers.get(param.name, [last]), gradients.get(param.name)
+            parts = () if gradient is None else _summands(gradient, self.sums)
+            differentiated = {self.stages.get(part) for part in parts}
+            last = result[param.name] = next((stage for stage in readers if stage in differentiated), readers[0])
         return result
+
+    @cached_property
+    def shared(self) -> dict[str, fx.Node]:
+        """The parameters that several stages read."""
+        nodes = {op_of(node, Parameter).name: node for node in self.program.nodes(Parameter)}
+        return {name: nodes[name] for name, stages in self.readers.items() if len(stages) > 1}
 
     @cached_property
     def gradients(self) -> list[dict[str, tuple[fx.Node, ...]]]:
@@ -275,15 +311,48 @@ class _Part:
         outputs, results = self._outputs([one for one in sent if one[2] > self.number])
         back = [one for one in sent if one[2] < self.number]
         gradients = {name: self._summed(parts) for name, parts in self.cut.gradients[self.number].items()}
+        others = {name: gradients.pop(name) for name in list(gradients) if self.cut.homes[name] != self.number}
         set_results(
             self.graph,
             outputs=results,
-            input_gradients=[self.inside[node] for node, _, _ in back],
+            input_gradients=[*(self.inside[node] for node, _, _ in back), *others.values()],
             gradients=gradients,
         )
-        sent_back = tuple(Crossing(node.name, to) for node, _, to in back)
-        boundary = Boundary(inputs, tangents, outputs, sent_back, self._partial(), self._draws())
-        return PipelineStage(self.number, self._program(gradients), boundary)
+        given: list[End] = [Crossing(node.name, to) for node, _, to in back]
+        given += map(self._borrowed, others)
+        lends, collects = self._lends()
+        boundary = Boundary(inputs, tangents, outputs, tuple(given), self._draws(), lends, collects, self._summands())
+        program = self._program(gradients)
+        return PipelineStage(self.number, program, boundary, self._lent(program, lends) if lends else None)
+
+    def _borrowed(self, name: str) -> Lending:
+        """A parameter that another stage keeps."""
+        return Lending(name, self.cut.shared[name].name, self.cut.homes[name])
+
+    def _lends(self) -> tuple[tuple[Lending, ...], tuple[Lending, ...]]:
+        """The parameters of this stage that others read; of these stages, those that compute gradients of them."""
+        read = [
+            Lending(name, node.name, reader)
+            for name, node in self.cut.shared.items()
+            for reader in self.cut.readers[name]
+            if self.cut.homes[name] == self.number != reader
+        ]
+        return tuple(read), tuple(one for one in read if one.param in self.cut.gradients[one.stage])
+
+    def _summands(self) -> dict[str, tuple[str, ...]]:
+        found = self.cut.gradients[self.number]
+        return {name: tuple(part.name for part in parts) for name, parts in found.items() if name in self.cut.shared}
+
+    def _lent(self, program: Program, lends: Sequence[Lending]) -> Program:
+        """What gives copies of the parameters that this stage lends: theirs may be released before they have gone."""
+        graph, copies = fx.Graph(), list[fx.Node]()
+        for node in dict.fromkeys(self.cut.shared[one.param] for one in lends):
+            copied = graph.call_function(torch.ops.aten.clone.default, (graph.node_copy(node),))
+            copied.meta = {"val": node.meta.get("val"), "partitioner_tag": "is_forward"}
+            source = program.layout.unit_of(op_of(node, Parameter).name).name
+            copies.append(set_data(copied, Data(Compute(), Phase.FORWARD, data(node).type, source)))
+        set_results(graph, outputs=copies)
+        return replace(program, graph=graph, constants={}, unused=frozenset(program.layout.trainable))
 
     @cached_property
     def wanted(self) -> set[fx.Node]:
@@ -295,7 +364,10 @@ class _Part:
         number = dict.fromkeys(Kind, 0)
         for node in self.cut.program.graph.find_nodes(op="placeholder"):
             op = data(node).op
-            if node in self.wanted:
+            if isinstance(op, Parameter) and node in self.wanted and self.cut.homes[op.name] != self.number:
+                self.inside[node] = self._received(node, Input(Kind.DATA, len(found[Kind.DATA])), identifier(op.name))
+                found[Kind.DATA].append(self._borrowed(op.name))
+            elif node in self.wanted:
                 self.inside[node] = self.graph.node_copy(node)
             if isinstance(op, Input):
                 if node in self.wanted:
@@ -304,15 +376,14 @@ class _Part:
                 number[op.kind] += 1
         for node, source in received.items():
             kind = Kind.DATA if source < self.number else Kind.TANGENT
-            self.inside[node] = self._received(node, Input(kind, len(found[kind])))
+            self.inside[node] = self._received(node, Input(kind, len(found[kind])), self.cut.name_of(node))
             found[kind].append(Crossing(node.name, source))
         return tuple(found[Kind.DATA]), tuple(found[Kind.TANGENT])
 
-    def _received(self, node: fx.Node, op: Input) -> fx.Node:
+    def _received(self, node: fx.Node, op: Input, name: str) -> fx.Node:
         """A placeholder for what another stage computes; partitioners know what it is by its target."""
         phase = Phase.FORWARD if op.kind is Kind.DATA else Phase.BACKWARD
         what = "primals" if op.kind is Kind.DATA else "tangents"
-        name = self.cut.name_of(node)
         placeholder = self.graph.create_node("placeholder", f"{what}_{node.name}", name=name)
         placeholder.meta = {"val": node.meta.get("val"), "partitioner_tag": f"is_{phase}"}
         return set_data(placeholder, Data(op, phase, data(node).type, data(node).source))
@@ -344,11 +415,6 @@ class _Part:
             first = set_data(added, replace(data(first), op=Compute(), phase=Phase.BACKWARD, view=False))
         return first
 
-    def _partial(self) -> dict[str, int]:
-        """Parameters of this stage that others read, too."""
-        shared = {name: stages for name, stages in self.cut.readers.items() if len(stages) > 1}
-        return {name: self.cut.homes[name] for name, stages in shared.items() if self.number in stages}
-
     def _draws(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of the traced step's draws that this stage makes, in the forward and in the backward."""
         drawn = [node for node in self.cut.program.graph.nodes if is_random(node)]
@@ -359,9 +425,8 @@ class _Part:
         return forward, backward
 
     def _program(self, gradients: Mapping[str, fx.Node]) -> Program:
-        program, readers = self.cut.program, self.cut.readers
-        names = {name for name, home in self.cut.homes.items() if self.number in (home, *readers.get(name, ()))}
-        layout = program.layout.restricted(names)
+        program = self.cut.program
+        layout = program.layout.restricted({name for name, home in self.cut.homes.items() if home == self.number})
         present = {node.name for node in self.graph.find_nodes(op="placeholder")}
         return replace(
             program,

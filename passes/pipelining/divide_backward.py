@@ -23,11 +23,14 @@ from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
 
 
-def divide_backward(program: Program) -> Program:
-    """Move what the gradients of inputs do not need to the end of the backward, and mark it as deferred."""
+def divide_backward(program: Program, *, sent: int | None = None) -> Program:
+    """Move what the gradients of inputs do not need to the end of the backward, and mark it as deferred.
+
+    `sent`: how many of these gradients other stages wait for, the first ones; None for all.
+    """
     program = program.copy()
     body, derived = program.body(Phase.BACKWARD), derived_values(program)
-    needed = {value for value in program.results.input_gradients if isinstance(value, fx.Node)}
+    needed = {value for value in program.results.input_gradients[:sent] if isinstance(value, fx.Node)}
     if not needed:
         return program
     for node in reversed(body):

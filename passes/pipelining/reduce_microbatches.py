@@ -23,8 +23,8 @@ from __future__ import annotations
 from torch import fx
 
 from zcompile.ir.layout import Unit
-from zcompile.ir.operation import Data, Phase, op_of
-from zcompile.ir.ops import Sum, SumAverages, WaitReduce
+from zcompile.ir.operation import Data, Phase, data
+from zcompile.ir.ops import Sum, SumAverages
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.passes.common.axis_groups import group_of
@@ -48,14 +48,24 @@ def reduce_microbatches(program: Program) -> Program:
 
 
 Row = tuple[list[fx.Node | None], fx.Node]
-"""The gradients of a unit's parameters of one micro-batch, and the last of them."""
+"""The gradients of a unit's parameters of one micro-batch, and the last line that they, and those before, need.
+
+Behind those of all micro-batches come what other stages have computed of parameters that they read, too.
+"""
 
 
 def _by_microbatch(unit: Unit, gradients: dict[str, list[fx.Node]], place: dict[fx.Node, int]) -> list[Row]:
     lists = [gradients.get(param.name) for param in unit.params]
     count = max((len(one) for one in lists if one is not None), default=0)
-    rows = [[None if one is None else one[number] for one in lists] for number in range(count)]
-    return [(row, max((node for node in row if node is not None), key=place.__getitem__)) for row in rows]
+    rows = [
+        [one[number] if one is not None and number < len(one) else None for one in lists] for number in range(count)
+    ]
+    result: list[Row] = []
+    for row in rows:
+        # What another stage of this rank has computed may be there before this one's own last gradient.
+        before = [last for _, last in result[-1:]]
+        result.append((row, max((node for node in (*row, *before) if node is not None), key=place.__getitem__)))
+    return result
 
 
 def _together(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) -> fx.Node:
@@ -84,7 +94,8 @@ def _each(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) 
             if total is None:
                 total = waited
                 continue
-            meta = Data(SumAverages(unit.name, op_of(waited, WaitReduce).params), Phase.STEP, source=unit.name)
+            params = data(total).op.params  # type: ignore[attr-defined]
+            meta = Data(SumAverages(unit.name, params), Phase.STEP, source=unit.name)
             total = program.add((shards, total, waited), meta, f"{shards.name}_grads")
     assert total is not None, "a unit has gradients"
     return total

@@ -15,6 +15,14 @@ With the actions 0F0, 0F1, 0B0, 0B1 of a rank that has stage 0:
                                                     m0_ga = region_1(a, m0_dh, m0_h_saved)
                                                     ...
 
+A parameter that several stages read is lent by the one that keeps it, once a step, before everything else; what the
+others compute of its gradient comes back as a sum over the micro-batches:
+
+    tied_copy = region_2(a)                              stage1_a_recv = recv(pp, "f32[8, 8]", source=0)
+    tied_copy_sent = send(tied_copy, pp, to=1)           ...
+    ...                                                  a_total = plus(m0_a_grad, m1_a_grad)
+    a_total_recv = recv(pp, "f32[8, 8]", source=1)       a_total_sent = send(a_total, pp, to=0)
+
 A rank receives in the order in which the other one sends, whatever it needs first: between two ranks there is one queue
 for each direction. What is sent is kept until the backward of that micro-batch, when it must have arrived, or, in the
 backward, until the next is sent.
@@ -37,6 +45,7 @@ from zcompile.ir.ops import (
     Input,
     Kind,
     Lent,
+    Plus,
     Receive,
     Results,
     Send,
@@ -48,18 +57,36 @@ from zcompile.ir.ops import (
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
-from zcompile.passes.common.boundary import Crossing, End, PipelineStage
+from zcompile.passes.common.boundary import Crossing, End, Lending, PipelineStage
 
 
 class StageMessage(NamedTuple):
-    """A value that one stage gives another: its name in the traced step, to which stage, of which micro-batch."""
+    """A value that one stage gives another: its name in the traced step, to which stage, of which micro-batch.
+
+    Without a micro-batch it is the value of a parameter that is lent, or the sum of its gradients.
+    """
 
     value: str
     to: int
-    microbatch: int
+    microbatch: int | None = None
 
     def __str__(self) -> str:
-        return f"m{self.microbatch}_{self.value}"
+        return self.prefix + self.value
+
+    @property
+    def prefix(self) -> str:
+        """What lines begin with that are of this micro-batch."""
+        return "" if self.microbatch is None else f"m{self.microbatch}_"
+
+
+def lent_value(lending: Lending) -> StageMessage:
+    """The value of a parameter, by what the stage that keeps it says of another one."""
+    return StageMessage(f"stage{lending.stage}_{lending.value}", lending.stage)
+
+
+def collected(lending: Lending, by: int, home: int) -> StageMessage:
+    """The sum of a parameter's gradients that stage `by` gives the one that keeps it."""
+    return StageMessage(f"stage{by}_{lending.value}_grad", home)
 
 
 _IN_FLIGHT = 2
@@ -78,7 +105,9 @@ def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, 
         axis: The name of the pipeline axis.
     """
     own = [stages[number] for number in table.stages_of(rank)]
-    step = _Step(stages, table, rank, _Given.of(own, table, rank, axis), _merged([one.program for one in own]))
+    step = _Step(stages, table, rank, _Given.of(own, table, rank, axis), _merged(own))
+    for stage in own:
+        step.lend(stage)
     for action in table.rows[rank]:
         step.run(action)
     return step.finished()
@@ -86,29 +115,43 @@ def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, 
 
 def messages_between(stages: Sequence[PipelineStage], table: ActionTable, sender: int, to: int) -> list[StageMessage]:
     """What one rank sends another in a step, in its order."""
-    return [
-        StageMessage(crossing.value, crossing.stage, action.microbatch)
-        for action in table.rows[sender]
-        for crossing in _crossings(_ends_given(stages[action.stage], action.kind))
-        if table.rank_of(crossing.stage) == to
-    ]
+    found = [lent_value(lending) for number in table.stages_of(sender) for lending in stages[number].boundary.lends]
+    for action in table.rows[sender]:
+        for crossing in _crossings(_ends_given(stages[action.stage], action.kind)):
+            found.append(StageMessage(crossing.value, crossing.stage, action.microbatch))
+        if _is_last(action, table):
+            found += [collected(one, action.stage, one.stage) for one in _borrowed(stages[action.stage])]
+    return [message for message in found if table.rank_of(message.to) == to]
+
+
+def _is_last(action: Action, table: ActionTable) -> bool:
+    """True for the action of a stage behind which it has all gradients of its parameters."""
+    kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+    return action.kind in kinds and action.microbatch == table.microbatches - 1
+
+
+def _borrowed(stage: PipelineStage) -> list[Lending]:
+    """The parameters of other stages that this one computes gradients of."""
+    return [end for end in stage.boundary.gradients if isinstance(end, Lending)]
 
 
 def _ends_given(stage: PipelineStage, kind: ActionKind) -> tuple[End, ...]:
-    """What an action of a stage gives."""
+    """What an action of a stage gives, for this micro-batch alone."""
     if kind is ActionKind.BACKWARD_WEIGHT:
         return ()
-    return stage.boundary.outputs if kind is ActionKind.FORWARD else stage.boundary.gradients
+    boundary = stage.boundary
+    return boundary.outputs if kind is ActionKind.FORWARD else boundary.gradients[: boundary.sent_back]
 
 
 def _crossings(ends: Sequence[End]) -> list[Crossing]:
     return [end for end in ends if isinstance(end, Crossing)]
 
 
-def _merged(programs: Sequence[Program]) -> Program:
+def _merged(own: Sequence[PipelineStage]) -> Program:
     """The programs of a rank's stages as one, but for their graphs: units side by side, equal regions once."""
-    regions: dict[str, Region] = {}
-    for region in (region for program in programs for region in program.regions.values()):
+    programs, regions = [stage.program for stage in own], dict[str, Region]()
+    lent = [stage.lent for stage in own if stage.lent is not None]
+    for region in (region for program in (*programs, *lent) for region in program.regions.values()):
         if region.key() not in {known.key() for known in regions.values()}:
             name = f"region_{len(regions)}"
             regions[name] = replace(region, name=name)
@@ -142,7 +185,9 @@ class _Given:
                 given._add(data(node).op, node, data(node).op, node.name)
         ends = (end for s in own for kind in ActionKind for end in _ends_given(s, kind))
         received = (end for s in own for end in (*s.boundary.inputs, *s.boundary.tangents))
-        if any(table.rank_of(end.stage) != rank for end in _crossings([*ends, *received])):
+        others = [end.stage for end in (*ends, *received) if not isinstance(end, int)]
+        others += [one.stage for stage in own for one in (*stage.boundary.lends, *_borrowed(stage))]
+        if any(table.rank_of(stage) != rank for stage in others):
             given.group = given._add(Group(axis), None, Group(axis), axis)
         for stage in own:
             given._inputs(stage, Kind.CONSTANT, None)
@@ -189,7 +234,7 @@ def _key(stage: PipelineStage, node: fx.Node, microbatch: int | None) -> tuple[K
         end, shared = stage.boundary.tangents[op.index], True
     else:
         end, shared = stage.boundary.inputs[op.index], bool(op.held)
-    return None if isinstance(end, Crossing) else (op.kind, end, None if shared else microbatch)
+    return None if not isinstance(end, int) else (op.kind, end, None if shared else microbatch)
 
 
 @dataclass
@@ -209,10 +254,24 @@ class _Step:
     """What is being received."""
     queues: dict[int, list[StageMessage]] = field(default_factory=dict)
     """What each other rank has yet to send."""
-    leaving: list[tuple[Action, int, fx.Node]] = field(default_factory=list)
+    leaving: list[tuple[Action | str, int, fx.Node]] = field(default_factory=list)
     """By which action and to whom something is being sent."""
     outputs: list[fx.Node] = field(default_factory=list)
     gradients: dict[str, list[fx.Node]] = field(default_factory=dict)
+    totals: dict[StageMessage, fx.Node] = field(default_factory=dict)
+    """Sums of gradients of parameters that other stages keep."""
+
+    def lend(self, stage: PipelineStage) -> None:
+        """Write what a stage gives others once a step: the values of parameters that they read, too."""
+        if stage.lent is None:
+            return
+        values = {node: self.given.found[data(node).op] for node in stage.lent.nodes(Shards)}
+        for node in _lines(stage, ActionKind.FORWARD, stage.lent):
+            self._copy("begin", node, values, stage.lent)
+        names = dict.fromkeys(lending.value for lending in stage.boundary.lends)
+        copies = {name: values[node] for name, node in zip(names, stage.lent.results.outputs, strict=True)}
+        for lending in stage.boundary.lends:
+            self._hand_over("begin", lent_value(lending), copies[lending.value])
 
     def run(self, action: Action) -> None:
         """Write the lines of an action: what it waits for, what it computes, what it sends."""
@@ -223,24 +282,27 @@ class _Step:
         else:
             self._end_sending(action)
         self._take(action, stage, values)
-        for node in _lines(stage.program, action.kind):
-            self._copy(action, node, values)
+        for node in _lines(stage, action.kind, stage.program):
+            self._copy(action, node, values, stage.program)
         given = results.outputs if action.kind is ActionKind.FORWARD else results.input_gradients
         for end, value in zip(_ends_given(stage, action.kind), given, strict=False):
             self._give(action, end, values[value])
         if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             for name, gradient in results.gradients.items():
                 self.gradients.setdefault(name, []).append(values[gradient])
+            for end, value in zip(stage.boundary.gradients, results.input_gradients, strict=True):
+                if isinstance(end, Lending):
+                    self._add_up(action, end, values[value])
 
-    def _copy(self, action: Action, node: fx.Node, values: dict[fx.Node, fx.Node]) -> None:
-        """Write a line of a stage for the micro-batch of `action`."""
+    def _copy(self, action: Action | str, node: fx.Node, values: dict[fx.Node, fx.Node], program: Program) -> None:
+        """Write a line of a stage's `program` for the micro-batch of `action`."""
         meta = data(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if isinstance(meta.op, Call):
-            key = self.stages[action.stage].program.regions[meta.op.region].key()
+            key = program.regions[meta.op.region].key()
             region = next(name for name, region in self.merged.regions.items() if region.key() == key)
             meta, args = replace(meta, op=replace(meta.op, region=region)), (region, *args[1:])
-        name = f"m{action.microbatch}_{node.name}"
+        name = f"m{action.microbatch}_{node.name}" if isinstance(action, Action) else node.name
         values[node] = copied = self.given.graph.create_node(node.op, node.target, args, kwargs, name=name)
         copied.meta = dict(node.meta)
         set_data(copied, replace(meta, phase=Phase.STEP, action=str(action)))
@@ -263,14 +325,16 @@ class _Step:
         kind = Kind.DATA if action.kind is ActionKind.FORWARD else Kind.TANGENT
         for node in stage.program.nodes(Input) if action.kind is not ActionKind.BACKWARD_WEIGHT else ():
             end = _end_taken(stage, op_of(node, Input))
-            if op_of(node, Input).kind is kind and isinstance(end, Crossing):
-                message, sender = (
-                    StageMessage(end.value, stage.number, action.microbatch),
-                    self.table.rank_of(end.stage),
-                )
-                values[node] = self.made[message] if sender == self.rank else self._arrived(action, sender, message)
+            if op_of(node, Input).kind is not kind or end is None or isinstance(end, int):
+                continue
+            message = StageMessage(end.value, stage.number, action.microbatch)
+            if isinstance(end, Lending):
+                message = lent_value(replace(end, stage=stage.number))
+            if message not in self.made:
+                self.made[message] = self._arrived(action, self.table.rank_of(end.stage), message)
+            values[node] = self.made[message]
 
-    def _arrived(self, action: Action, sender: int, message: StageMessage) -> fx.Node:
+    def _arrived(self, action: Action | str, sender: int, message: StageMessage) -> fx.Node:
         """What `sender` sends, once it is there: behind all that it sends before."""
         if sender not in self.queues:
             self.queues[sender] = messages_between(self.stages, self.table, sender, self.rank)
@@ -279,19 +343,29 @@ class _Step:
             of = self._placeholder(following)
             op = Receive(self.axis, sender, str(following), _strides(of))
             args = (self.given.group, str(data(of).type))
-            name = f"m{following.microbatch}_{of.name}_recv"
+            name = f"{following.prefix}{self._name_of(following, of)}_recv"
             self.arriving[following] = self._line(action, args, op, name, of)
         of = self._placeholder(message)
-        return self._line(action, (self.arriving[message],), WaitReceive(), f"m{message.microbatch}_{of.name}", of)
+        name = message.prefix + self._name_of(message, of)
+        return self._line(action, (self.arriving[message],), WaitReceive(), name, of)
+
+    def _name_of(self, message: StageMessage, taken: fx.Node) -> str:
+        """What a value that is received is called: as what takes it, where that is an input."""
+        return taken.name if isinstance(data(taken).op, Input) else message.value
 
     def _placeholder(self, message: StageMessage) -> fx.Node:
-        """Where a stage takes what is sent to it."""
+        """What a stage takes that is sent to it; for a sum of gradients the copy of the parameter that it has lent."""
         stage = self.stages[message.to]
-        return next(
-            node
-            for node in stage.program.nodes(Input)
-            if isinstance(end := _end_taken(stage, op_of(node, Input)), Crossing) and end.value == message.value
-        )
+        for node in stage.program.nodes(Input):
+            end = _end_taken(stage, op_of(node, Input))
+            if isinstance(end, Crossing) and end.value == message.value:
+                return node
+            if isinstance(end, Lending) and lent_value(replace(end, stage=message.to)) == message:
+                return node
+        names = dict.fromkeys(lending.value for lending in stage.boundary.lends)
+        assert stage.lent is not None, "who collects gradients has lent a value"
+        copies: dict[str, fx.Node] = dict(zip(names, stage.lent.results.outputs, strict=True))
+        return next(copies[s.value] for s in stage.boundary.collects if collected(s, s.stage, stage.number) == message)
 
     @property
     def axis(self) -> str:
@@ -303,25 +377,44 @@ class _Step:
         if not isinstance(end, Crossing):
             self.outputs.append(value)
             return
-        to = self.table.rank_of(end.stage)
+        self._hand_over(action, StageMessage(end.value, end.stage, action.microbatch), value)
+
+    def _hand_over(self, action: Action | str, message: StageMessage, value: fx.Node) -> None:
+        """Let another stage have a value: send it, unless that stage is this rank's, too."""
+        to = self.table.rank_of(message.to)
         if to == self.rank:
-            self.made[StageMessage(end.value, end.stage, action.microbatch)] = value
+            self.made[message] = value
             return
-        message = StageMessage(end.value, end.stage, action.microbatch)
         op = Send(self.axis, to, str(message), _strides(self._placeholder(message)))
         sent = self._line(action, (value, self.given.group), op, f"{value.name}_sent", value)
         self.leaving.append((action, to, sent))
 
+    def _add_up(self, action: Action, lending: Lending, gradient: fx.Node) -> None:
+        """Add the gradient of a parameter that another stage keeps to those before; the last sum is that stage's."""
+        message = collected(lending, action.stage, lending.stage)
+        if (total := self.totals.get(message)) is not None:
+            gradient = self._line(action, (total, gradient), Plus(), f"{message.value}_total", gradient)
+            set_data(gradient, replace(data(gradient), view=False))
+        self.totals[message] = gradient
+        if _is_last(action, self.table):
+            self._hand_over(action, message, gradient)
+
     def _end_sending(self, action: Action) -> None:
-        """Wait for what has arrived by now: what the forward has sent, whose gradient is there; earlier gradients."""
-        forward = replace(action, kind=ActionKind.FORWARD)
-        back = [one for one in self.leaving if one[0].sends_back]
-        for one in [*(one for one in self.leaving if one[0] == forward), *back[: max(len(back) - _IN_FLIGHT, 0)]]:
+        """Wait for what has arrived by now: what was lent; what the forward sent, its gradient is there; gradients."""
+        early = ("begin", replace(action, kind=ActionKind.FORWARD))
+        back = [one for one in self.leaving if isinstance(one[0], Action) and one[0].sends_back]
+        for one in [*(one for one in self.leaving if one[0] in early), *back[: max(len(back) - _IN_FLIGHT, 0)]]:
             self.leaving.remove(one)
             self._line(action, (one[2],), WaitSend(), f"{one[2].name}_end")
 
     def finished(self) -> Program:
-        """The program, all that was sent having arrived."""
+        """The program, once other stages' gradients of this rank's parameters, and all that was sent, have arrived."""
+        for stage in (self.stages[number] for number in self.table.stages_of(self.rank)):
+            for lending in stage.boundary.collects:
+                message = collected(lending, lending.stage, stage.number)
+                if message not in self.made:
+                    self.made[message] = self._arrived("end", self.table.rank_of(lending.stage), message)
+                self.gradients[lending.param].append(self.made[message])
         for _, _, sent in self.leaving:
             self._line("end", (sent,), WaitSend(), f"{sent.name}_end")
         set_results(self.given.graph, outputs=self.outputs, gradients=self.gradients)
@@ -335,20 +428,23 @@ def _end_taken(stage: PipelineStage, op: Input) -> End | None:
     return None if ends is None else ends[op.index]
 
 
-def _lines(program: Program, kind: ActionKind) -> list[fx.Node]:
-    """The lines of a stage that an action runs."""
+def _lines(stage: PipelineStage, kind: ActionKind, program: Program) -> list[fx.Node]:
+    """The lines of a stage's `program` that an action runs."""
     if kind is ActionKind.FORWARD:
         return program.body(Phase.FORWARD)
     lines = program.body(Phase.BACKWARD)
     if kind is ActionKind.BACKWARD:
         return lines
-    first = _for_other_stages(program)
+    first = _for_other_stages(program, stage.boundary.sent_back)
     return [node for node in lines if (node in first) is (kind is ActionKind.BACKWARD_INPUT)]
 
 
-def _for_other_stages(program: Program) -> set[fx.Node]:
-    """The lines of the backward that gradients for other stages are computed by; all results of a call go with it."""
-    needed = {value for value in program.results.input_gradients if isinstance(value, fx.Node)}
+def _for_other_stages(program: Program, sent: int) -> set[fx.Node]:
+    """The lines of the backward that the first `sent` gradients of inputs are computed by.
+
+    All results of a call go with it.
+    """
+    needed = {value for value in program.results.input_gradients[:sent] if isinstance(value, fx.Node)}
     for node in reversed(program.body(Phase.BACKWARD)):
         if node in needed:
             needed.update(node.all_input_nodes)

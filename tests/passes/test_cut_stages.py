@@ -12,8 +12,8 @@ from tests.passes.programs import CHAIN, TRACED, joined
 from zcompile import OptionError, Program, parse
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Input, Kind, Parameter
-from zcompile.passes.common.boundary import Boundary, Crossing, End, PipelineStage
-from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order
+from zcompile.passes.common.boundary import Boundary, Crossing, End, Lending, PipelineStage
+from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
 from zcompile.tools.tracing import trace
 
 HEAD = CHAIN.partition("def ")[0]
@@ -212,7 +212,7 @@ def test_the_stages_together_give_what_the_step_gives(name: str, starts: list[st
     sent: dict[str, Any] = {}
 
     def value(end: End, own: Mapping[int, Any]) -> Any:
-        return sent[end.value] if isinstance(end, Crossing) else own[end]
+        return own[end] if isinstance(end, int) else sent[end.value]
 
     parts: list[tuple[PipelineStage, Evaluated]] = []
     results: dict[int, Any] = {}
@@ -220,6 +220,11 @@ def test_the_stages_together_give_what_the_step_gives(name: str, starts: list[st
         part = Evaluated(stage.program, model, [value(end, dict(enumerate(inputs))) for end in stage.boundary.inputs])
         part.run(Phase.FORWARD, {})
         parts.append((stage, part))
+        if stage.lent is not None:
+            lent = Evaluated(stage.lent, model, [])
+            lent.run(Phase.FORWARD, {})
+            names = dict.fromkeys(lending.value for lending in stage.boundary.lends)
+            sent |= dict(zip(names, map(lent.values.get, stage.lent.results.outputs), strict=True))
         for end, node in zip(stage.boundary.outputs, stage.program.results.outputs, strict=True):
             if isinstance(end, Crossing):
                 assert end.stage > stage.number
@@ -231,9 +236,12 @@ def test_the_stages_together_give_what_the_step_gives(name: str, starts: list[st
         tangents = [value(end, {0: torch.ones(())}) for end in stage.boundary.tangents]
         part.run(Phase.BACKWARD, dict(enumerate(tangents)))
         for end, node in zip(stage.boundary.gradients, stage.program.results.input_gradients, strict=True):
-            assert isinstance(end, Crossing)
+            assert not isinstance(end, int)
             assert end.stage < stage.number
-            sent[end.value] = part.values[node]
+            if isinstance(end, Lending):
+                gradients.setdefault(end.param, []).append(part.values[node])
+            else:
+                sent[end.value] = part.values[node]
         for name_, node in stage.program.results.gradients.items():
             gradients.setdefault(name_, []).append(part.values[node])
     assert all(torch.equal(results[i], whole.values[node]) for i, node in enumerate(traced.results.outputs))
@@ -241,14 +249,23 @@ def test_the_stages_together_give_what_the_step_gives(name: str, starts: list[st
     for name_, node in traced.results.gradients.items():
         first, *others = gradients[name_]
         assert torch.equal(sum(others, first), whole.values[node]), name_
-        assert bool(others) is (name_ in stages[-1].boundary.partial)
+        assert bool(others) is (name_ in stages[-1].boundary.summands)
 
 
 def test_a_gradient_of_a_tied_parameter_is_not_sent_for_each_micro_batch() -> None:
     model, batch = case("tied")
     first, last = cut_stages(trace(model, batch), starts=["blocks.1"])
-    assert len(first.boundary.tangents) == len(last.boundary.gradients) == 1
-    assert dict(first.boundary.partial) == dict(last.boundary.partial) == {"tokens.weight": 0}
+    assert len(first.boundary.tangents) == last.boundary.sent_back == 1
+    assert first.boundary.lends == first.boundary.collects == (Lending("tokens.weight", "tokens_weight", 1),)
+    assert last.boundary.gradients[1:] == (Lending("tokens.weight", "tokens_weight", 0),)
+    assert "tokens.weight" not in {param.name for param in last.program.layout.params}
+
+
+def test_a_tied_head_counts_where_it_stands() -> None:
+    model, batch = case("tied")
+    found = work_of_units(trace(model, batch), lambda node: float("mm" in node.name))
+    assert found["tokens"] == 0
+    assert found["norm"] == 3
 
 
 def test_masks_and_positions_are_computed_where_they_are_needed() -> None:

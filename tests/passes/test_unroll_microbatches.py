@@ -129,11 +129,17 @@ def step(box):
 
 def stages(*starts: str, ranks: int = 2, divides: bool = False) -> list[PipelineStage]:
     """The stages of a step of three units, with outlined regions."""
-    passes = of_stages(partition="default", divides=divides, bucket=2**20)
     traced = parse(joined(HEAD, TRACED))
     axes = (replace(AXES[0], size=ranks), AXES[1])
     cut = cut_stages(replace(traced, layout=replace(traced.layout, axes=axes)), starts=starts)
-    return [replace(stage, program=Verified.traced(stage.program).after(passes).program) for stage in cut]
+    return [rewritten(stage, divides=divides) for stage in cut]
+
+
+def rewritten(stage: PipelineStage, *, divides: bool = False) -> PipelineStage:
+    """A stage, and what it lends, with outlined regions."""
+    passes = of_stages(partition="default", sent=stage.boundary.sent_back if divides else None, bucket=2**20)
+    lent = stage.lent and Verified.traced(stage.lent).after(passes).program
+    return replace(stage, program=Verified.traced(stage.program).after(passes).program, lent=lent)
 
 
 def four_stages() -> list[PipelineStage]:

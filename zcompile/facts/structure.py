@@ -162,11 +162,13 @@ def _mistaken_gradients(
     params = [param.name for param in program.layout.unit(op.unit).params]
     if unknown := set(op.params).difference(params):
         yield Violation(node, f"{node.name} names {min(unknown)!r}, which {op.unit} does not have")
-    for given in given_to(node)[1:]:
+    for place, given in enumerate(given_to(node)[1:]):
         if isinstance(given, (list, tuple)) and len(given) != len(params):
             yield Violation(node, f"{node.name} is given {len(given)} gradients; {op.unit} has {len(params)}")
-        sums = isinstance(op, (Sum, SumAverages, Reduce)) and isinstance(given, (Sum, SumAverages, WaitReduce))
-        if sums and (given.unit, given.params) != (op.unit, op.params):
+        if not isinstance(op, (Sum, SumAverages, Reduce)) or not isinstance(given, (Sum, SumAverages, WaitReduce)):
+            continue
+        lacks = place > 0 and {*given.params} < {*op.params}  # some may be added to all
+        if given.unit != op.unit or (given.params != op.params and not lacks):
             problem = f"is of {op.params} of {op.unit}, and is given gradients of {given.params} of {given.unit}"
             yield Violation(node, f"{node.name} {problem}")
     started = given_to(node)[0] if isinstance(op, WaitReduce) else None

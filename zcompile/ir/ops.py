@@ -380,7 +380,7 @@ class GatherAhead(Communication):
 
 @dataclass(frozen=True, slots=True)
 class Sum(Operation):
-    """Add this rank's own gradients of another micro-batch to those of earlier ones, in the memory of these."""
+    """Add further gradients of this rank's own, of a unit or of some of its parameters, in the memory of the first."""
 
     role = Role.VALUE
     functions = ("add",)
@@ -585,7 +585,7 @@ class Release(Operation):
 
 @dataclass(frozen=True, slots=True)
 class SumAverages(Operation):
-    """Add the averaged gradients of another micro-batch to those of earlier ones, in the memory of these."""
+    """Add further averaged gradients, of a unit or of some of its parameters, in the memory of the first."""
 
     role = Role.VALUE
     functions = ("add",)
@@ -630,6 +630,15 @@ class Accumulate(Operation):
 
     unit: str
     params: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plus(Operation):
+    """The sum of two values: of gradients of a parameter that another pipeline stage keeps, over micro-batches."""
+
+    role = Role.VALUE
+    functions = ("plus",)
+    takes = (ANY, ANY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -786,6 +795,7 @@ _LINES: tuple[type[Operation], ...] = (
     Release,
     Update,
     Accumulate,
+    Plus,
     Copy,
     Store,
     Offload,
@@ -835,9 +845,10 @@ def operation(name: str, given: Sequence[Any], keywords: Mapping[str, Any], layo
     kind = next((kind for kind in kinds if takes(kind, tuple(given))), kinds[0])
     unit: str = getattr(given[0], "unit", "") if given else ""
     values: dict[str, Any] = {"unit": unit, "params": (), **kind.meant_by(name)}
-    values |= {name: getattr(one, name) for one in given for name in ("params", "axis") if hasattr(one, name)}
-    if kind in GRADIENT_LISTS and not isinstance(given[-1], Sum):
-        named = zip(layout.unit(unit).params, given[-1], strict=True)
+    # The first has all parameters of a sum; what is added to it may have fewer.
+    values |= {name: getattr(one, name) for one in reversed(given) for name in ("params", "axis") if hasattr(one, name)}
+    if kind in GRADIENT_LISTS and not isinstance(given[1], Sum):
+        named = zip(layout.unit(unit).params, given[1], strict=True)
         values["params"] = tuple(param.name for param, gradient in named if gradient is not None)
     values |= {option: value for option, value in keywords.items() if option in options_of(kind)}
     return kind(**{one.name: values[one.name] for one in fields(kind) if one.name in values})  # type: ignore[arg-type]

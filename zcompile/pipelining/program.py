@@ -7,25 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from zcompile.cost.hardware import CPU, Hardware
 from zcompile.cost.roofline import bucket_for, operation_seconds
-from zcompile.errors import CaptureError, OptionError
+from zcompile.errors import OptionError
 from zcompile.facts import verify
 from zcompile.ir.actions import ActionKind, ActionTable
-from zcompile.ir.operation import data
-from zcompile.ir.ops import Compute
 from zcompile.ir.program import Program
-from zcompile.passes.assign_units import assign_units
 from zcompile.passes.common.boundary import Crossing, PipelineStage
-from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order
+from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
 from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
-from zcompile.proof.microbatches import RankValues
+from zcompile.proof.microbatches import RankValues, SharedParameter
 from zcompile.proof.values import TracedTerms
-from zcompile.schedule.default_pipeline import of_stages, of_steps
+from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps
 from zcompile.schedule.option_checks import bytes_of
 from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import ALWAYS, Pass, Verified
+from zcompile.schedule.pipeline import ALWAYS, Verified
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,7 @@ def choose_starts(
     if len(units) < stages:
         problem = f"has {stages} stages, and the model {len(units)} units: {', '.join(units)}"
         raise OptionError("schedule", problem, "use fewer ranks along the pipeline axis, or name more units by units=")
-    seconds = dict.fromkeys(units, 0.0)
-    unit = units[0]
-    for node in assign_units(traced).nodes(Compute):
-        unit = data(node).unit or unit  # what belongs to none is computed behind what stands before it
-        seconds[unit] = seconds.get(unit, 0.0) + operation_seconds(node, hardware)
+    seconds = work_of_units(traced, lambda node: operation_seconds(node, hardware))
     return tuple(units[index] for index in _balanced([seconds[unit] for unit in units], stages))
 
 
@@ -118,26 +112,16 @@ def rewrite(
         ProgramError, PipelineError: a pass went wrong.
     """
     bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
-    partition = "min_cut" if options.backend == "inductor" else "default"
+    partition: Partition = "min_cut" if options.backend == "inductor" else "default"
     cut = cut_stages(traced, starts=place.starts)
-    _check_homes(cut)
-    passes = of_stages(partition=partition, divides=place.table.divides_backward, bucket=bucket)  # type: ignore[arg-type]
-    stages = tuple(_rewritten(one, passes) if one.number in place.own else one for one in cut)
+    rewritten = partial(_rewritten, partition=partition, divides=place.table.divides_backward, bucket=bucket)
+    stages = tuple(rewritten(one) if one.number in place.own else one for one in cut)
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
     passes = of_steps(options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates)
     step = Verified(step, values).after(passes).program
     return PipelinedProgram(step, stages)
-
-
-def _check_homes(cut: Sequence[PipelineStage]) -> None:
-    shared = {name: home for stage in cut for name, home in stage.boundary.partial.items()}
-    for name, home in shared.items():
-        others = [stage.number for stage in cut if name in stage.boundary.partial and stage.number != home]
-        where = f"is read by stage {home} and by stages {others}"
-        problem = f"{where}: parameters of several stages are not pipelined so far"
-        raise CaptureError(name, problem, "untie it, or let all that reads it be in one stage by split=[...]")
 
 
 def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStage], place: PipelinePlace) -> RankValues:
@@ -165,8 +149,30 @@ def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStag
         frozenset(received - made),
         tuple(draws),
         frozenset(received & made),
+        _shared(stages, place.own),
     )
 
 
-def _rewritten(stage: PipelineStage, passes: Sequence[Pass]) -> PipelineStage:
-    return replace(stage, program=Verified.traced(stage.program).after(passes).program)
+def _shared(stages: Sequence[PipelineStage], own: Sequence[int]) -> tuple[SharedParameter, ...]:
+    """The parameters that several stages read, one of them this rank's."""
+    found = []
+    for home in stages:
+        for param, value in dict.fromkeys((one.param, one.value) for one in home.boundary.lends):
+            readers = [one.stage for one in home.boundary.lends if one.param == param]
+            parts = {
+                number: stages[number].boundary.summands[param]
+                for number in (home.number, *readers)
+                if param in stages[number].boundary.summands
+            }
+            if {home.number, *readers}.intersection(own):
+                found.append(SharedParameter(param, value, home.number, tuple(readers), parts))
+    return tuple(found)
+
+
+def _rewritten(stage: PipelineStage, *, partition: Partition, divides: bool, bucket: int) -> PipelineStage:
+    sent = stage.boundary.sent_back if divides else None
+    program = Verified.traced(stage.program).after(of_stages(partition=partition, sent=sent, bucket=bucket)).program
+    if stage.lent is None:
+        return replace(stage, program=program)
+    lent = Verified.traced(stage.lent).after(of_stages(partition="default", bucket=bucket)).program
+    return replace(stage, program=program, lent=lent)

@@ -14,11 +14,12 @@ their order: of averages over the ranks under stages 2 and 3, which are else ave
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
 from zcompile.facts.fact import Fact, Violation, label
@@ -36,6 +37,25 @@ from zcompile.proof.values import TracedTerms
 
 Values = Mapping[int, int]
 """By a term of the traced step, what that is for one micro-batch."""
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that several stages read, of which one keeps it.
+
+    Attributes:
+        name: The parameter's.
+        value: Its name in the traced step.
+        home: The stage that keeps it.
+        readers: The others that read it.
+        parts: By stage the values of the traced step whose sum is its gradient there, as far as it has one.
+    """
+
+    name: str
+    value: str
+    home: int
+    readers: tuple[int, ...]
+    parts: Mapping[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,7 @@ class RankValues:
     draws: tuple[tuple[int, int], ...] = ()
     returned: frozenset[str] = frozenset()
     """Names of values of its own that come back to it, by way of a stage between two of this rank's."""
+    shared: tuple[SharedParameter, ...] = ()
 
     def modulo(self, rules: Sequence[Rule]) -> RankValues:
         """The same where these rules say what counts as equal, too."""
@@ -78,6 +99,7 @@ class RankValues:
             for number, values in enumerate(self._values)
             for name in self.received | self.returned
         }
+        received |= self._once
         try:
             step = StepTerms(program, self.terms.step.regions, received=received)
         except UnknownOperationError as error:
@@ -126,6 +148,33 @@ class RankValues:
         return values
 
     @cached_property
+    def _once(self) -> dict[str, int]:
+        """By message what is sent once a step: values of parameters, and sums of their gradients."""
+        result: dict[str, int] = {}
+        for one in self.shared:
+            for reader in one.readers:
+                result[f"stage{reader}_{one.value}"] = self._term(one.value)
+                if reader in one.parts:
+                    result[f"stage{reader}_{one.value}_grad"] = sum_of(self.terms.step.terms, self._part(one, reader))
+        return result
+
+    def _part(self, shared: SharedParameter, stage: int) -> list[int]:
+        """What a stage computes of the gradient of a parameter that others read, too, for each micro-batch."""
+        terms, result = self.terms.step.terms, []
+        for number in range(self.microbatches):
+            first, *others = (self._of_microbatch_at(number, name) for name in shared.parts[stage])
+            for other in others:
+                first = terms.make((torch.ops.aten.add.Tensor, first, other))
+            result.append(first)
+        return result
+
+    def _of_microbatch_at(self, number: int, name: str) -> int:
+        """A value of the traced step for a micro-batch, whether this rank computes it or another one does."""
+        term = self._term(name)
+        found = self._values[number].get(term)
+        return self.terms.step.terms.make(("elsewhere", name, str(number))) if found is None else found
+
+    @cached_property
     def _inputs(self) -> list[fx.Node]:
         traced = self.terms.traced
         return [node for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
@@ -147,10 +196,24 @@ class RankValues:
         if found != wanted:
             yield Violation(None, "the units are not those of this rank's stages")
 
+    def _mistaken_shares(self) -> Iterator[Violation]:
+        """The gradients that stages compute of a parameter which several read are all of the traced one, each once."""
+        for one in self.shared:
+            gradient = self.terms.traced.results.gradients.get(one.name)
+            parts = [name for names in one.parts.values() for name in names]
+            found = [] if gradient is None else [node.name for node in _added(gradient, set(parts))]
+            if sorted(found) != sorted(parts):
+                yield Violation(None, f"the gradient of {one.name} is the sum of {found}; stages compute {parts}")
+
     def _messages(self, program: Program, step: StepTerms) -> Iterator[Violation]:
         """What is sent is what its message says; nothing else is received, and nothing twice."""
+        yield from self._mistaken_shares()
         for node in program.nodes(Send):
             message = op_of(node, Send).message
+            if message in self._once:
+                once = self._once[message]
+                yield from self._compared(step, f"{message}, which {node.name} sends", node.all_input_nodes[0], once)
+                continue
             number, _, name = message.removeprefix("m").partition("_")
             if not number.isdigit() or int(number) >= self.microbatches or name not in self._nodes:
                 yield Violation(node, f"{node.name} sends {message!r}, which is no value of a micro-batch")
@@ -179,13 +242,13 @@ class RankValues:
         for name in self.layout.trainable:
             if name not in traced:
                 continue
-            each = [values[self.terms.step.term(traced[name])] for values in self._values]
+            each = self._each(name)
             if name in raw:
                 found = list(raw[name])  # type: ignore[call-overload]
                 if len(found) != len(each):
-                    yield Violation(None, f"{name} has gradients of {len(found)} micro-batches; want {len(each)}")
+                    yield Violation(None, f"{name} has {len(found)} gradients to add up; want {len(each)}")
                 for number, (node, wanted) in enumerate(zip(found, each, strict=False)):
-                    yield from self._compared(step, f"the gradient of {name} of micro-batch {number}", node, wanted)
+                    yield from self._compared(step, f"gradient {number} of {name}", node, wanted)
                 continue
             given = step.gradients.get(name, [])
             if len(given) != 1:
@@ -198,6 +261,15 @@ class RankValues:
         for name in step.gradients:
             if name not in traced or name not in self.layout.trainable:
                 yield Violation(step.gradients[name][0][0], f"a gradient of {name} is handed back; want none")
+
+    def _each(self, name: str) -> list[int]:
+        """What is added up to the gradient of a parameter of this rank's: of each micro-batch, then other stages'."""
+        shared = next((one for one in self.shared if one.name == name), None)
+        if shared is None:
+            gradient = self.terms.step.term(self.terms.traced.results.gradients[name])
+            return [values[gradient] for values in self._values]
+        others = [f"stage{reader}_{shared.value}_grad" for reader in shared.readers if reader in shared.parts]
+        return [*self._part(shared, shared.home), *(self._once[message] for message in others)]
 
     def _summed(self, step: StepTerms, name: str, each: Iterable[int]) -> int:
         param, stage = self.layout.param(name), self.layout.stage
@@ -221,3 +293,12 @@ class RankValues:
             if self.terms.step.term(node) in values
         }
         return term_text(term, step.terms, names)
+
+
+def _added(gradient: fx.Node, parts: Collection[str]) -> Iterator[fx.Node]:
+    """What a traced gradient is the sum of, as far as it is one of `parts`."""
+    if gradient.name in parts or gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs:
+        yield gradient
+        return
+    for summand in gradient.all_input_nodes:
+        yield from _added(summand, parts)

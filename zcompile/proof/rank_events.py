@@ -115,7 +115,7 @@ _LINES = {
     "send": _Line(Act.SEND, argument=1, peer="to"),
     "recv": _Line(Act.RECEIVE, peer="source"),
 }
-_SILENT = frozenset({"release", "update", "accumulate", "copy", "store", "offload"})
+_SILENT = frozenset({"release", "update", "accumulate", "plus", "copy", "store", "offload"})
 """What sends nothing."""
 _TORCH = ("aten.", "ops.", "operator.", "math.", "torch.")
 _COMMUNICATING = re.compile(r"ops\.(?P<library>\w*c10d\w*|_dtensor|symm_mem)\.(?P<operation>\w+)\.\w+")
@@ -293,7 +293,7 @@ class _Reader:
             self._collective(call, body, found["library"], found["operation"])
         elif is_phase and name == "add":
             unit = self.given.get(call.argument(0), "")
-            self.averages |= dict.fromkeys(call.gives, self._has_gradient(call, len(self.units.get(unit, ())), 2))
+            self.averages |= dict.fromkeys(call.gives, self._has_gradient(call, len(self.units.get(unit, ()))))
         elif name.startswith(_TORCH) or name == "graph" or (is_phase and name in _SILENT):
             pass
         elif is_phase and name in self.functions and name not in PHASES:
@@ -402,12 +402,12 @@ class _Reader:
         by += f" in {dtype_text(dtype_of(options['wire'].removeprefix('torch.')))}" if "wire" in options else ""
         return f"{call.name}{keep} {unit} ({', '.join(texts)}){by}"
 
-    def _has_gradient(self, call: _Call, count: int, index: int = 1) -> list[bool]:
+    def _has_gradient(self, call: _Call, count: int) -> list[bool]:
         """For each parameter of a unit whether a line is given a gradient of it, or an average or sum of some."""
-        if (averages := self.averages.get(call.argument(index))) is not None:
+        if (averages := self.averages.get(call.argument(1))) is not None:
             return averages
         found: list[bool] = []
-        for given in call.tree.args[index : index + 1]:
+        for given in call.tree.args[1:2]:
             for element in given.elts if isinstance(given, ast.List) else [ast.Starred(given)]:
                 if isinstance(element, ast.Starred):
                     found += [True] * self.counts.get(ast.unparse(element.value), 0)

@@ -295,13 +295,17 @@ def _mean(step: StepTerms, op: ops.Averaging, axis: str, param: Param, how: str,
 
 
 def _sum(step: StepTerms, node: fx.Node) -> Value:
-    """For each parameter of a unit its gradients of some micro-batches, added in order."""
+    """For each parameter of a unit its gradients, added in order; what is added may lack some."""
     shards, *given = node.args
     assert isinstance(shards, fx.Node), "a sum is one of a unit"
     first, second = (_by_parameter(step, shards, one) for one in given)
-    if first is None or second is None or first.keys() != second.keys():
+    if first is None or second is None or not second.keys() <= first.keys():
         return None
-    return {name: step.terms.make((SUM, term, second[name])) for name, term in first.items()}
+    return {**first, **{name: step.terms.make((SUM, first[name], term)) for name, term in second.items()}}
+
+
+def _plus(step: StepTerms, node: fx.Node) -> Value:
+    return step.terms.make((SUM, *map(step.term, node.args)))
 
 
 def _by_parameter(step: StepTerms, shards: fx.Node, given: Any) -> Mapping[str, int] | None:
@@ -416,6 +420,7 @@ _EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
     ops.Fetch: _fetch,
     ops.Sum: _sum,
     ops.SumAverages: _sum,
+    ops.Plus: _plus,
     ops.Send: _lent,
     ops.WaitSend: _lent,
     ops.Receive: _receive,

@@ -38,6 +38,8 @@ from zcompile.passes.split_phases import split_phases
 from zcompile.schedule.option_checks import bytes_of, check_prefetch, check_stage, checkpoint_of, offload_of
 from zcompile.schedule.pipeline import Pass, Pipeline, Trait
 
+Partition = Literal["min_cut", "default"]
+"""What the forward saves: see `pipeline`."""
 ACCUMULATE = Pass("accumulate_gradients", accumulate_gradients, (facts.REDUCED_ONCE,))
 """Not part of a pipeline: applied to a finished program of stage 0 or 1, for backwards under `no_sync`."""
 UPDATES = (
@@ -53,7 +55,6 @@ GATHER = Pass("insert_gathers", insert_gathers, (facts.REGIONS_OUTLINED,), GATHE
 CAPTURE = Pass("capture_graphs", capture_graphs, (facts.PLACES_DISJOINT,), (facts.RESULTS_OWNED,))
 REDUCE = Pass("insert_reductions", insert_reductions, (facts.REGIONS_OUTLINED,), (facts.REDUCED_ONCE,))
 
-DIVIDE = Pass("divide_backward", divide_backward, (facts.UNITS_ASSIGNED,))
 REDUCE_MICROBATCHES = Pass("reduce_microbatches", reduce_microbatches, ensures=(facts.REDUCED_ONCE,))
 
 
@@ -61,7 +62,7 @@ def pipeline(
     *,
     stage: int = 3,
     prefetch: int = 2,
-    partition: Literal["min_cut", "default"] = "min_cut",
+    partition: Partition = "min_cut",
     memory_limit: int | str | None = None,
     kept: Sequence[str] | None = None,
     small: int = SMALL_BYTES,
@@ -118,14 +119,15 @@ def pipeline(
 
 
 def of_stages(
-    *, partition: Literal["min_cut", "default"], divides: bool, small: int = SMALL_BYTES, bucket: int
+    *, partition: Partition, sent: int | None = None, small: int = SMALL_BYTES, bucket: int
 ) -> tuple[Pass, ...]:
     """The passes that the program of each pipeline stage goes through, for one micro-batch.
 
-    `divides`: the schedule runs gradients of weights apart.
+    `sent`: where the schedule runs gradients of weights apart, how many gradients of inputs other stages wait for.
     """
     split, outline = _regions(partition)
-    return (split, ASSIGN, *([DIVIDE] if divides else ()), outline, _messages(small, bucket)[0])
+    divide = Pass("divide_backward", partial(divide_backward, sent=sent), (facts.UNITS_ASSIGNED,))
+    return (split, ASSIGN, *([divide] if sent is not None else ()), outline, _messages(small, bucket)[0])
 
 
 def of_steps(
@@ -140,7 +142,7 @@ def of_steps(
     return (*passes, *(UPDATES[:1] if updates else ()), *([receive] if prefetch else []))
 
 
-def _regions(partition: Literal["min_cut", "default"]) -> tuple[Pass, Pass]:
+def _regions(partition: Partition) -> tuple[Pass, Pass]:
     """The passes that split what was traced, and outline its compute."""
     split, outline = partial(split_phases, partition=partition), partial(outline_regions, fuses=partition == "min_cut")
     return (
