@@ -37,6 +37,7 @@ def recompute_activations(
     finish: Callable[[Program], Program] = lambda program: program,
     fuses: bool = True,
     whole: bool = True,
+    at_once: bool = True,
 ) -> Program:
     """A program whose backward computes values of the forward again in place of reading them.
 
@@ -47,6 +48,7 @@ def recompute_activations(
         finish: The passes that follow.
         fuses: Of what compiles the regions, see `zcompile.cost.fusion`.
         whole: False for a part of a model, which may have nothing to save.
+        at_once: False if other micro-batches run between its forward and its backward.
 
     Raises:
         OptionError: the budget is too small for any choice, or there is nothing to compute again.
@@ -55,7 +57,7 @@ def recompute_activations(
         return program.copy()
     turn = Turn(program)
     if isinstance(checkpoint, str):
-        selection = by_unit(turn)
+        selection = by_unit(turn, at_once=at_once)
         result = recompute(turn, selection.again)
         if whole and not any(selection.again.values()):
             problem = f"{checkpoint!r} has no effect: no unit but the last computes anything that can be computed again"

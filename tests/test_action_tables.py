@@ -184,3 +184,11 @@ def test_wrong_tables_are_refused_with_rank_and_place(
 def test_what_is_no_schedule_is_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         call()
+
+
+def test_backwards_that_follow_their_forward_at_once() -> None:
+    table = action_table("1f1b", 3, 4)
+    assert [table.turns_at_once(stage) for stage in range(3)] == [False, False, True]
+    assert not any(action_table("gpipe", 3, 4).turns_at_once(stage) for stage in range(3))
+    assert ActionTable.parse("0F0, 0I0, 0F1, 0I1, 0W0, 0W1").turns_at_once(0)
+    assert not ActionTable.parse("0F0, 1F0, 1B0, 0B0").turns_at_once(0)

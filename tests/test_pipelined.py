@@ -18,6 +18,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import GPT
 from tests.ranks import AT_ONCE, Ranks
+from zcompile.cost.memory import peak_bytes
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.ops import AllGather, Reduce, Send, Sum, SumAverages
 from zcompile.pipelining.step import PipelinedStep
@@ -248,10 +249,14 @@ def test_a_pipeline_trains_as_one_process_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"prefetch": 0}, {"bucket": 64}, {"split": ["up.0"]}, {"units": ["down.*", "up.*"]}]
+    "options",
+    [{"prefetch": 0}, {"bucket": 64}, {"split": ["up.0"]}, {"units": ["down.*", "up.*"]}, {"checkpoint": "unit"}],
 )
-def test_options_change_no_bit(ranks: Ranks, options: dict[str, Any]) -> None:
-    assert ranks.run(4, trains, "skips", 2, 2, "1f1b", 3, options) == [[]] * 4
+@pytest.mark.parametrize("schedule", ["1f1b", "zbvzerobubble"])
+def test_options_change_no_bit(ranks: Ranks, options: dict[str, Any], schedule: str) -> None:
+    if schedule == "zbvzerobubble" and "split" in options:
+        options = {"split": ["down.1", "up.0", "up.1"]}
+    assert ranks.run(4, trains, "skips", 2, 2, schedule, 3, options) == [[]] * 4
 
 
 def doubles(rank: int, shape: tuple[int, ...]) -> list[bool]:
@@ -356,6 +361,26 @@ def test_messages_are_of_the_size_that_is_asked_for(ranks: Ranks) -> None:
     assert not any("bucket=" in text for text in ranks.run(4, text_with, {}))
 
 
+def held(rank: int, options: dict[str, Any]) -> int:
+    """The most bytes of activations and gradients that the program of a rank holds, as predicted."""
+    model = GPT(layers=8, width=64, heads=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = {"mesh": mesh_of(2, 1), "microbatches": 8, "backend": "eager"}
+    step = zcompile.train_step(model, loss_of, optimizer, **made, **options)
+    assert isinstance(step, PipelinedStep)
+    step.prepare(*batch_of("gpt", 0, 0, 256))
+    assert step.program is not None
+    return peak_bytes(step.program)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_what_is_computed_again_is_not_held(ranks: Ranks, schedule: str) -> None:
+    """Where other micro-batches run between forward and backward, that is so of the last unit of a stage, too."""
+    saved = ranks.run(2, held, {"schedule": schedule})
+    again = ranks.run(2, held, {"schedule": schedule, "checkpoint": "unit"})
+    assert all(less < 0.6 * more for less, more in zip(again, saved, strict=True))
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -419,7 +444,8 @@ MISTAKES: dict[str, Mistake] = {
     "loss": (Skips, not_scalar, {}, 8, "OptionError: loss_fn: gives a tensor of [2, 4, 2]"),
     "results": (Skips, two, {}, 8, "OptionError: loss_fn: gives 2 results"),
     "detached": (Skips, detached, {}, 8, "OptionError: loss_fn: gives a loss that depends on no parameter"),
-    "option": (Skips, loss_of, {"checkpoint": "unit"}, 8, "OptionError: checkpoint: is not combined with a pipeline"),
+    "option": (Skips, loss_of, {"memory_limit": 2**30}, 8, "OptionError: memory_limit: is not combined with a pipe"),
+    "budget": (Skips, loss_of, {"checkpoint": 0.5}, 8, "OptionError: checkpoint: 0.5 is not combined with a pipeline"),
     "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is no option"),
     "clipping": (Skips, loss_of, {"clip_grad_norm": 1.0}, 8, "OptionError: clip_grad_norm: is not combined"),
 }

@@ -82,13 +82,13 @@ def choice(turn: Turn, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.
     return RecomputeChoice(again, frozenset(saved), flops, gap)
 
 
-def by_unit(turn: Turn) -> RecomputeChoice:
+def by_unit(turn: Turn, *, at_once: bool = True) -> RecomputeChoice:
     """Each unit's input is saved and the rest of it computed again (Chen et al. 2016, section 4).
 
-    Of the unit whose backward comes first nothing is: it would be computed twice and in memory all the same. Nor is
-    what another unit reads, which is saved for that.
+    Where the backward follows the forward `at_once`, nothing is of the unit whose backward comes first: it would be
+    computed twice and in memory all the same. Nor is what another unit reads, which is saved for that.
     """
-    first = turn.backward[0].unit if turn.backward else ""
+    first = turn.backward[0].unit if turn.backward and at_once else ""
 
     def is_foreign(value: fx.Node, run: int) -> bool:
         unit = turn.runs[run].unit

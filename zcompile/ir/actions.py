@@ -120,6 +120,17 @@ class ActionTable:
     def _ranks(self) -> dict[int, int]:
         return {action.stage: rank for rank, row in enumerate(self.rows) for action in row}
 
+    def turns_at_once(self, stage: int) -> bool:
+        """True if the backward of a stage follows its forward with nothing between, for every micro-batch."""
+        row = self.rows[self.rank_of(stage)]
+        places = {action: place for place, action in enumerate(row)}
+        forwards = [action for action in row if action.stage == stage and action.kind is ActionKind.FORWARD]
+        behind = [row[places[action] + 1 :][:1] for action in forwards]
+        return all(
+            found and found[0].sends_back and (found[0].stage, found[0].microbatch) == (stage, action.microbatch)
+            for action, found in zip(forwards, behind, strict=True)
+        )
+
     @property
     def divides_backward(self) -> bool:
         """True if some backward is divided into those of inputs and of weights."""

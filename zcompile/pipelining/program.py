@@ -5,7 +5,7 @@ It is cut into stages; the program of each is rewritten; what a rank does in a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from zcompile.proof.values import TracedTerms
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps
 from zcompile.schedule.option_checks import bytes_of
 from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import ALWAYS, Verified
+from zcompile.schedule.pipeline import ALWAYS, Pass, Verified
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ def rewrite(
     bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
     partition: Partition = "min_cut" if options.backend == "inductor" else "default"
     cut = cut_stages(traced, starts=place.starts)
-    rewritten = partial(_rewritten, partition=partition, divides=place.table.divides_backward, bucket=bucket)
-    stages = tuple(rewritten(one) if one.number in place.own else one for one in cut)
+    passes = partial(of_stages, partition=partition, bucket=bucket, checkpoints=options.checkpoint is not None)
+    stages = tuple(_rewritten(one, place.table, passes) if one.number in place.own else one for one in cut)
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
-    passes = of_steps(options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates)
-    step = Verified(step, values).after(passes).program
+    finish = of_steps(options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates)
+    step = Verified(step, values).after(finish).program
     return PipelinedProgram(step, stages)
 
 
@@ -169,10 +169,9 @@ def _shared(stages: Sequence[PipelineStage], own: Sequence[int]) -> tuple[Shared
     return tuple(found)
 
 
-def _rewritten(stage: PipelineStage, *, partition: Partition, divides: bool, bucket: int) -> PipelineStage:
-    sent = stage.boundary.sent_back if divides else None
-    program = Verified.traced(stage.program).after(of_stages(partition=partition, sent=sent, bucket=bucket)).program
-    if stage.lent is None:
-        return replace(stage, program=program)
-    lent = Verified.traced(stage.lent).after(of_stages(partition="default", bucket=bucket)).program
+def _rewritten(stage: PipelineStage, table: ActionTable, passes: Callable[..., Sequence[Pass]]) -> PipelineStage:
+    sent = stage.boundary.sent_back if table.divides_backward else None
+    at_once = table.turns_at_once(stage.number)
+    program = Verified.traced(stage.program).after(passes(sent=sent, at_once=at_once)).program
+    lent = stage.lent and Verified.traced(stage.lent).after(passes()).program
     return replace(stage, program=program, lent=lent)

@@ -49,7 +49,7 @@ from zcompile.state.model_state import ModelState
 from zcompile.state.savable import Savable
 
 LossFunction = Callable[..., torch.Tensor]
-_TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket"})
+_TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint"})
 """Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
 
 
@@ -110,6 +110,8 @@ def _options_of(given: dict[str, Any]) -> Options:
     options = Options.among(given)
     if options.prefetch == "auto":
         raise OptionError("prefetch", "'auto' is not combined with a pipeline so far", "give a number of units")
+    if options.checkpoint not in (None, "unit"):
+        raise OptionError("checkpoint", f"{options.checkpoint!r} is not combined with a pipeline so far", "give 'unit'")
     return options
 
 

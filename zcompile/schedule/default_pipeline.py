@@ -119,15 +119,33 @@ def pipeline(
 
 
 def of_stages(
-    *, partition: Partition, sent: int | None = None, small: int = SMALL_BYTES, bucket: int
+    *,
+    partition: Partition,
+    sent: int | None = None,
+    small: int = SMALL_BYTES,
+    bucket: int,
+    checkpoints: bool = False,
+    at_once: bool = True,
 ) -> tuple[Pass, ...]:
     """The passes that the program of each pipeline stage goes through, for one micro-batch.
 
-    `sent`: where the schedule runs gradients of weights apart, how many gradients of inputs other stages wait for.
+    Args:
+        partition: See `pipeline`.
+        sent: Where the schedule runs gradients of weights apart, how many gradients of inputs other stages wait for.
+        small: See `pipeline`.
+        bucket: The same.
+        checkpoints: Save the input of each unit alone, and compute the rest again.
+        at_once: False if other micro-batches run between the forward of a stage and its backward.
     """
     split, outline = _regions(partition)
-    divide = Pass("divide_backward", partial(divide_backward, sent=sent), (facts.UNITS_ASSIGNED,))
-    return (split, ASSIGN, *([divide] if sent is not None else ()), outline, _messages(small, bucket)[0])
+    again = partial(
+        recompute_activations, checkpoint="unit", fuses=partition == "min_cut", whole=False, at_once=at_once
+    )
+    passes = [split, ASSIGN]
+    passes += [Pass("recompute_activations", again, (facts.UNITS_ASSIGNED,))] if checkpoints else []
+    if sent is not None:
+        passes.append(Pass("divide_backward", partial(divide_backward, sent=sent), (facts.UNITS_ASSIGNED,)))
+    return (*passes, outline, _messages(small, bucket)[0])
 
 
 def of_steps(
