@@ -361,6 +361,46 @@ def test_messages_are_of_the_size_that_is_asked_for(ranks: Ranks) -> None:
     assert not any("bucket=" in text for text in ranks.run(4, text_with, {}))
 
 
+def clips(rank: int, name: str, pipeline: int, data: int, stage: int, schedule: str) -> list[float]:
+    """How far from the reference, whose norm is that of all gradients, losses, norms and parameters are."""
+    mesh, reference, model = mesh_of(pipeline, data), Reference(name, stage, data), model_of(name)
+    reference.optimizer = torch.optim.SGD(reference.model.parameters(), lr=0.5)
+    norms: list[torch.Tensor] = []
+
+    def clip(*_: Any) -> None:
+        norms.append(nn.utils.clip_grad_norm_(reference.model.parameters(), 0.01))
+
+    reference.optimizer.register_step_pre_hook(clip)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    made = {"microbatches": MICROBATCHES, "backend": "eager", "schedule": schedule, "stage": stage}
+    step = zcompile.train_step(model, loss_of, optimizer, mesh=mesh, clip_grad_norm=0.01, **made)
+    assert isinstance(step, PipelinedStep)
+    found = []
+    for number in range(3):
+        loss = step(*batch_of(name, mesh["dp"].get_local_rank(), number))
+        found.append(float(loss - reference.train(number)[mesh["dp"].get_local_rank()]))
+        assert step.grad_norm is not None
+        assert norms[-1] > 0.01
+        found.append(float(step.grad_norm / norms[-1] - 1))
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        if not parameter.is_meta:
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            found.append(float((full - reference.model.get_parameter(parameter_name)).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline", "data", "stage", "schedule"),
+    [("skips", 2, 2, 0, "1f1b"), ("gpt tied", 2, 2, 3, "zbvzerobubble"), ("skips", 4, 1, 1, "gpipe")],
+)
+def test_gradients_are_clipped_by_the_norm_of_all_stages(
+    ranks: Ranks, name: str, pipeline: int, data: int, stage: int, schedule: str
+) -> None:
+    for found in ranks.run(pipeline * data, clips, name, pipeline, data, stage, schedule):
+        assert max(map(abs, found)) < 1e-5
+
+
 def held(rank: int, options: dict[str, Any]) -> int:
     """The most bytes of activations and gradients that the program of a rank holds, as predicted."""
     model = GPT(layers=8, width=64, heads=2)
@@ -447,7 +487,8 @@ MISTAKES: dict[str, Mistake] = {
     "option": (Skips, loss_of, {"memory_limit": 2**30}, 8, "OptionError: memory_limit: is not combined with a pipe"),
     "budget": (Skips, loss_of, {"checkpoint": 0.5}, 8, "OptionError: checkpoint: 0.5 is not combined with a pipeline"),
     "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is no option"),
-    "clipping": (Skips, loss_of, {"clip_grad_norm": 1.0}, 8, "OptionError: clip_grad_norm: is not combined"),
+    "half": (Skips, loss_of, {"dtype": torch.float16}, 8, "OptionError: dtype: is float16, whose gradients want"),
+    "offload": (Skips, loss_of, {"offload_optimizer": "disk:x"}, 8, "OptionError: offload_optimizer: is not combined"),
 }
 
 
@@ -517,7 +558,7 @@ def different(rank: int, what: str) -> tuple[str, float]:
     [
         ("stage", "AgreementError: the options and the traced step: line 2 differs: rank 0: 'stage 3"),
         ("batch", "AgreementError: the options and the traced step: line "),
-        ("split", "AgreementError: the options and the traced step: line 5 differs: rank 0: 'split None'"),
+        ("split", "AgreementError: the options and the traced step: line 5 differs: rank 0: 'split None"),
         ("table", "AgreementError: the options and the traced step: line 4 differs: rank 0: '1F0, 1B0, "),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,7 +81,9 @@ def train_step(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     pipelined = PipelineOptions(schedule, microbatches, split, stages_per_rank)
     if is_pipelined(options.get("mesh")):
-        _check_alone(model, clip_grad_norm=clip_grad_norm, offload_optimizer=offload_optimizer)
+        _check_alone(model, offload_optimizer=offload_optimizer)
+        _check_range(options.get("dtype"))
+        pipelined = replace(pipelined, clip_grad_norm=clip_grad_norm)
         return pipelined_step(model, loss_fn, optimizers, pipelined, options)
     _check_unpipelined(pipelined)
     place = _place(offload_optimizer, clip_grad_norm)
@@ -124,7 +127,12 @@ def _check_compiled(
     if on_host and clip_grad_norm is not None:
         mesh = model._engine.runtime.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
         _check_reaches_host(mesh)
-    if asked.get("dtype") is torch.float16:
+    _check_range(asked.get("dtype"))
+
+
+def _check_range(dtype: object) -> None:
+    """Raise OptionError for a dtype whose gradients have to be scaled."""
+    if dtype is torch.float16:
         problem = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
         raise OptionError("dtype", problem, "give torch.bfloat16, or use the loop")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from zcompile.ir.ops import AllGather, Group, Input, Kind, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.pipelining.ranks import PipelineRanks
-from zcompile.runtime.executor import BoundUnit
+from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import RunKind
@@ -59,12 +60,14 @@ class PipelinedRun:
         self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
         self._digest = hashlib.sha256(str(traced).encode(errors="backslashreplace")).hexdigest()
 
-    def step(self, microbatches: Sequence[Sequence[Any]], updater: Updater) -> torch.Tensor:
-        """Run the program; gives the mean loss of the micro-batches.
+    def step(
+        self, microbatches: Sequence[Sequence[Any]], updater: Updater | None
+    ) -> tuple[torch.Tensor, Sequence[Gradients]]:
+        """Run the program; gives the mean loss of the micro-batches, and the gradients that it has not used.
 
         Args:
             microbatches: Of each what the call is given, containers taken apart.
-            updater: What steps the optimizers.
+            updater: What steps the optimizers, where the program updates.
 
         Raises:
             GroupError: another rank failed or stayed away.
@@ -74,13 +77,13 @@ class PipelinedRun:
         tangent = torch.full_like(self._loss, 1 / len(microbatches))
         box = [self._value(node, microbatches, tangent, updater) for node in self._given]
         try:
-            with torch.no_grad(), updater.updating():
-                losses, _ = self._run(box)
+            with torch.no_grad(), updater.updating() if updater is not None else nullcontext():
+                losses, gradients = self._run(box)
         except BaseException:
             self.ranks.data.order_all()
             self.ranks.links.order_all()
             raise
-        return self._shared(losses)
+        return self._shared(losses), gradients
 
     def _shared(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean of the losses, which the rank with the last stage has, on all along the axis."""
@@ -100,12 +103,12 @@ class PipelinedRun:
         call = lockstep.enter(RunKind.STEP, self._digest, [WRITTEN] if stale else [])
         self.ranks.data.stamp(call.position.number)
         self.ranks.links.stamp(call.position.number)
-        lockstep.check()  # the program updates: behind it, it would be too late
+        lockstep.check()  # the program may update: behind it, it would be too late
         if self._keeps and freshness.has_current and WRITTEN in call.marks:
             freshness.compare()
 
     def _value(
-        self, node: fx.Node, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor, updater: Updater
+        self, node: fx.Node, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor, updater: Updater | None
     ) -> Any:
         """What the program is given in the place of `node`."""
         op = data(node).op

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from zcompile.model.sharding import retire, shard_model
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.units import make_layout
 from zcompile.pipelining.action_tables import action_table
+from zcompile.pipelining.clipping import clip_together, deliver
 from zcompile.pipelining.guard import StepGuard
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, device_of
@@ -42,6 +44,7 @@ from zcompile.pipelining.run import PipelinedRun
 from zcompile.proof.ranks import check_texts
 from zcompile.runtime.agreement import Agreement, all_through, told_to_others
 from zcompile.runtime.device import is_gpu
+from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import ranks_of
 from zcompile.schedule.options import Options
@@ -62,12 +65,14 @@ class PipelineOptions:
         microbatches: Into how many equal parts a batch is cut along dimension 0.
         split: The units with which stages begin, the first stage's left out; None: so that all compute about as long.
         stages_per_rank: None for as many as is usual for the schedule.
+        clip_grad_norm: The largest 2-norm of all gradients together, of all stages.
     """
 
     schedule: str | ActionTable = "1f1b"
     microbatches: int = 1
     split: Sequence[str] | None = None
     stages_per_rank: int | None = None
+    clip_grad_norm: float | None = None
 
 
 def pipelined_step(
@@ -92,7 +97,7 @@ def pipelined_step(
         table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
     all_through(ranks_of(mesh), device, "a pipelined train step")
     ranks = PipelineRanks.of(mesh, device)
-    return PipelinedStep(model, loss_fn, optimizers, ranks, table, options, units, asked.split)
+    return PipelinedStep(model, loss_fn, optimizers, ranks, table, options, units, asked)
 
 
 def _options_of(given: dict[str, Any]) -> Options:
@@ -132,11 +137,12 @@ class PipelinedStep(Savable):
         table: ActionTable,
         options: Options,
         units: Sequence[str] | None,
-        split: Sequence[str] | None,
+        asked: PipelineOptions,
     ) -> None:
         self.model, self.optimizers, self.table = model, optimizers, table
-        self._loss_fn, self._ranks, self._options, self._units, self._split = loss_fn, ranks, options, units, split
-        self._updater = Updater(optimizers)
+        self._loss_fn, self._ranks, self._options, self._units, self._asked = loss_fn, ranks, options, units, asked
+        self._updater = Updater(optimizers) if asked.clip_grad_norm is None else None
+        self._norm: torch.Tensor | None = None
         self._run: PipelinedRun | None = None
         self._state: ModelState | None = None
         self._guard: StepGuard | None = None
@@ -158,9 +164,12 @@ class PipelinedStep(Savable):
         parts = self._microbatches(batch, named)
         run = self._ready(parts[0])
         self._check_unchanged(parts)
-        loss = run.step([part.leaves() for part in parts], self._updater)
-        self._updater.finish()
-        run.runtime.freshness.step()
+        loss, gradients = run.step([part.leaves() for part in parts], self._updater)
+        if self._updater is not None:
+            self._updater.finish()
+            run.runtime.freshness.step()
+        else:
+            self._clip_and_step(gradients)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return loss
@@ -177,6 +186,18 @@ class PipelinedStep(Savable):
         """
         self._ready(self._microbatches(batch, named)[0])
 
+    def _clip_and_step(self, gradients: Sequence[Gradients]) -> None:
+        """The optimizers' steps with gradients that were kept."""
+        assert self._asked.clip_grad_norm is not None, "gradients are kept for clipping"
+        self._norm = clip_together(deliver(gradients), self._ranks.links, self._asked.clip_grad_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """With `clip_grad_norm=`, the norm of all gradients of the last step before it was clipped."""
+        return self._norm
+
     @property
     def program(self) -> Program | None:
         """The program of this rank, once there is one: print it."""
@@ -188,7 +209,7 @@ class PipelinedStep(Savable):
         return f"PipelinedStep({type(self.model).__name__}, {of})"
 
     def _check(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if self._updater is not None else ():
             if has_step_pre_hooks(optimizer):
                 problem = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
                 raise OptimizerError("optimizer", problem, "use a hook behind the step")
@@ -256,12 +277,17 @@ class PipelinedStep(Savable):
         """Trace the step, rewrite this rank's part, compare it with all others', and divide the model."""
         ranks, options = self._ranks, self._options
         traced = ranks.agreement.attempt("the traced step", lambda: self._traced(first))[0]
-        asked = [str(options), *str(self.table).split("\n"), f"split {self._split}"]
+        asked = [
+            str(options),
+            *str(self.table).split("\n"),
+            f"split {self._asked.split} clip_grad_norm {self._asked.clip_grad_norm}",
+        ]
         ranks.agreement.reach("the options and the traced step", [*asked, *str(traced).split("\n")])
         hardware = GPU if is_gpu(ranks.device) else CPU
-        starts = choose_starts(traced, self.table.stages, self._split, hardware)
+        starts = choose_starts(traced, self.table.stages, self._asked.split, hardware)
         place = PipelinePlace(self.table, ranks.links.rank, ranks.links.axis, starts)
-        program = ranks.agreement.attempt("the program", lambda: rewrite(traced, place, options, hardware))[0].program
+        make = partial(rewrite, traced, place, options, hardware, updates=self._updater is not None)
+        program = ranks.agreement.attempt("the program", make)[0].program
         texts = ranks.agreement.share("the programs of all ranks", program.text(regions=True))
         check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
         runtime = self._divided(program, traced.layout)

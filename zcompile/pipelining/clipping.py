@@ -1,0 +1,43 @@
+"""Clipping by the norm of all gradients, of which each rank along a pipeline axis has those of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zcompile.runtime.executor import Gradients
+from zcompile.runtime.gradients.delivery import run_hooks
+from zcompile.runtime.stage_links import StageLinks
+
+
+def deliver(gradients: Sequence[Gradients]) -> list[nn.Parameter]:
+    """Put averaged gradients into `.grad`; gives the parameters that have one now."""
+    found = []
+    for one in gradients:
+        for name, tensor in one.tensors.items():
+            parameter = one.shards.parameters[name]
+            parameter.grad = one.shards.gradient(name, tensor)
+            run_hooks(parameter)
+            found.append(parameter)
+    return found
+
+
+@torch.no_grad()
+def clip_together(parameters: Sequence[nn.Parameter], links: StageLinks, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of all stages so that they have at most the norm `max_norm` together. Collective.
+
+    Gives their 2-norm before, a tensor without dimensions on the device, the same on all ranks.
+    """
+    norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    own = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    total = own.to(links.device, torch.float32).square()
+    if links.size > 1:
+        with links.waits.explained("the norm of all gradients"):
+            dist.all_reduce(total, group=links.groups[0])
+    total = total.sqrt_()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
