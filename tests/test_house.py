@@ -54,7 +54,7 @@ ROOMS = {
     "report": "ir cost schedule proof proof.checker_texts",
     "engine": "ir cost frontend model proof report runtime runtime.gradients runtime.offload schedule recording",
     "state": "runtime",
-    "pipelining": "frontend ir cost facts model proof passes.common passes.pipelining runtime "
+    "pipelining": "ir cost facts model proof passes.common passes.pipelining runtime "
     "runtime.gradients schedule engine state",
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",

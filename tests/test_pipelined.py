@@ -24,6 +24,7 @@ from zcompile.ir.ops import AllGather, Reduce, Send, Sum, SumAverages
 from zcompile.pipelining.step import PipelinedStep
 
 MICROBATCHES = 4
+SCALE = 1.0
 
 
 class Residual(nn.Module):
@@ -46,6 +47,7 @@ class Skips(nn.Module):
         self.up = nn.ModuleList(Residual(7) for _ in range(3))
         self.up[1].gain.requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(3))
+        self.scale = 1.0
         self.last = nn.Linear(7, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,7 @@ class Skips(nn.Module):
             kept.append(h)
         for block in self.up:
             h = block(h + kept.pop().transpose(1, 2).transpose(1, 2)) * mask
-        result: torch.Tensor = self.last(h)
+        result: torch.Tensor = self.last(h) * self.scale
         return result
 
 
@@ -117,7 +119,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if isinstance(model, GPT):
         loss: torch.Tensor = model(x, y)
         return loss
-    return ((model(x) - y) ** 2).mean()
+    return ((model(x) - y) ** 2).mean() * SCALE
 
 
 def mesh_of(pipeline: int, data: int) -> DeviceMesh:
@@ -594,6 +596,10 @@ def changes(rank: int, what: str) -> tuple[str, float]:
         model.down.append(nn.Identity())  # type: ignore[union-attr, operator]
     elif mine and what == "hook":
         model.register_forward_hook(lambda *_: None)
+    elif mine and what == "attribute":
+        model.scale = 0.5  # type: ignore[assignment]
+    elif mine and what == "global":
+        globals()["SCALE"] = 0.5
     started = time.perf_counter()
     try:
         step(*batch_of("skips", rank % 2, 1, rows))
@@ -610,12 +616,65 @@ def changes(rank: int, what: str) -> tuple[str, float]:
         ("frozen", "ModelError: unused: is frozen now, and was trained at the first step"),
         ("module", "ModelError: Skips: has other modules or hooks than at the first step"),
         ("hook", "ModelError: Skips: has other modules or hooks than at the first step"),
+        ("attribute", "ModelError: Skips: computes something else than at the first step: .*0.5.* in place of .*1.0"),
+        ("global", "ModelError: Skips: computes something else than at the first step: .*0.5.* in place of .*1.0"),
     ],
 )
 def test_what_was_traced_must_not_change(ranks: Ranks, what: str, message: str) -> None:
     for rank, (found, seconds) in enumerate(ranks.run(4, changes, what)):
         assert re.match(message if rank == 1 else "AgreementError: the step: rank 1 cannot run it: ", found), found
         assert seconds < AT_ONCE
+
+
+def closures(rank: int) -> list[float]:
+    """A loss reads a tensor and a number beside its arguments: how far losses are from the plain model's."""
+    weight, model, plain = torch.tensor([1.0, 2.0]), model_of("skips"), model_of("skips")
+    mesh, found = mesh_of(2, 1), []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (((model(x) - y) * weight) ** 2).mean()
+
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.001) for one in (model, plain)]
+    step = zcompile.train_step(model, loss_fn, optimizers[0], mesh=mesh, microbatches=MICROBATCHES, backend="eager")
+    for number in range(4):
+        x, y = batch_of("skips", 0, number)
+        if number == 2:
+            weight.mul_(0.5)
+        if number == 3:
+            weight = weight + 1
+        loss = step(x, y)
+        parts = [loss_fn(plain, *part) / MICROBATCHES for part in zip(x.chunk(4), y.chunk(4), strict=True)]
+        in_order(parts).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        found.append(float(loss - in_order(parts).detach()))
+    return found
+
+
+def test_tensors_of_closures_are_read_as_they_are(ranks: Ranks) -> None:
+    for found in ranks.run(2, closures):
+        assert max(map(abs, found)) < 1e-5
+
+
+def outside(rank: int) -> str:
+    """The loss has a parameter of its own, which would get no gradient."""
+    mesh, model, temperature = mesh_of(2, 1), model_of("skips"), nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, x, y) * temperature
+
+    step = zcompile.train_step(model, loss_fn, optimizer, mesh=mesh, microbatches=MICROBATCHES, backend="eager")
+    try:
+        step(*batch_of("skips", 0, 0))
+    except zcompile.ZcompileError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_parameter_that_is_not_the_models_is_refused(ranks: Ranks) -> None:
+    for found in ranks.run(2, outside):
+        assert found.startswith("loss_fn: computes with a tensor that is trained, and is no parameter of the model")
 
 
 def dies(rank: int) -> tuple[str, float]:

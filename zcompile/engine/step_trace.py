@@ -7,18 +7,19 @@ would compile is thrown away. So a model of any size is traced in the memory of 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
 from zcompile._torch import TorchRuntimeError, buffers_of, no_log_of_failures, parameters_of, tree_leaves
 from zcompile.engine.interception import Traced
-from zcompile.errors import CaptureError
+from zcompile.errors import CaptureError, ModelError
 from zcompile.frontend.capture import Capture, Names, Runner
-from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
+from zcompile.frontend.dynamo import BREAKS, autocast, traceable, typed_errors
 from zcompile.frontend.local_graphs import Local, on_locals
 from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
@@ -43,7 +44,14 @@ class Called:
 
 
 def trace_call(model: nn.Module, layout: Layout, called: Called, device: torch.device, what: str) -> Program:
-    """The program of a call, with its backward. The model is left as it was.
+    """The program of a call, with its backward: see `StepTrace`."""
+    return StepTrace(model, layout, called, device, what).program
+
+
+class StepTrace:
+    """The program of a call, with its backward, and what tells whether it would be traced so again.
+
+    The model is left as it was.
 
     Args:
         model: What the call runs; its parameters may be on meta.
@@ -51,47 +59,119 @@ def trace_call(model: nn.Module, layout: Layout, called: Called, device: torch.d
         called: The call; tensors among its arguments have memory, on `device`.
         device: What is traced for.
         what: The model, in messages.
+        dtype: What is computed in under autocast; None for the model's own.
 
     Raises:
         CaptureError: it cannot be traced into one graph.
     """
 
-    def lower(traced: Program) -> Runner:
-        options = Options()
-        raise Traced(traced, Request(options, options.schedule))
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        called: Called,
+        device: torch.device,
+        what: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._layout, self._device, self._what, self._dtype = model, layout, device, what, dtype
+        self._placeholders = {
+            name: placeholder_of(parameter, layout.param(name).full_dtype, device)
+            for name, parameter in model.named_parameters()
+        }
+        self._called = called
+        self._found: list[Program] = []
+        call = traceable(model, called.call, [type(model).__qualname__, str(layout)])
+        self._compiled = torch.compile(call, backend=self._capture, fullgraph=True, dynamic=False)
+        self._run(called)
+        (self.program,) = self._found
 
-    call = traceable(model, called.call, [type(model).__qualname__, str(layout)])
-    with without_memory(model, layout, device) as placeholders, torch.enable_grad():
+    def others(self, called: Called) -> list[torch.Tensor]:
+        """Tensors that the same call reads now beside its arguments, parameters and buffers, as closures hold them.
+
+        By `Input.leaf` they are numbered behind the call's own. What torch.compile guards on is looked at: attributes,
+        global variables, shapes.
+
+        Raises:
+            ModelError: it would be traced otherwise.
+        """
+        self._found.clear()
+        inputs = self._run(called)
+        for found in self._found:
+            if difference := changed_line(str(self.program), str(found)):
+                problem = f"computes something else than at the first step: {difference}"
+                raise ModelError(self._what, problem, "make a new train step of the model as it is to be trained")
+        return self._unknown(inputs, called)
+
+    def _unknown(self, inputs: Sequence[Any], called: Called) -> list[torch.Tensor]:
+        known = {id(made) for made, _ in self._placeholders.values()}
+        known |= {id(local.leaf) for _, local in self._placeholders.values() if local is not None}
+        known |= {id(buffer) for buffer in self._model.buffers()} | {id(leaf) for leaf in called.leaves()}
+        return [value for value in inputs if isinstance(value, torch.Tensor) and id(value) not in known]
+
+    def _run(self, called: Called) -> Sequence[Any]:
+        """Let torch.compile look at the call, and trace it if it has to; gives what its graph would be given."""
+        self._called = called
+        try:
+            with (
+                without_memory(self._model, self._placeholders, self._device),
+                torch.enable_grad(),
+                autocast(self._device.type, self._dtype),
+                typed_errors(),
+                no_log_of_failures(),
+            ):
+                self._compiled("", *called.args, **called.kwargs)
+        except _GivenInputs as given:
+            return given.inputs
+        except TorchRuntimeError as error:
+            problem = f"cannot be computed with these arguments: {_reason(error)}"
+            raise CaptureError(self._what, problem, "give one batch that it takes") from error
+        except BREAKS as error:
+            broken = Break.of("", self._what, error)
+            raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "fix it") from error
+        raise AssertionError("what is compiled never comes to its end")
+
+    def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend: what would be compiled is thrown away."""
+        leaves = [*self._called.leaves(), *self._unknown(inputs, self._called)]
         names = Names(
-            {id(made): name for name, (made, _) in placeholders.items()},
-            {id(buffer): name for name, buffer in model.named_buffers()},
-            frozenset(name for name, _ in model.named_modules()),
-            called.arguments,
-            leaves={id(leaf): number for number, leaf in enumerate(called.leaves()) if isinstance(leaf, torch.Tensor)},
+            {id(made): name for name, (made, _) in self._placeholders.items()},
+            {id(buffer): name for name, buffer in self._model.named_buffers()},
+            frozenset(name for name, _ in self._model.named_modules()),
+            self._called.arguments,
+            leaves={id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)},
         )
-        locals_ = {id(made): local for made, local in placeholders.values() if local is not None}
+        locals_ = {id(made): local for made, local in self._placeholders.values() if local is not None}
+        options = Options()
 
-        def capture(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return on_locals(module, inputs, names, locals_, lambda found: Capture(found, layout, lower))
+        def lower(traced: Program) -> Runner:
+            raise Traced(traced, Request(options, options.schedule))
 
-        compiled = torch.compile(call, backend=capture, fullgraph=True, dynamic=False)
-        return _first_traced(what, lambda: compiled("", *called.args, **called.kwargs))
+        try:
+            on_locals(module, inputs, names, locals_, lambda found: Capture(found, self._layout, lower))
+        except Traced as found:
+            self._found.append(found.program)
+
+        def give(*given: Any) -> NoReturn:
+            raise _GivenInputs(given)
+
+        return give
 
 
-def _first_traced(what: str, call: Callable[[], object]) -> Program:
-    """The program that is traced while `call` runs."""
-    try:
-        with typed_errors(), no_log_of_failures():
-            call()
-    except Traced as found:
-        return found.program
-    except TorchRuntimeError as error:
-        problem = f"cannot be computed with these arguments: {_reason(error)}"
-        raise CaptureError(what, problem, "give one batch that it takes") from error
-    except BREAKS as error:
-        broken = Break.of("", what, error)
-        raise CaptureError(broken.where, f"breaks the graph: {broken.reason}", "fix it") from error
-    raise AssertionError("a backend is called for every graph")
+class _GivenInputs(BaseException):
+    """What a graph is given, taken at the moment in which it would run."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        super().__init__("a graph would run")
+        self.inputs = inputs
+
+
+def changed_line(before: str, after: str) -> str:
+    """What is new in the first line in which two texts differ; empty where they are equal."""
+    for one, other in itertools.zip_longest(before.splitlines(), after.splitlines(), fillvalue=""):
+        if one != other:
+            return f"{other.strip()!r} in place of {one.strip()!r}"
+    return ""
 
 
 def _reason(error: Exception) -> str:
@@ -102,14 +182,10 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def without_memory(
-    model: nn.Module, layout: Layout, device: torch.device
-) -> Iterator[dict[str, tuple[nn.Parameter, Local | None]]]:
+    model: nn.Module, placeholders: Mapping[str, tuple[nn.Parameter, Local | None]], device: torch.device
+) -> Iterator[None]:
     """Placeholders in place of the model's parameters, and zeros for buffers on meta, until the block ends."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
-    placeholders = {
-        name: placeholder_of(parameter, layout.param(name).full_dtype, device)
-        for name, parameter in model.named_parameters()
-    }
     before = [(module, dict(parameters_of(module)), dict(buffers_of(module))) for module in model.modules()]
     try:
         for module, parameters, buffers in before:
@@ -119,7 +195,7 @@ def without_memory(
             for key, buffer in buffers.items():
                 if buffer is not None and buffer.is_meta:
                     buffers_of(module)[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-        yield placeholders
+        yield
     finally:
         for module, parameters, buffers in before:
             parameters_of(module).update(parameters)

@@ -16,7 +16,7 @@ from zcompile._torch import has_step_pre_hooks, parameters_of, tree_leaves, tree
 from zcompile.cost.hardware import CPU, GPU
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
-from zcompile.engine.step_trace import Called, trace_call
+from zcompile.engine.step_trace import Called, StepTrace
 from zcompile.errors import (
     AgreementError,
     CaptureError,
@@ -26,7 +26,6 @@ from zcompile.errors import (
     ParameterError,
     StateError,
 )
-from zcompile.frontend.dynamo import autocast
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.operation import data, op_of
@@ -146,6 +145,7 @@ class PipelinedStep(Savable):
         self._run: PipelinedRun | None = None
         self._state: ModelState | None = None
         self._guard: StepGuard | None = None
+        self._trace: StepTrace | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
         """Take one step with a batch, which all ranks along the pipeline axis are given alike.
@@ -163,8 +163,8 @@ class PipelinedStep(Savable):
         self._check()
         parts = self._microbatches(batch, named)
         run = self._ready(parts[0])
-        self._check_unchanged(parts)
-        loss, gradients = run.step([part.leaves() for part in parts], self._updater)
+        others = self._check_unchanged(parts)
+        loss, gradients = run.step([[*part.leaves(), *others] for part in parts], self._updater)
         if self._updater is not None:
             self._updater.finish()
             run.runtime.freshness.step()
@@ -218,13 +218,18 @@ class PipelinedStep(Savable):
                 fix = "call optimizer.step() or zero_grad() before the train step"
                 raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)
 
-    def _check_unchanged(self, parts: Sequence[Called]) -> None:
-        """Raise what has changed since the step was traced; other ranks, which would wait, are told."""
+    def _check_unchanged(self, parts: Sequence[Called]) -> list[torch.Tensor]:
+        """Raise what has changed since the step was traced; other ranks, which would wait, are told.
+
+        Gives the tensors that the step reads beside its arguments, parameters and buffers.
+        """
         assert self._guard is not None, "a step was traced"
+        assert self._trace is not None, "a step was traced"
         try:
             for part in parts:
                 self._guard.check(part)
-        except (OptionError, ModelError) as error:
+            return self._trace.others(parts[0])
+        except (OptionError, ModelError, CaptureError) as error:
             problem = f"rank {self._ranks.everyone.waits.rank} cannot run it: {error.subject} {error.problem}"
             self._ranks.everyone.waits.refuse(AgreementError("the step", problem, error.fix))
             raise
@@ -302,8 +307,8 @@ class PipelinedStep(Savable):
         """
         ranks, options, what = self._ranks, self._options, type(self.model).__name__
         layout = make_layout(self.model, STAGES[options.stage], ranks.axes, self._units, options.precision)
-        with autocast(ranks.device.type, options.dtype):
-            traced = trace_call(self.model, layout, first, ranks.device, what)
+        self._trace = StepTrace(self.model, layout, first, ranks.device, what, options.dtype)
+        traced = self._trace.program
         written = [op_of(node, Input).held for node in traced.nodes(Input) if op_of(node, Input).mutated]
         if written:
             problem = "is a buffer that the model writes to, as batch normalization does: that is not pipelined so far"
@@ -322,6 +327,9 @@ class PipelinedStep(Savable):
             raise OptionError(
                 "loss_fn", problem, "compute it from what model(...) gives, without detach() or no_grad()"
             )
+        if any(gradient is not None for gradient in traced.results.input_gradients):
+            problem = "computes with a tensor that is trained, and is no parameter of the model"
+            raise OptionError("loss_fn", problem, "make it a parameter of the model")
         return traced
 
     def _divided(self, program: Program, whole: Layout) -> ModelRuntime:
