@@ -523,6 +523,11 @@ def add(
     return mine
 
 
+def write(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a buffer of the model have a new value."""
+    buffer.copy_(value)
+
+
 def plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Their sum, in memory of its own."""
     return one + other
@@ -674,6 +679,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "release": release,
     "add": add,
     "plus": plus,
+    "write": write,
     "send": send,
     "recv": receive,
     "copy": copy,

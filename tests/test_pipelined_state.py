@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.ranks import Ranks
-from tests.test_pipelined import MICROBATCHES, Reference, batch_of, loss_of, mesh_of, model_of
+from tests.test_pipelined import MICROBATCHES, UNITS, Reference, batch_of, loss_of, mesh_of, model_of
 from zcompile.pipelining.step import PipelinedStep
 
 STEPS = 2
@@ -31,7 +31,13 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def pipelined(name: str, pipeline: int, data: int, stage: int, schedule: str) -> tuple[PipelinedStep, Any, int]:
     mesh, model = mesh_of(pipeline, data), model_of(name)
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.1)
-    made = {"microbatches": MICROBATCHES, "backend": "eager", "schedule": schedule, "stage": stage}
+    made = {
+        "microbatches": MICROBATCHES,
+        "backend": "eager",
+        "schedule": schedule,
+        "stage": stage,
+        **UNITS.get(name, {}),
+    }
     step = zcompile.train_step(model, loss_of, optimizer, mesh=mesh, **made)
     assert isinstance(step, PipelinedStep)
     return step, optimizer, mesh["dp"].get_local_rank()
@@ -75,6 +81,9 @@ def goes_on(rank: int, folder: str, name: str, pipeline: int, data: int, stage: 
     state = torch.load(Path(folder) / "whole.pt")
     reference.model.load_state_dict(state)
     found = differing(step.model, state)
+    # The last of the ranks that have a buffer has written it; others have it on meta.
+    buffers = {n: b for n, b in step.model.named_buffers() if n in state and not b.is_meta}
+    found += [n for n, buffer in buffers.items() if not torch.equal(buffer, state[n])]
     moments = [slots["exp_avg"].full_tensor() if stage else slots["exp_avg"] for slots in optimizer.state.values()]
     found += ["no moments"] * (not any(float(one.abs().sum()) > 0 for one in moments))
     return [extra, [group["weight_decay"] for group in optimizer.param_groups], *found]
@@ -83,6 +92,8 @@ def goes_on(rank: int, folder: str, name: str, pipeline: int, data: int, stage: 
 MESHES = [
     ("skips", (2, 2, 1, "1f1b"), [(4, 1, 1, "gpipe"), (1, 4, 3, "1f1b"), (2, 1, 0, "interleaved1f1b")]),
     ("gpt", (2, 2, 3, "interleavedzerobubble"), [(2, 2, 0, "zbvzerobubble"), (4, 1, 2, "1f1b")]),
+    ("gpt tied", (4, 1, 1, "1f1b"), [(2, 2, 3, "1f1b")]),
+    ("norms", (4, 1, 1, "1f1b"), [(2, 1, 3, "zbvzerobubble"), (1, 2, 1, "1f1b")]),
 ]
 
 

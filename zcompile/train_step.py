@@ -81,10 +81,8 @@ def train_step(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     pipelined = PipelineOptions(schedule, microbatches, split, stages_per_rank)
     if is_pipelined(options.get("mesh")):
-        _check_alone(model, offload_optimizer=offload_optimizer)
-        _check_range(options.get("dtype"))
-        pipelined = replace(pipelined, clip_grad_norm=clip_grad_norm)
-        return pipelined_step(model, loss_fn, optimizers, pipelined, options)
+        _check_alone(model, options.get("dtype"), offload_optimizer)
+        return pipelined_step(model, loss_fn, optimizers, replace(pipelined, clip_grad_norm=clip_grad_norm), options)
     _check_unpipelined(pipelined)
     place = _place(offload_optimizer, clip_grad_norm)
     _check_compiled(model, options, place, clip_grad_norm)
@@ -106,14 +104,14 @@ def _check_unpipelined(given: PipelineOptions) -> None:
         raise OptionError("schedule, microbatches, split, stages_per_rank", problem, "leave them out, or give mesh=")
 
 
-def _check_alone(model: nn.Module, **given: Any) -> None:
+def _check_alone(model: nn.Module, dtype: object, offload_optimizer: str | None) -> None:
     """Raise OptionError for what is not combined with a pipeline."""
     if isinstance(model, CompiledModule):
         fix = "give it the plain model"
         raise OptionError("model", "is compiled already, and a pipeline divides the model by itself", fix)
-    for option, value in given.items():
-        if value is not None:
-            raise OptionError(option, "is not combined with a pipeline so far", "leave it out")
+    if offload_optimizer is not None:
+        raise OptionError("offload_optimizer", "is not combined with a pipeline so far", "leave it out")
+    _check_range(dtype)
 
 
 def _check_compiled(

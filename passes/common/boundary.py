@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 
 
@@ -52,6 +54,7 @@ class Boundary:
         draws: The random draws of the traced step that the forward and the backward make, by number.
         lends: The values of parameters of this stage that it gives others: see `PipelineStage.lent`.
         collects: From which stages it gets gradients of these.
+        written: By the number of each result that is the new value of a buffer, which input that is.
         summands: Of each parameter that several stages read, by its name, the values of the traced step whose sum is
             its gradient in this stage.
     """
@@ -63,6 +66,7 @@ class Boundary:
     draws: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     lends: tuple[Lending, ...] = ()
     collects: tuple[Lending, ...] = ()
+    written: Mapping[int, int] = field(default_factory=dict)
     summands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -80,3 +84,12 @@ class PipelineStage:
     boundary: Boundary
     lent: Program | None = None
     """What gives, once a step, copies of those parameters that it lends, each one once, in the order of `lends`."""
+
+
+def written_results(program: Program) -> dict[int, int]:
+    """Of a traced step, by the number of each result that is the new value of an input, which input that is.
+
+    AOTAutograd gives them in front of all others, in the order of the inputs.
+    """
+    inputs = [op for op in (op_of(node, Input) for node in program.nodes(Input)) if op.kind is Kind.DATA]
+    return dict(enumerate(number for number, op in enumerate(inputs) if op.mutated))

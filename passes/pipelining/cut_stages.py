@@ -39,7 +39,7 @@ from zcompile.ir.program_graph import set_results
 from zcompile.ir.side_effects import is_pure, is_random
 from zcompile.ir.spelling import identifier
 from zcompile.passes.assign_units import assign_units
-from zcompile.passes.common.boundary import Boundary, Crossing, End, Lending, PipelineStage
+from zcompile.passes.common.boundary import Boundary, Crossing, End, Lending, PipelineStage, written_results
 
 
 def cut_stages(program: Program, *, starts: Sequence[str]) -> list[PipelineStage]:
@@ -271,7 +271,22 @@ class _Cut:
 
     def wanted_in(self, stage: int) -> set[fx.Node]:
         """All that the graph of `stage` has: its operations, and what they are computed from as far as it does so."""
-        return {*self.own(stage), *self._closed(self.used_in(stage))}
+        written = (self.inputs[number] for number in self.written_in(stage).values())
+        return {*self.own(stage), *self._closed(self.used_in(stage)), *written}
+
+    @cached_property
+    def inputs(self) -> list[fx.Node]:
+        """What the call is given, by number."""
+        return [node for node in self.program.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
+
+    def written_in(self, stage: int) -> dict[int, int]:
+        """By number the results that are new values of inputs, and which inputs these are."""
+        outputs = self.program.results.outputs
+        return {r: i for r, i in written_results(self.program).items() if self.stage_of_result(outputs[r]) == stage}
+
+    def stage_of_result(self, result: object) -> int:
+        """The stage that gives a result of the step."""
+        return self.stages.get(result, self.count - 1) if isinstance(result, fx.Node) else 0
 
 
 def _sums(gradient: fx.Node, stages: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
@@ -321,7 +336,8 @@ class _Part:
         given: list[End] = [Crossing(node.name, to) for node, _, to in back]
         given += map(self._borrowed, others)
         lends, collects = self._lends()
-        boundary = Boundary(inputs, tangents, outputs, tuple(given), self._draws(), lends, collects, self._summands())
+        shares = lends, collects, self.cut.written_in(self.number), self._summands()
+        boundary = Boundary(inputs, tangents, outputs, tuple(given), self._draws(), *shares)
         program = self._program(gradients)
         return PipelineStage(self.number, program, boundary, self._lent(program, lends) if lends else None)
 
@@ -397,8 +413,7 @@ class _Part:
         ends: list[End] = []
         values: list[object] = []
         for index, result in enumerate(self.cut.program.results.outputs):
-            home = self.cut.stages.get(result, self.cut.count - 1) if isinstance(result, fx.Node) else 0
-            if home == self.number:
+            if self.cut.stage_of_result(result) == self.number:
                 ends.append(index)
                 values.append(self.inside[result] if isinstance(result, fx.Node) else result)
         for node, _, to in ahead:

@@ -52,6 +52,7 @@ from zcompile.ir.ops import (
     Shards,
     WaitReceive,
     WaitSend,
+    Write,
     items_of,
 )
 from zcompile.ir.program import Program
@@ -286,7 +287,7 @@ class _Step:
             self._copy(action, node, values, stage.program)
         given = results.outputs if action.kind is ActionKind.FORWARD else results.input_gradients
         for end, value in zip(_ends_given(stage, action.kind), given, strict=False):
-            self._give(action, end, values[value])
+            self._give(action, stage, end, values[value])
         if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             for name, gradient in results.gradients.items():
                 self.gradients.setdefault(name, []).append(values[gradient])
@@ -372,8 +373,12 @@ class _Step:
         assert self.given.group is not None, "what is received comes from another rank"
         return op_of(self.given.group, Group).axis
 
-    def _give(self, action: Action, end: End, value: fx.Node) -> None:
-        """A result of the step, or what another stage takes."""
+    def _give(self, action: Action, stage: PipelineStage, end: End, value: fx.Node) -> None:
+        """A result of the step, the new value of a buffer, or what another stage takes."""
+        if isinstance(end, int) and end in stage.boundary.written:
+            buffer = self.given.found[Kind.DATA, stage.boundary.written[end], None]
+            self._line(action, (buffer, value), Write(), f"{value.name}_write")
+            return
         if not isinstance(end, Crossing):
             self.outputs.append(value)
             return

@@ -96,12 +96,12 @@ class StepTrace:
             ModelError: it would be traced otherwise.
         """
         self._found.clear()
-        inputs = self._run(called)
+        unknown = self._run(called)
         for found in self._found:
             if difference := changed_line(str(self.program), str(found)):
                 problem = f"computes something else than at the first step: {difference}"
                 raise ModelError(self._what, problem, "make a new train step of the model as it is to be trained")
-        return self._unknown(inputs, called)
+        return unknown
 
     def _unknown(self, inputs: Sequence[Any], called: Called) -> list[torch.Tensor]:
         known = {id(made) for made, _ in self._placeholders.values()}
@@ -109,8 +109,8 @@ class StepTrace:
         known |= {id(buffer) for buffer in self._model.buffers()} | {id(leaf) for leaf in called.leaves()}
         return [value for value in inputs if isinstance(value, torch.Tensor) and id(value) not in known]
 
-    def _run(self, called: Called) -> Sequence[Any]:
-        """Let torch.compile look at the call, and trace it if it has to; gives what its graph would be given."""
+    def _run(self, called: Called) -> list[torch.Tensor]:
+        """Let torch.compile look at the call, and trace it if it has to; gives what `others` does."""
         self._called = called
         try:
             with (
@@ -121,8 +121,8 @@ class StepTrace:
                 no_log_of_failures(),
             ):
                 self._compiled("", *called.args, **called.kwargs)
-        except _GivenInputs as given:
-            return given.inputs
+        except _WouldRun as found:
+            return found.unknown
         except TorchRuntimeError as error:
             problem = f"cannot be computed with these arguments: {_reason(error)}"
             raise CaptureError(self._what, problem, "give one batch that it takes") from error
@@ -153,17 +153,17 @@ class StepTrace:
             self._found.append(found.program)
 
         def give(*given: Any) -> NoReturn:
-            raise _GivenInputs(given)
+            raise _WouldRun(self._unknown(given, self._called))  # while stand-ins are in their places
 
         return give
 
 
-class _GivenInputs(BaseException):
-    """What a graph is given, taken at the moment in which it would run."""
+class _WouldRun(BaseException):
+    """A graph would run now, and is given these tensors beside what is known."""
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
+    def __init__(self, unknown: list[torch.Tensor]) -> None:
         super().__init__("a graph would run")
-        self.inputs = inputs
+        self.unknown = unknown
 
 
 def changed_line(before: str, after: str) -> str:

@@ -653,6 +653,20 @@ class Copy(Operation):
     """Laid out like the value; a gradient is copied to be contiguous."""
 
 
+@dataclass(frozen=True, slots=True)
+class Write(Operation):
+    """Let a buffer of the model have a new value."""
+
+    role = Role.VALUE
+    functions = ("write",)
+    takes = ((Input,), ANY)
+    gives = False
+
+    def memory(self, node: fx.Node, layout: Layout) -> int:
+        """None: it is the buffer's."""
+        return 0
+
+
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -797,6 +811,7 @@ _LINES: tuple[type[Operation], ...] = (
     Accumulate,
     Plus,
     Copy,
+    Write,
     Store,
     Offload,
     Fetch,

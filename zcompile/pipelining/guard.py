@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from zcompile.engine.module_guards import HookWatch, TreeWatch
 from zcompile.engine.step_trace import Called
-from zcompile.errors import ModelError, OptionError
+from zcompile.errors import CaptureError, ModelError, OptionError
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Input
+from zcompile.ir.program import Program
+from zcompile.passes.common.boundary import written_results
 
 _AGAIN = "make a new train step of the model as it is to be trained"
 
@@ -42,6 +47,46 @@ class StepGuard:
             if flag != self._flags.get(name):
                 subject = name or type(self._model).__name__
                 raise ModelError(subject, f"is {flag} now, and was {self._flags.get(name)} at the first step", _AGAIN)
+
+
+def losses_of(traced: Program) -> tuple[Any, ...]:
+    """The results of a traced step that are not new values of buffers."""
+    return traced.results.outputs[len(written_results(traced)) :]
+
+
+def check_traced(traced: Program) -> None:
+    """Return if a pipeline can run a traced step.
+
+    Raises:
+        OptionError: what it gives is no loss that is trained, or something is trained that is no parameter.
+        CaptureError: it writes to a tensor that is no buffer.
+    """
+    outputs, fix = losses_of(traced), "return the loss, a tensor of one element"
+    loss = data(outputs[0]).type if outputs and isinstance(outputs[0], fx.Node) else None
+    if len(outputs) != 1:
+        raise OptionError("loss_fn", f"gives {len(outputs)} results", fix)
+    if loss is None or loss.shape not in ((), (1,)):
+        raise OptionError("loss_fn", f"gives a tensor of {list(loss.shape)}" if loss else "gives no tensor", fix)
+    if not traced.has_backward:
+        fix = "compute it from what model(...) gives, without detach() or no_grad()"
+        raise OptionError("loss_fn", "gives a loss that depends on no parameter that is trained", fix)
+    if any(gradient is not None for gradient in traced.results.input_gradients):
+        problem = "computes with a tensor that is trained, and is no parameter of the model"
+        raise OptionError("loss_fn", problem, "make it a parameter of the model")
+    for node in traced.nodes(Input):
+        if op_of(node, Input).mutated and op_of(node, Input).held in ("", "?"):
+            problem = "is written to by the step, and is no buffer of the model"
+            raise CaptureError(node.name, problem, "make it a buffer of the model, or write to a copy")
+
+
+def say_statistics(model: nn.Module, traced: Program) -> None:
+    """Warn where batch normalization has other statistics than of whole batches."""
+    written = {op_of(node, Input).held for node in traced.nodes(Input) if op_of(node, Input).mutated}
+    for path, module in model.named_modules():
+        if getattr(module, "track_running_stats", False) and f"{path}.running_mean" in written:
+            text = f"{path}: {type(module).__name__} normalizes by the statistics of each micro-batch, not of the batch"
+            warnings.warn(text, stacklevel=2)
+            return  # one of them is enough
 
 
 def _flags(model: nn.Module) -> dict[str, str]:

@@ -15,7 +15,7 @@ from zcompile.errors import OptionError
 from zcompile.facts import verify
 from zcompile.ir.actions import ActionKind, ActionTable
 from zcompile.ir.program import Program
-from zcompile.passes.common.boundary import Crossing, PipelineStage
+from zcompile.passes.common.boundary import Crossing, PipelineStage, written_results
 from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
 from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 from zcompile.proof.microbatches import RankValues, SharedParameter
@@ -127,11 +127,12 @@ def rewrite(
 def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStage], place: PipelinePlace) -> RankValues:
     """What a rank's step has to compute."""
     own = [stages[number] for number in place.own]
-    results, draws = list[tuple[int, int]](), list[tuple[int, int]]()
+    results, draws, writes = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[int, int]]()
     for action in place.table.rows[place.rank]:
         boundary, forward = stages[action.stage].boundary, action.kind is ActionKind.FORWARD
         if forward:
-            results += [(end, action.microbatch) for end in boundary.outputs if isinstance(end, int)]
+            for end in (end for end in boundary.outputs if isinstance(end, int)):
+                (writes if end in boundary.written else results).append((end, action.microbatch))
         if action.kind is not ActionKind.BACKWARD_WEIGHT:
             draws += [(action.microbatch, number) for number in boundary.draws[0 if forward else 1]]
     ends = (end for stage in own for end in (*stage.boundary.inputs, *stage.boundary.tangents))
@@ -150,6 +151,8 @@ def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStag
         tuple(draws),
         frozenset(received & made),
         _shared(stages, place.own),
+        written_results(traced),
+        tuple(writes),
     )
 
 

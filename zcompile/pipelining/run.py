@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 
 from zcompile._torch import prepare_inductor
 from zcompile.engine.lowering import WRITTEN
@@ -19,6 +19,7 @@ from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import AllGather, Group, Input, Kind, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
+from zcompile.pipelining.guard import losses_of
 from zcompile.pipelining.ranks import PipelineRanks
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.updates import Updater
@@ -32,7 +33,7 @@ class PipelinedRun:
     Args:
         program: This rank's.
         traced: The step of one micro-batch, the same on all ranks.
-        buffers: Those of the model, by name.
+        model: Whose buffers it reads.
         last: The place along the axis of the rank that has the last stage.
     """
 
@@ -42,11 +43,11 @@ class PipelinedRun:
         traced: Program,
         runtime: ModelRuntime,
         ranks: PipelineRanks,
-        buffers: dict[str, torch.Tensor],
+        model: nn.Module,
         last: int,
     ) -> None:
-        self.program, self.runtime, self.ranks, self._buffers, self._last = program, runtime, ranks, buffers, last
-        (loss,) = traced.results.outputs
+        self.program, self.runtime, self.ranks, self._model, self._last = program, runtime, ranks, model, last
+        (loss,) = losses_of(traced)
         type_ = data(loss).type
         assert type_ is not None, "a loss is a tensor"
         self._loss = torch.zeros(type_.shape, dtype=type_.dtype, device=ranks.device)
@@ -75,6 +76,7 @@ class PipelinedRun:
         """
         self._enter()
         tangent = torch.full_like(self._loss, 1 / len(microbatches))
+        self._buffers = dict(self._model.named_buffers())
         box = [self._value(node, microbatches, tangent, updater) for node in self._given]
         try:
             with torch.no_grad(), updater.updating() if updater is not None else nullcontext():

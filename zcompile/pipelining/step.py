@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from zcompile._torch import has_step_pre_hooks, parameters_of, tree_leaves, tree_map_only
+from zcompile._torch import has_step_pre_hooks, tree_leaves, tree_map_only
 from zcompile.cost.hardware import CPU, GPU
-from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
+from zcompile.engine.optimizers import check_optimizers, watch_optimizers
 from zcompile.engine.step_trace import Called, StepTrace
 from zcompile.errors import (
     AgreementError,
@@ -27,21 +26,19 @@ from zcompile.errors import (
     StateError,
 )
 from zcompile.ir.actions import ActionTable
-from zcompile.ir.layout import STAGES, Layout
-from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Input
+from zcompile.ir.layout import STAGES
 from zcompile.ir.program import Program
-from zcompile.model.sharding import retire, shard_model
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.units import make_layout
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.clipping import clip_together, deliver
-from zcompile.pipelining.guard import StepGuard
+from zcompile.pipelining.division import divide_model
+from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, device_of
 from zcompile.pipelining.run import PipelinedRun
 from zcompile.proof.ranks import check_texts
-from zcompile.runtime.agreement import Agreement, all_through, told_to_others
+from zcompile.runtime.agreement import all_through, told_to_others
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.updates import Updater
@@ -282,11 +279,8 @@ class PipelinedStep(Savable):
         """Trace the step, rewrite this rank's part, compare it with all others', and divide the model."""
         ranks, options = self._ranks, self._options
         traced = ranks.agreement.attempt("the traced step", lambda: self._traced(first))[0]
-        asked = [
-            str(options),
-            *str(self.table).split("\n"),
-            f"split {self._asked.split} clip_grad_norm {self._asked.clip_grad_norm}",
-        ]
+        asked = [str(options), *str(self.table).split("\n")]
+        asked += [f"split {self._asked.split}", f"clip_grad_norm {self._asked.clip_grad_norm}"]
         ranks.agreement.reach("the options and the traced step", [*asked, *str(traced).split("\n")])
         hardware = GPU if is_gpu(ranks.device) else CPU
         starts = choose_starts(traced, self.table.stages, self._asked.split, hardware)
@@ -295,9 +289,11 @@ class PipelinedStep(Savable):
         program = ranks.agreement.attempt("the program", make)[0].program
         texts = ranks.agreement.share("the programs of all ranks", program.text(regions=True))
         check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
-        runtime = self._divided(program, traced.layout)
+        say_statistics(self.model, traced)
+        runtime, retired = divide_model(self.model, program, traced, ranks, options, self.optimizers)
+        watch_optimizers(self, runtime, retired)
         last = self.table.rank_of(self.table.stages - 1)
-        return PipelinedRun(program, traced, runtime, ranks, dict(self.model.named_buffers()), last)
+        return PipelinedRun(program, traced, runtime, ranks, self.model, last)
 
     def _traced(self, first: Called) -> Program:
         """The step of one micro-batch.
@@ -309,50 +305,8 @@ class PipelinedStep(Savable):
         layout = make_layout(self.model, STAGES[options.stage], ranks.axes, self._units, options.precision)
         self._trace = StepTrace(self.model, layout, first, ranks.device, what, options.dtype)
         traced = self._trace.program
-        written = [op_of(node, Input).held for node in traced.nodes(Input) if op_of(node, Input).mutated]
-        if written:
-            problem = "is a buffer that the model writes to, as batch normalization does: that is not pipelined so far"
-            raise CaptureError(written[0], problem, "use layers that keep no statistics, such as GroupNorm")
-        outputs = traced.results.outputs
-        loss = data(outputs[0]).type if outputs and isinstance(outputs[0], fx.Node) else None
-        if len(outputs) != 1 or loss is None or loss.shape not in ((), (1,)):
-            problem = (
-                f"gives a tensor of {list(loss.shape)}"
-                if loss and len(outputs) == 1
-                else f"gives {len(outputs)} results"
-            )
-            raise OptionError("loss_fn", problem, "return the loss, a tensor of one element")
-        if not traced.has_backward:
-            problem = "gives a loss that depends on no parameter that is trained"
-            raise OptionError(
-                "loss_fn", problem, "compute it from what model(...) gives, without detach() or no_grad()"
-            )
-        if any(gradient is not None for gradient in traced.results.input_gradients):
-            problem = "computes with a tensor that is trained, and is no parameter of the model"
-            raise OptionError("loss_fn", problem, "make it a parameter of the model")
+        check_traced(traced)
         return traced
-
-    def _divided(self, program: Program, whole: Layout) -> ModelRuntime:
-        """What the program runs with: this rank's units, sharded; of all others nothing is left."""
-        ranks, layout = self._ranks, program.layout
-        for parameter in self.model.parameters():
-            if not parameter.is_meta:
-                ranks.everyone.broadcast(parameter)
-        runtime = ModelRuntime(
-            layout,
-            ranks.data,
-            Agreement(ranks.data),
-            self._options,
-            everyone=ranks.agreement,
-            in_step=ranks.everyone,
-        )
-        shards, _, retired = shard_model(self.model, layout, ranks.data, whole=whole)
-        runtime.extend((), shards)
-        point_at_shards(self.optimizers, shards.values(), retired)
-        own = {id(parameter) for unit in shards.values() for parameter in unit.parameters.values()}
-        _leave(self.model, own, self.optimizers)
-        watch_optimizers(self, runtime, retired)
-        return runtime
 
 
 def _results(result: Any) -> Any:
@@ -360,26 +314,3 @@ def _results(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result
     return tuple(leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-
-
-def _leave(model: nn.Module, own: set[int], optimizers: Sequence[Optimizer]) -> None:
-    """Free the parameters that other ranks keep: what stands in their place has a shape and no memory."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in own:
-                    optimizer.state.pop(parameter, None)
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
-    others = {
-        id(parameter): (name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in own
-    }
-    empty = {
-        key: nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        for key, (_, parameter) in others.items()
-    }
-    for module in model.modules():
-        table = parameters_of(module)
-        table.update({key: empty[id(old)] for key, old in table.items() if old is not None and id(old) in empty})
-    for name, parameter in others.values():
-        parameter.data = parameter.data.new_empty(0)
-        retire(parameter, name)

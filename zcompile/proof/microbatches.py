@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -80,6 +80,10 @@ class RankValues:
     returned: frozenset[str] = frozenset()
     """Names of values of its own that come back to it, by way of a stage between two of this rank's."""
     shared: tuple[SharedParameter, ...] = ()
+    written: Mapping[int, int] = field(default_factory=dict)
+    """By the number of each result that is the new value of a buffer, which input that is."""
+    writes: tuple[tuple[int, int], ...] = ()
+    """What its programs write to buffers, in order: the result that is the new value, and of which micro-batch."""
 
     def modulo(self, rules: Sequence[Rule]) -> RankValues:
         """The same where these rules say what counts as equal, too."""
@@ -110,8 +114,7 @@ class RankValues:
         yield from self._gradients(program, step)
         if step.draws != len(self.draws):
             yield Violation(None, f"{step.draws} random draws; this rank's part has {len(self.draws)}")
-        if step.writes:
-            yield Violation(None, "something is written in place; nothing was, in the traced step")
+        yield from self._written(step)
         known = {term for values in self._values for term in values.values()}
         for node, name, term in step.opaque:
             if term not in known and is_opaque(step.terms.keys[term][0]):
@@ -129,12 +132,21 @@ class RankValues:
 
     @cached_property
     def _values(self) -> list[Values]:
-        return [self._of_microbatch(number) for number in range(self.microbatches)]
+        found: list[Values] = []
+        for number in range(self.microbatches):
+            found.append(self._of_microbatch(number, found[-1] if found else {}))
+        return found
 
-    def _of_microbatch(self, number: int) -> Values:
-        """What each term of the traced step is for a micro-batch; what follows from what is received is left out."""
+    def _of_microbatch(self, number: int, before: Values) -> Values:
+        """What each term of the traced step is for a micro-batch; what follows from what is received is left out.
+
+        Buffers that are written to hold what they did behind the micro-batch `before`.
+        """
         step, terms = self.terms.step, self.terms.step.terms
         values: dict[int, int] = {}
+        outputs = self.terms.traced.results.outputs
+        for result, index in self.written.items() if number else ():
+            values[step.term(self._inputs[index])] = before[step.term(outputs[result])]
         for index, node in enumerate(self._inputs):
             if not op_of(node, Input).held:
                 values[step.term(node)] = terms.make((INPUT, str(Kind.DATA), str(index), str(number)))
@@ -195,6 +207,21 @@ class RankValues:
         found, wanted = ([(unit.name, unit.params) for unit in one.units] for one in (layout, self.layout))
         if found != wanted:
             yield Violation(None, "the units are not those of this rank's stages")
+
+    def _written(self, step: StepTerms) -> Iterator[Violation]:
+        """What is written in place is what was, of each micro-batch in its order."""
+        if step.writes:
+            yield Violation(None, "a region writes to a value in place; none did, in the traced step")
+        if len(step.written) != len(self.writes):
+            yield Violation(None, f"{len(step.written)} new values of buffers; want {len(self.writes)}")
+        for (node, term), (result, number) in zip(step.written, self.writes, strict=False):
+            value = self.terms.traced.results.outputs[result]
+            wanted, op = self._values[number].get(self.terms.step.term(value)), op_of(node, Input)
+            if op.index != self.written[result]:
+                yield Violation(node, f"{node.name} gets what is new of another buffer")
+            if term != wanted:
+                problem = f"what {node.name} gets of micro-batch {number} is not what was traced"
+                yield Violation(node, f"{problem}: {self._text(step, term)}")
 
     def _mistaken_shares(self) -> Iterator[Violation]:
         """The gradients that stages compute of a parameter which several read are all of the traced one, each once."""

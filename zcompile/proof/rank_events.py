@@ -115,7 +115,7 @@ _LINES = {
     "send": _Line(Act.SEND, argument=1, peer="to"),
     "recv": _Line(Act.RECEIVE, peer="source"),
 }
-_SILENT = frozenset({"release", "update", "accumulate", "plus", "copy", "store", "offload"})
+_SILENT = frozenset({"release", "update", "accumulate", "plus", "copy", "write", "store", "offload"})
 """What sends nothing."""
 _TORCH = ("aten.", "ops.", "operator.", "math.", "torch.")
 _COMMUNICATING = re.compile(r"ops\.(?P<library>\w*c10d\w*|_dtensor|symm_mem)\.(?P<operation>\w+)\.\w+")

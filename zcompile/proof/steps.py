@@ -81,6 +81,7 @@ class StepTerms:
         replicated: Values of which each rank of an axis keeps a shard, by line.
         draws: How many random draws there are.
         calls: The draws before each call of a region.
+        written: The buffers that lines write to, with their new terms, in order.
         opaque: What operations give that may do more than their schema says, with the line and the name.
         received: What other pipeline stages send, by the message.
     """
@@ -94,6 +95,7 @@ class StepTerms:
     replicated: dict[fx.Node, int] = field(default_factory=dict)
     draws: int = 0
     calls: dict[fx.Node, int] = field(default_factory=dict)
+    written: list[tuple[fx.Node, int]] = field(default_factory=list)
     opaque: list[tuple[fx.Node, str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -377,6 +379,14 @@ def _copy(step: StepTerms, node: fx.Node) -> Value:
     return term if op_of(node, ops.Copy).strided else step.terms.make((CONTIGUOUS, term))
 
 
+def _write(step: StepTerms, node: fx.Node) -> Value:
+    buffer, value = node.args
+    assert isinstance(buffer, fx.Node), "a buffer is an input"
+    step.values[buffer] = term = step.term(value)
+    step.written.append((buffer, term))
+    return None
+
+
 def _store(step: StepTerms, node: fx.Node) -> Value:
     return step.term(node.args[0])
 
@@ -415,6 +425,7 @@ _EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
     ops.Update: _update,
     ops.Accumulate: _accumulate,
     ops.Copy: _copy,
+    ops.Write: _write,
     ops.Store: _store,
     ops.Offload: _offload,
     ops.Fetch: _fetch,

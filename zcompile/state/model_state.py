@@ -208,10 +208,14 @@ class ModelState:
         self._settle()
         what = f"save_checkpoint({os.fspath(folder)!r})"
         kept = self._share(f"{what}: what ranks keep", lambda: [_buffer_digests(self.model), _own(self.model)])
-        (buffers, _), (own, names) = kept[0], kept[self.communicator.rank]
-        differing = {name for name, digest in own.items() if digest != buffers.get(name)}
+        own, names = kept[self.communicator.rank]
         first = next(rank for rank, (_, others) in enumerate(kept) if others == names)
-        content = self._together(what, lambda: self._content(set(buffers), differing, optimizer, extra, first))
+        saved: dict[str, tuple[int, str]] = {}
+        for rank, (digests, _) in enumerate(kept):
+            saved = {name: (rank, digest) for name, digest in digests.items()} | saved
+        differing = {name for name, digest in own.items() if digest != saved[name][1]}
+        others = {name for name in own if name not in differing and saved[name][0] != self.communicator.rank}
+        content = self._together(what, lambda: self._content(others, differing, optimizer, extra, first))
         place = self._place(what, real(folder))
         writer = Writer(place, {"world": self.communicator.size, "stage": self.stage, "torch": torch.__version__})
         done: Future[None] = Future()
@@ -256,12 +260,12 @@ class ModelState:
             done.set_exception(failure)
 
     def _content(
-        self, buffers: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any, like: int
+        self, others: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any, like: int
     ) -> dict[str, Any]:
         """What this rank gives to torch.distributed.checkpoint: tensors, and of everything else one blob a rank.
 
-        Buffers come from the first rank; where this rank's differ, they go into its blob. `like`: the first rank with
-        the same parameters.
+        Buffers come from the first rank that has them, so `others` do; where this rank's are `differing` from those,
+        they go into its blob. `like`: the first rank with the same parameters.
         """
         rank = self.communicator.rank
         model: Values = {}
@@ -269,7 +273,7 @@ class ModelState:
         for name, value in _here(self.model).items():
             if not isinstance(value, torch.Tensor) or name in differing:
                 own[name] = value
-            elif rank == 0 or name not in buffers:
+            elif name not in others:
                 model[name] = for_others(value)
         content: dict[str, Any] = {"model": model}
         if optimizer is not None:
@@ -302,8 +306,9 @@ class ModelState:
         def read() -> tuple[Any, Values, dict[str, Any] | None]:
             (blob,) = content["ranks"].values()
             mine = _unblob(found, blob)
-            values = {**content["model"], **mine["own"]}
-            _check(_here(self.model), values, True, str(found))
+            here = _here(self.model)
+            values = {**content["model"], **{name: value for name, value in mine["own"].items() if name in here}}
+            _check(here, values, True, str(found))
             if optimizer is None:
                 return mine["extra"], values, None
             blobs = [content["optimizer"]["about"], *content["optimizer"]["parts"].values()]
