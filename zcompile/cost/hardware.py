@@ -113,6 +113,16 @@ class Hardware:
             seconds = max(seconds, received / (link.bandwidth / sharing))
         return messages * latency + seconds
 
+    def message_seconds(self, nbytes: float, axis: Axis) -> float:
+        """Seconds in which `nbytes` go from a rank to its neighbour along `axis`, while all between them do the same.
+
+        They cross the lowest level that joins ranks so far apart.
+        """
+        for link, ranks, joined in self._levels(axis.size * axis.stride):
+            if ranks * joined > axis.stride:
+                return link.latency + nbytes / (link.bandwidth / min(ranks, axis.stride))
+        return 0.0
+
     def _levels(self, world: int) -> Iterator[tuple[Link, int, int]]:
         """The links that `world` ranks need, with the ranks of each member and the number of members."""
         ranks = 1

@@ -141,6 +141,8 @@ def line_seconds(program: Program, line: fx.Node, hardware: Hardware) -> float:
     """Seconds of a line on `hardware`: of a communication, its flight."""
     op = data(line).op
     if traffic := program.traffic(line):
+        if traffic.to_one:
+            return hardware.message_seconds(traffic.payload, traffic.axis)
         sent = hardware.collective_seconds(traffic.payload, traffic.axis, traffic.messages)
         return traffic.copied / hardware.host_bandwidth + sent
     if isinstance(op, Call):

@@ -753,10 +753,6 @@ class Receive(Operation):
     strides: tuple[int, ...] | None = None
     """In elements; None where it is contiguous."""
 
-    def traffic(self, node: fx.Node, layout: Layout) -> Traffic:
-        """All of it, and it is the other rank that sends."""
-        return Traffic(layout.axis(self.axis), data(node).nbytes, to_one=True)
-
 
 @dataclass(frozen=True, slots=True)
 class WaitReceive(Operation):
