@@ -75,8 +75,8 @@ def test_interleaved_stages_and_divided_backwards_have_smaller_bubbles() -> None
         name: idle_share(timelines(name))
         for name in ("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble")
     }
-    assert shares["1f1b"] > shares["interleaved1f1b"] > shares["zbvzerobubble"]
-    assert shares["1f1b"] > shares["interleavedzerobubble"]
+    assert shares["1f1b"] > shares["interleaved1f1b"] > shares["interleavedzerobubble"]
+    assert shares["zbvzerobubble"] == pytest.approx(shares["interleaved1f1b"])
     # With v stages a rank the bubble is 1/v of that (section 2.2).
     assert shares["interleaved1f1b"] == pytest.approx((RANKS - 1) / 2 / (MICROBATCHES + (RANKS - 1) / 2))
 
