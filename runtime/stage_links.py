@@ -36,15 +36,16 @@ class StageLinks:
     Args:
         onward: The mesh of that axis, of whose groups one carries what goes to later places, ...
         back: ... and another one, over the same ranks, what goes to earlier ones.
-        whole: The communicator of all ranks that train the model.
+        whole: The waits for all ranks that train the model.
+        data: The ranks that have the same stages: what is sent is counted, and recorded, with what they send.
     """
 
-    def __init__(self, onward: DeviceMesh, back: DeviceMesh, whole: Communicator) -> None:
-        self.device, self.size, self.rank = whole.device, onward.size(), onward.get_local_rank()
+    def __init__(self, onward: DeviceMesh, back: DeviceMesh, whole: Waits, data: Communicator) -> None:
+        self.device, self.size, self.rank = data.device, onward.size(), onward.get_local_rank()
         (self.axis,) = onward.mesh_dim_names or ("pp",)
         self.groups = (onward.get_group(), back.get_group())
-        self.waits = Waits(self.groups[0], whole.waits)
-        self.traffic, self.recorder = whole.traffic, whole.recorder
+        self.waits = Waits(self.groups[0], whole)
+        self.traffic, self.recorder = data.traffic, data.recorder
         self._tag = _TAG
         self._blocks = backend_name(self.groups[0], self.device) == backend_of(HOST) and is_host(self.device)
         self._queues: dict[tuple[int, bool], Progress] = {}

@@ -54,11 +54,11 @@ ROOMS = {
     "report": "ir cost schedule proof proof.checker_texts",
     "engine": "ir cost frontend model proof report runtime runtime.gradients runtime.offload schedule recording",
     "state": "runtime",
-    "pipelining": "ir cost facts model proof passes.common passes.pipelining runtime "
-    "runtime.gradients schedule engine state",
+    "pipelining": "ir cost facts model proof passes.common passes.pipelining runtime runtime.gradients schedule report "
+    "engine state",
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
-    "compiled": "ir cost model schedule runtime runtime.gradients runtime.offload engine state",
+    "compiled": "ir model schedule runtime runtime.gradients runtime.offload engine state",
     "train_step": "frontend ir schedule report runtime runtime.gradients runtime.offload engine compiled pipelining",
     "tools": "torch_range ir cost frontend model proof schedule report runtime engine compiled recording",
     "": "torch_range ir cost facts proof schedule tools compiled torch_backend train_step pipelining",

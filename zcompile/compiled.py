@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zcompile._torch import local_tensor
-from zcompile.cost.hardware import Hardware
-from zcompile.cost.timeline import Timeline
 from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.engine import Engine
 from zcompile.engine.fragments import Tree
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
+from zcompile.engine.reported import Reported
+from zcompile.engine.reports import Reports
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
@@ -323,7 +323,7 @@ def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
     return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
-class CompiledModule(Savable, nn.Module):
+class CompiledModule(Savable, Reported, nn.Module):
     """A model whose parameters are shards; called like the model, it runs the compiled programs.
 
     It shows the model's own tree: parameters, buffers, modules and state under the model's own names.
@@ -478,48 +478,8 @@ class CompiledModule(Savable, nn.Module):
         """What this rank's collectives have sent so far, and how long it waited for them."""
         return self._engine.runtime.communicator.traffic
 
-    @property
-    def timeline(self) -> Timeline:
-        """Where the time of the last step went: print it, read its fields, `save("trace.json")` it.
-
-        A step begins with the first call of the model after its parameters have changed and lasts until the next one;
-        read before there is a next one, it ends with the last thing that was recorded. A call without gradients
-        between two steps is a step of its own.
-
-        Raises:
-            TimelineError: no step has ended so far.
-        """
-        return self._engine.reports.timeline
-
-    @property
-    def timelines(self) -> list[Timeline]:
-        """The last four steps at most, oldest first; see `timeline`."""
-        return self._engine.reports.timelines
-
-    def record_timeline(self, *, device: bool) -> None:
-        """With `device=True`, timelines from the next step on are those of the CUDA stream, not of the host.
-
-        A pair of events is recorded around every line; reading a timeline then waits for the device.
-
-        Raises:
-            OptionError: the model is not on a CUDA device.
-        """
-        self._engine.reports.record_timeline(device=device)
-
-    def explain(self) -> str:
-        """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
-        return self._engine.reports.explain()
-
-    def profile(self) -> contextlib.AbstractContextManager[None]:
-        """Within this, steps are measured for the traces of `dump()`: `with compiled.profile(): train_one_step()`.
-
-        Of at most the last four steps that begin within it. On CUDA times are those of the stream, as with
-        `record_timeline(device=True)`.
-
-        Raises:
-            TimelineError: at its end: no step has begun and ended within it.
-        """
-        return self._engine.reports.profile()
+    def _shown(self) -> Reports:
+        return self._engine.reports
 
     def record(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
         """Within this, all that programs are given and receive is kept in `folder`, for `zcompile replay`.
@@ -530,35 +490,3 @@ class CompiledModule(Savable, nn.Module):
             OptionError: the folder cannot be written, has files that are no recording's; or one is being made.
         """
         return self._engine.runtime.recordings.into(folder)
-
-    def report(self, path: str | os.PathLike[str], *, hardware: str | Hardware | None = None) -> Path:
-        """Write a page of HTML on the programs, for a browser: text, timeline, memory, collectives and passes.
-
-        It is one file, which fetches nothing; on the mesh's first rank only. Beside the predicted step stands the last
-        one of `with compiled.profile():`, if there was one. `hardware`: as for `dump`.
-
-        Raises:
-            OptionError: it cannot be written.
-        """
-        return self._engine.reports.report(path, hardware)
-
-    def dump(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        hardware: str | Hardware | None = None,
-        code: bool = False,
-        all_ranks: bool = False,
-    ) -> Path:
-        """Write every program under `folder`, on the mesh's first rank only. What lies there: `zcompile.report.dumps`.
-
-        Args:
-            folder: It is made if it is not there; files in it of the same names are written over.
-            hardware: What predicted times are for: a profile, its name or its path; by default a guess for the device.
-            code: Also write what Inductor makes of each region, which compiles them again.
-            all_ranks: Every rank writes its own, under `folder/rank_0` and so on: `zcompile prove` compares them.
-
-        Raises:
-            OptionError: the folder cannot be written.
-        """
-        return self._engine.reports.dump(folder, hardware, code=code, all_ranks=all_ranks)

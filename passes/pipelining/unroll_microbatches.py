@@ -24,8 +24,8 @@ others compute of its gradient comes back as a sum over the micro-batches:
     a_total_recv = recv(pp, "f32[8, 8]", source=1)       a_total_sent = send(a_total, pp, to=0)
 
 A rank receives in the order in which the other one sends, whatever it needs first: between two ranks there is one queue
-for each direction. What is sent is kept until the backward of that micro-batch, when it must have arrived, or, in the
-backward, until the next is sent.
+for each direction. What is sent is kept until it must have arrived: at the backward of that micro-batch, or before, so
+that few messages in each direction are on their way at a time.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def collected(lending: Lending, by: int, home: int) -> StageMessage:
     return StageMessage(f"stage{by}_{lending.value}_grad", home)
 
 
-_IN_FLIGHT = 2
-"""Gradients that a rank sends at a time, to each other rank: the first of them has been waited for before a third."""
+_IN_FLIGHT = 1
+"""Messages that a rank has on their way in each direction when it begins an action: for others it has waited."""
 
 
 def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, rank: int, axis: str) -> Program:
@@ -280,8 +280,7 @@ class _Step:
         results, values = stage.program.results, self.values.setdefault(place, {})
         if action.kind is ActionKind.FORWARD:
             values |= self.given.to(stage, action.microbatch)
-        else:
-            self._end_sending(action)
+        self._end_sending(action)
         self._take(action, stage, values)
         for node in _lines(stage, action.kind, stage.program):
             self._copy(action, node, values, stage.program)
@@ -405,10 +404,16 @@ class _Step:
             self._hand_over(action, message, gradient)
 
     def _end_sending(self, action: Action) -> None:
-        """Wait for what has arrived by now: what was lent; what the forward sent, its gradient is there; gradients."""
-        early = ("begin", replace(action, kind=ActionKind.FORWARD))
-        back = [one for one in self.leaving if isinstance(one[0], Action) and one[0].sends_back]
-        for one in [*(one for one in self.leaving if one[0] in early), *back[: max(len(back) - _IN_FLIGHT, 0)]]:
+        """Wait for what has arrived by now: what was lent, what the forward sent whose gradient comes, older ones."""
+        arrived = []
+        if action.kind is not ActionKind.FORWARD:
+            early = ("begin", replace(action, kind=ActionKind.FORWARD))
+            arrived += [one for one in self.leaving if one[0] in early]
+        for back in (True, False):
+            sent = [one for one in self.leaving if isinstance(one[0], Action) and one[0].sends_back is back]
+            if action.sends_back is back:
+                arrived += sent[: max(len(sent) - _IN_FLIGHT, 0)]
+        for one in dict.fromkeys(arrived):
             self.leaving.remove(one)
             self._line(action, (one[2],), WaitSend(), f"{one[2].name}_end")
 

@@ -230,11 +230,11 @@ class Timeline:
         return table
 
     def _units(self) -> Table:
-        table = Table("unit", "forward ms", "backward ms", "exposed ms", "overhead ms", "sent")
+        ran = {event.phase for event in self.events}
+        shown = [phase for phase in Phase if phase in ran] or [Phase.FORWARD, Phase.BACKWARD]
+        table = Table("unit", *(f"{phase} ms" for phase in shown), "exposed ms", "overhead ms", "sent")
         for unit in dict.fromkeys(event.unit for event in self.events if event.unit):
-            phases = [
-                _ms(self.spent(Spent.COMPUTE, phase=phase, unit=unit)) for phase in (Phase.FORWARD, Phase.BACKWARD)
-            ]
+            phases = [_ms(self.spent(Spent.COMPUTE, phase=phase, unit=unit)) for phase in shown]
             others = [_ms(self.spent(on, unit=unit)) for on in (Spent.EXPOSED, Spent.OVERHEAD)]
             sent = sum(m.nbytes for m in self.messages or () if m.unit == unit)
             table.add_row(unit, *phases, *others, human_bytes(sent) if sent else "")

@@ -6,14 +6,14 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from zcompile.cost.hardware import Hardware, load_profile
 from zcompile.cost.timeline import Timeline
-from zcompile.engine.compiler import Compiler
 from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.engine.region_cache import generated_code
+from zcompile.engine.region_cache import RegionCache, generated_code
 from zcompile.errors import OptionError, TimelineError
 from zcompile.ir.operation import Phase
 from zcompile.ir.program import Program
@@ -22,6 +22,20 @@ from zcompile.report.dumps import check_dump, write_dump, writing
 from zcompile.report.explain import explain
 from zcompile.report.program_page import write_page
 from zcompile.runtime.device import is_gpu
+from zcompile.schedule.pipeline import Journal
+
+
+class Compiled(Protocol):
+    """Programs of a model, as passes have made them."""
+
+    @property
+    def journals(self) -> Sequence[Journal]: ...
+
+    @property
+    def regions(self) -> RegionCache: ...
+
+    @property
+    def hardware(self) -> Hardware: ...
 
 
 class Reports:
@@ -36,7 +50,7 @@ class Reports:
         OptionError: on every rank: the folder of the dump cannot be written.
     """
 
-    def __init__(self, title: str, runtime: ModelRuntime, compiler: Compiler) -> None:
+    def __init__(self, title: str, runtime: ModelRuntime, compiler: Compiled) -> None:
         self.title, self.runtime, self.compiler = title, runtime, compiler
         self.profiled: list[Timeline] = []
         """The steps within the last `profile()`."""
@@ -112,7 +126,7 @@ class Reports:
             written = generated_code if code else None
             with writing("dump", folder):
                 write_dump(home, self.compiler.journals, self.explain(), chosen, measured=self.profiled, code=written)
-                write_page(home / "report.html", self.title, self.compiler.journals, chosen, self.profiled)
+                self._write_page(home / "report.html", chosen)
         return Path(folder)
 
     def report(self, path: str | os.PathLike[str], hardware: str | Hardware | None = None) -> Path:
@@ -120,8 +134,11 @@ class Reports:
         if self._rank == 0:
             chosen = self._profile_of(hardware)
             with writing("report", path):
-                write_page(Path(path), self.title, self.compiler.journals, chosen, self.profiled)
+                self._write_page(Path(path), chosen)
         return Path(path)
+
+    def _write_page(self, path: Path, hardware: Hardware) -> None:
+        write_page(path, self.title, self.compiler.journals, hardware, self.profiled)
 
     def dump_if_asked(self) -> None:
         """Write the dump that the options ask for, as it is by now."""

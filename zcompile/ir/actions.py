@@ -120,6 +120,17 @@ class ActionTable:
     def _ranks(self) -> dict[int, int]:
         return {action.stage: rank for rank, row in enumerate(self.rows) for action in row}
 
+    def in_flight(self, rank: int) -> int:
+        """The most micro-batches, of all stages of a rank, whose forward has run and whose backward has not."""
+        most = now = 0
+        for action in self.rows[rank]:
+            if action.kind is ActionKind.FORWARD:
+                now += 1
+            elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                now -= 1
+            most = max(most, now)
+        return most
+
     def turns_at_once(self, stage: int) -> bool:
         """True if the backward of a stage follows its forward with nothing between, for every micro-batch."""
         row = self.rows[self.rank_of(stage)]

@@ -23,7 +23,7 @@ from zcompile.proof.values import TracedTerms
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps
 from zcompile.schedule.option_checks import bytes_of
 from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import ALWAYS, Pass, Verified
+from zcompile.schedule.pipeline import ALWAYS, Journal, Pass, Verified
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class PipelinedProgram:
 
     program: Program
     stages: tuple[PipelineStage, ...]
+    journal: Journal
+    """What passes did to the program, once the actions of the rank were written out."""
 
 
 def choose_starts(
@@ -120,8 +122,8 @@ def rewrite(
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
     finish = of_steps(options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates)
-    step = Verified(step, values).after(finish).program
-    return PipelinedProgram(step, stages)
+    journal = Journal()
+    return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, journal)
 
 
 def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStage], place: PipelinePlace) -> RankValues:

@@ -44,13 +44,19 @@ class PipelineRanks:
     links: StageLinks
     axes: tuple[Axis, ...]
 
+    @property
+    def along(self) -> list[int]:
+        """The places among everyone of the ranks along the pipeline axis, this one among them."""
+        everyone = self.everyone.waits.ranks
+        return [everyone.index(rank) for rank in self.links.waits.ranks]
+
     @classmethod
     def of(cls, mesh: DeviceMesh, device: torch.device) -> PipelineRanks:
         """Those of a mesh that `device_of` takes. Collective."""
         onward, back = _with_data(mesh), _with_data(mesh)
-        everyone = Communicator(as_one(onward), device)
-        links = StageLinks(onward[PIPELINE], back[PIPELINE], everyone)
-        return cls(device, everyone, Agreement(everyone), Communicator(onward[DATA], device), links, _axes(onward))
+        everyone, data = Communicator(as_one(onward), device), Communicator(onward[DATA], device)
+        links = StageLinks(onward[PIPELINE], back[PIPELINE], everyone.waits, data)
+        return cls(device, everyone, Agreement(everyone), data, links, _axes(onward))
 
 
 def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:

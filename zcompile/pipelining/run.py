@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from zcompile._torch import prepare_inductor
+from zcompile.cost.line_calls import lines_of
 from zcompile.engine.lowering import WRITTEN
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
@@ -25,6 +26,7 @@ from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import RunKind
+from zcompile.runtime.recorder import Track
 
 
 class PipelinedRun:
@@ -55,7 +57,10 @@ class PipelinedRun:
         if runtime.options.backend == "inductor":
             cache.ready = prepare_inductor(ranks.device)
         name = f"<zcompile step {program.digest()[:12]}>"
-        self._run = load(str(program), str(Phase.STEP), cache.get_all(program.regions), name)
+        recorder = runtime.recorder
+        track = Track(recorder, str(Phase.STEP), program.digest()[:12], lines_of(program, Phase.STEP))
+        regions, given = cache.get_all(program.regions), track if recorder.enabled else None
+        self._run, self.regions = load(str(program), str(Phase.STEP), regions, name, given), cache
         self._given = inputs_of(program, Phase.STEP)
         self._traced = [op_of(node, Input) for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
         self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
@@ -75,6 +80,8 @@ class PipelinedRun:
             AgreementError: the ranks are out of step.
         """
         self._enter()
+        recorder = self.runtime.recorder
+        recorder.begin_call(self.runtime.version(), trains=True)
         tangent = torch.full_like(self._loss, 1 / len(microbatches))
         self._buffers = dict(self._model.named_buffers())
         box = [self._value(node, microbatches, tangent, updater) for node in self._given]
@@ -85,7 +92,9 @@ class PipelinedRun:
             self.ranks.data.order_all()
             self.ranks.links.order_all()
             raise
-        return self._shared(losses), gradients
+        loss = self._shared(losses)
+        recorder.end_call(split=False)
+        return loss, gradients
 
     def _shared(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean of the losses, which the rank with the last stage has, on all along the axis."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zcompile._torch import has_step_pre_hooks, tree_leaves, tree_map_only
 from zcompile.cost.hardware import CPU, GPU
 from zcompile.engine.optimizers import check_optimizers, watch_optimizers
+from zcompile.engine.reported import Reported
 from zcompile.engine.step_trace import Called, StepTrace
 from zcompile.errors import (
     AgreementError,
@@ -36,9 +37,11 @@ from zcompile.pipelining.division import divide_model
 from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, device_of
+from zcompile.pipelining.reports import PipelineCode, PipelineReports
 from zcompile.pipelining.run import PipelinedRun
 from zcompile.proof.ranks import check_texts
 from zcompile.runtime.agreement import all_through, told_to_others
+from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.updates import Updater
@@ -116,7 +119,7 @@ def _options_of(given: dict[str, Any]) -> Options:
     return options
 
 
-class PipelinedStep(Savable):
+class PipelinedStep(Savable, Reported):
     """See `zcompile.train_step`, with a mesh that has a dimension "pp". Collective: every rank calls it.
 
     The first call, or `prepare`, traces the step and divides the model: until then each rank has all of it. Then
@@ -141,6 +144,7 @@ class PipelinedStep(Savable):
         self._norm: torch.Tensor | None = None
         self._run: PipelinedRun | None = None
         self._state: ModelState | None = None
+        self._reports: PipelineReports | None = None
         self._guard: StepGuard | None = None
         self._trace: StepTrace | None = None
 
@@ -258,6 +262,17 @@ class PipelinedStep(Savable):
 
         return [part(number) for number in range(count)]
 
+    def _shown(self) -> PipelineReports:
+        if self._reports is None:
+            problem = "has no program yet: it is traced at the first step"
+            raise StateError("model", problem, "call step.prepare(*batch) before, with any batch")
+        return self._reports
+
+    @property
+    def traffic(self) -> TrafficMeter:
+        """What this rank has sent so far, by the axes of the mesh, and how long it waited for others."""
+        return self._ranks.data.traffic
+
     def _stored(self) -> ModelState:
         if self._state is None:
             problem = "is not divided yet: that happens at the first step, which traces the model"
@@ -277,7 +292,7 @@ class PipelinedStep(Savable):
 
     def _prepared(self, first: Called) -> PipelinedRun:
         """Trace the step, rewrite this rank's part, compare it with all others', and divide the model."""
-        ranks, options = self._ranks, self._options
+        ranks, options, what = self._ranks, self._options, type(self.model).__name__
         traced = ranks.agreement.attempt("the traced step", lambda: self._traced(first))[0]
         asked = [str(options), *str(self.table).split("\n")]
         asked += [f"split {self._asked.split}", f"clip_grad_norm {self._asked.clip_grad_norm}"]
@@ -286,14 +301,19 @@ class PipelinedStep(Savable):
         starts = choose_starts(traced, self.table.stages, self._asked.split, hardware)
         place = PipelinePlace(self.table, ranks.links.rank, ranks.links.axis, starts)
         make = partial(rewrite, traced, place, options, hardware, updates=self._updater is not None)
-        program = ranks.agreement.attempt("the program", make)[0].program
+        made = ranks.agreement.attempt("the program", make)[0]
+        program = made.program
         texts = ranks.agreement.share("the programs of all ranks", program.text(regions=True))
         check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
         say_statistics(self.model, traced)
         runtime, retired = divide_model(self.model, program, traced, ranks, options, self.optimizers)
         watch_optimizers(self, runtime, retired)
         last = self.table.rank_of(self.table.stages - 1)
-        return PipelinedRun(program, traced, runtime, ranks, self.model, last)
+        run = PipelinedRun(program, traced, runtime, ranks, self.model, last)
+        along = [texts[rank] for rank in ranks.along]
+        code = PipelineCode([made.journal], run.regions, hardware, self.table, along)
+        self._reports = PipelineReports(what, runtime, code)
+        return run
 
     def _traced(self, first: Called) -> Program:
         """The step of one micro-batch.

@@ -15,7 +15,7 @@ from torch import fx
 
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import MemoryKind, alive_at, live_by_kind, model_state
-from zcompile.cost.simulator import simulate
+from zcompile.cost.simulator import idle_share, simulate, simulate_pipeline
 from zcompile.cost.timeline import Spent, Timeline
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Communication
@@ -100,19 +100,34 @@ class PageStep:
 
 
 def write_page(
-    path: Path, title: str, journals: Sequence[Journal], hardware: Hardware, measured: Sequence[Timeline] = ()
+    path: Path,
+    title: str,
+    journals: Sequence[Journal],
+    hardware: Hardware,
+    measured: Sequence[Timeline] = (),
+    ranks: Sequence[Program] = (),
 ) -> Path:
     """Write the page of a model's programs; `measured` steps stand beside the predicted ones.
+
+    `ranks`: of a pipeline, the programs of the ranks along its axis.
 
     Raises:
         OSError: the file cannot be written.
     """
-    return write(path, page_text(title, journals, hardware, measured))
+    return write(path, page_text(title, journals, hardware, measured, ranks))
 
 
-def page_text(title: str, journals: Sequence[Journal], hardware: Hardware, measured: Sequence[Timeline] = ()) -> str:
+def page_text(
+    title: str,
+    journals: Sequence[Journal],
+    hardware: Hardware,
+    measured: Sequence[Timeline] = (),
+    ranks: Sequence[Program] = (),
+) -> str:
     """The page as HTML."""
     sections = [_Section(number, journal, hardware, measured) for number, journal in enumerate(journals)]
+    if ranks:
+        sections[0].charts.insert(0, pipeline_chart(ranks, hardware))
     return rendered("report.html.j2", title=title, sections=sections, width=WIDTH, height=HEIGHT)
 
 
@@ -147,6 +162,26 @@ def _overview(program: Program, told: Timeline) -> Iterator[tuple[str, str]]:
     yield "predicted step", f"{told.seconds * 1e3:.4g} ms, {told.exposed * 1e3:.4g} ms of it exposed communication"
     yield "predicted hidden", f"{hidden * 1e3:.4g} ms of communication behind compute"
     yield "digest", program.digest()[:12]
+
+
+def pipeline_chart(programs: Sequence[Program], hardware: Hardware) -> Chart:
+    """The ranks of a pipeline in a step, as predicted: a lane each, with a bar for what an action computes."""
+    timelines = simulate_pipeline(programs, hardware)
+    total = max(timeline.seconds for timeline in timelines) or 1.0
+    lanes = []
+    for place, (program, timeline) in enumerate(zip(programs, timelines, strict=True)):
+        bars = []
+        for event in (event for event in timeline.events if event.spent in (Spent.COMPUTE, Spent.OPTIMIZER)):
+            action = data(program.node(event.node)).action if event.node else ""
+            kind = "backward" if action.strip("0123456789") in ("B", "I", "W") else str(event.spent)
+            what = f"{action or event.operation} {event.unit}: {event.seconds * 1e3:.4g} ms"
+            width = max(event.seconds / total * WIDTH, 20.0)
+            bars.append(Bar(event.start / total * WIDTH, width, kind, what, ""))
+        lanes.append(Lane(f"rank {place}", bars))
+    idle = f"{idle_share(timelines):.1%} of the time of all ranks is idle, in bubbles and waits"
+    return Chart(
+        "all ranks of the pipeline", f"{total * 1e3:.4g} ms predicted for {hardware.name}: {idle}", lanes, total
+    )
 
 
 def _chart(timeline: Timeline, title: str) -> Chart:
