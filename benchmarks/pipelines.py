@@ -1,0 +1,329 @@
+"""Pipelines beside torch's own and DeepSpeed's: `python -m benchmarks.pipelines` prints a table for each link.
+
+Four ranks, one pipeline stage or two each, are four processes; over a link that is limited, the first two and the last
+two are network namespaces joined by a cable of that rate. All ways to train are in the same processes and take turns,
+so their ratios are of one run. With `--memory` each way has processes of its own, which count what they allocate.
+
+torch's stages are cut by hand (`PipelineStage`, `Schedule1F1B`), DeepSpeed's are layers (`PipelineModule`), both where
+zcompile is told to cut; "balanced" lets it choose. Limited links need Linux, root, `ip` and `tc`; DeepSpeed is left out
+where it is not installed (`make bench` has an environment with it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks.links import LINKS, End, opened
+from benchmarks.live_bytes import LiveBytes, build
+from benchmarks.protocol import Sizes
+from benchmarks.team import Team, on_two_ends
+from benchmarks.worker import run as serve_pipe
+
+WORLD, MICROBATCHES = 4, 8
+SIZES = Sizes(blocks=8, width=256, heads=4, vocabulary=1024, sequence=128, batch=16)
+CUTS = ["blocks.2", "blocks.4", "blocks.6"]
+"""The blocks with which stages begin, but for the first."""
+PEERS = ("torch 1f1b", "torch 1f1b, compiled", "deepspeed")
+OURS: dict[str, dict[str, Any]] = {
+    "zcompile 1f1b, eager": {"backend": "eager", "split": CUTS},
+    "zcompile 1f1b": {"split": CUTS},
+    "zcompile 1f1b, balanced": {},
+    "zcompile interleaved1f1b": {"schedule": "interleaved1f1b"},
+    "zcompile interleavedzerobubble": {"schedule": "interleavedzerobubble"},
+}
+WAYS = (*PEERS, *OURS)
+Step = Callable[[Tensor, Tensor], Tensor | None]
+
+
+def compiled_step(way: str) -> Step:
+    """Ours: a plain model and its loss."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import zcompile
+    from benchmarks.workload import ADAMW, make_model
+
+    model = make_model(SIZES, 0)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("pp",))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    made = {"schedule": "1f1b", "microbatches": MICROBATCHES, "stage": 1, **OURS[way]}
+    return zcompile.train_step(model, lambda model, x, y: model(x, y), optimizer, mesh=mesh, **made)
+
+
+class Part(nn.Module):
+    """One of torch's stages: some blocks, with the embeddings in front of the first and the head behind the last."""
+
+    def __init__(self, model: Any, stage: int) -> None:
+        super().__init__()
+        each = SIZES.blocks // WORLD
+        self.first, self.last = stage == 0, stage == WORLD - 1
+        self.blocks = nn.ModuleList(list(model.blocks)[stage * each : (stage + 1) * each])
+        if self.first:
+            self.tokens, self.positions = model.tokens, model.positions
+        if self.last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens, or the residual stream, to the residual stream, or logits."""
+        if self.first:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a micro-batch."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def torch_step(way: str) -> Step:
+    """torch.distributed.pipelining, over a stage that was cut by hand."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from benchmarks.workload import ADAMW, make_model
+
+    rank = dist.get_rank()
+    module: Any = Part(make_model(SIZES, 0), rank)
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    if "compiled" in way:
+        module.compile()
+    stage = PipelineStage(module, rank, WORLD, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=cross_entropy)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor | None:
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(tokens)
+        elif rank == WORLD - 1:
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean().detach() if losses else None
+
+    return step
+
+
+def deepspeed_step(way: str) -> Step:
+    """DeepSpeed's pipeline engine with ZeRO-1, over the same layers."""
+    import deepspeed as peer
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    from benchmarks.workload import ADAMW, make_model
+
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    peer.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    model = make_model(SIZES, 0)
+    parts = [Part(model, stage) for stage in range(WORLD)]
+    module = PipelineModule(
+        [LayerSpec(lambda part=part: part) for part in parts],
+        num_stages=WORLD,
+        loss_fn=cross_entropy,
+        partition_method="uniform",
+    )
+    settings = {
+        "train_batch_size": SIZES.batch,
+        "train_micro_batch_size_per_gpu": SIZES.batch // MICROBATCHES,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    engine, *_ = peer.initialize(model=module, optimizer=optimizer, config=settings)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor | None:
+        loss: Tensor = engine.train_batch(
+            iter(zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True))
+        )
+        return loss.detach()
+
+    return step
+
+
+def make(way: str) -> Step:
+    """A step of a way to train."""
+    if way in OURS:
+        return compiled_step(way)
+    return deepspeed_step(way) if way == "deepspeed" else torch_step(way)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first message to a rank."""
+
+    rank: int
+    store: str
+    ways: Sequence[str]
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Train so many steps in one way, all ranks together."""
+
+    way: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a round: seconds of each step, the last loss where it is known, and the peak of memory.
+
+    The peak is in bytes, and counts from before the model was made; 0 where nothing counts.
+    """
+
+    seconds: Sequence[float]
+    loss: float | None
+    peak: int = 0
+
+
+def serve(connection: Connection) -> None:
+    """One rank: builds all ways, and trains in the one that it is told."""
+    from benchmarks.workload import batch
+
+    begin: Begin = connection.recv()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{begin.store}", rank=begin.rank, world_size=WORLD)
+    counter = LiveBytes() if "LD_PRELOAD" in os.environ else None
+    before = counter.live() if counter else 0
+    ways, counts = {way: make(way) for way in begin.ways}, dict.fromkeys(begin.ways, 0)
+
+    def train(way: str, steps: int) -> Trained:
+        dist.barrier()
+        if counter:
+            counter.peak()
+        seconds, loss = [], None
+        for _ in range(steps):
+            given = batch(SIZES, 0, 0, counts[way])
+            counts[way] += 1
+            dist.barrier()
+            start = time.perf_counter()
+            loss = ways[way](*given)
+            seconds.append(time.perf_counter() - start)
+        peak = counter.peak() - before if counter else 0
+        return Trained(seconds, None if loss is None else float(loss), peak)
+
+    connection.send([train(way, begin.warmup) for way in begin.ways])
+    while True:
+        message: Round = connection.recv()
+        connection.send(train(message.way, message.steps))
+
+
+@dataclass
+class Measured:
+    """What each rank has seen in each round, by the way to train."""
+
+    rounds: dict[str, list[list[Trained]]] = field(default_factory=dict)
+
+    def seconds(self, way: str) -> list[float]:
+        """Of a step of the slowest rank, by round."""
+        return [max(statistics.median(one.seconds) for one in ranks) for ranks in self.rounds[way]]
+
+    def table(self, link: str, memory: Mapping[str, Sequence[int]]) -> Table:
+        """Times, their ratios to the faster peer in each round, and peaks of memory."""
+        peers = [way for way in self.rounds if way in PEERS]
+        best = min(peers or list(self.rounds), key=lambda way: statistics.median(self.seconds(way)))
+        result = Table(title=f"{link}: {WORLD} ranks, {MICROBATCHES} micro-batches", title_justify="left")
+        for heading in ("way", "step s", f"of {best}", "spread", "loss", "peak MB of ranks"):
+            result.add_column(heading, justify="left" if heading == "way" else "right")
+        for way, rows in self.rounds.items():
+            ratios = [one / other for one, other in zip(self.seconds(way), self.seconds(best), strict=True)]
+            losses = [one.loss for one in rows[-1] if one.loss is not None]
+            cells = [
+                f"{statistics.median(self.seconds(way)):.3f}",
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{losses[-1]:.4f}",
+                " ".join(f"{peak / 1e6:.1f}" for peak in memory.get(way, ())),
+            ]
+            result.add_row(way, *cells)
+        return result
+
+
+def measure(link: str, ways: Sequence[str], rounds: int, steps: int, warmup: int) -> Measured:
+    """Train in all of these ways in turns.
+
+    Raises:
+        LinkError: this machine cannot limit a network.
+        TeamError: a rank failed, died or did not answer in time.
+    """
+    result = Measured({way: [] for way in ways})
+    with tempfile.TemporaryDirectory() as folder, opened(LINKS[link]) as nodes:
+        ends: list[End] = [nodes[rank // 2] for rank in range(WORLD)]
+        with Team("benchmarks.pipelines", ends, Path(folder) / "log", 1200, environment=_environment) as team:
+            team.tell(*(Begin(rank, f"{folder}/store", ways, warmup) for rank in range(WORLD)))
+            team.hear()
+            for number in range(rounds):
+                for way in ways if number % 2 == 0 else reversed(ways):
+                    team.tell(*([Round(way, steps)] * WORLD))
+                    result.rounds[way].append(team.hear())
+    return result
+
+
+def weigh(ways: Sequence[str], warmup: int) -> dict[str, list[int]]:
+    """The peak of each rank's memory, each way in processes of its own."""
+    result = {}
+    for way in ways:
+        with tempfile.TemporaryDirectory() as folder, opened(LINKS["loopback"]) as nodes:
+            library = build(Path(folder))
+
+            def counting(given: Any, rank: int, end: End, library: Path = library) -> dict[str, str]:
+                return {**_environment(given, rank, end), "LD_PRELOAD": str(library)}
+
+            ends: list[End] = [nodes[0]] * WORLD
+            with Team("benchmarks.pipelines", ends, Path(folder) / "log", 1200, environment=counting) as team:
+                team.tell(*(Begin(rank, f"{folder}/store", [way], warmup) for rank in range(WORLD)))
+                team.hear()
+                team.tell(*([Round(way, 2)] * WORLD))
+                result[way] = [one.peak for one in team.hear()]
+    return result
+
+
+def _environment(given: Any, rank: int, end: End) -> dict[str, str]:
+    return {**on_two_ends(given, rank, end), "RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure on each link, and print the tables."""
+    there = [way for way in WAYS if way != "deepspeed" or importlib.util.find_spec("deepspeed")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--link", nargs="+", default=["loopback", "1gbit"], choices=list(LINKS))
+    parser.add_argument("--way", nargs="+", default=there, choices=WAYS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="in a round")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--memory", action="store_true", help="count what each rank allocates, too")
+    options = parser.parse_args(arguments)
+    memory = weigh(options.way, options.warmup) if options.memory else {}
+    for link in options.link:
+        found = measure(link, options.way, options.rounds, options.steps, options.warmup)
+        Console(width=140).print(found.table(link, memory))
+
+
+if __name__ == "__main__":
+    import sys
+
+    if len(sys.argv) == 2 and sys.argv[1].isdecimal():
+        serve_pipe(serve)
+    else:
+        main()
