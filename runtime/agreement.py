@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 FIRST_LOOK = 0.001
 """Seconds after which the store is asked again for what the other ranks write; then twice as many each time."""
-_ALIKE = "run the same code, options and environment on every rank"
+ALIKE = "run the same code, options and environment on every rank"
 _WITHDRAWN = "\0"
 """What begins the text of a rank that does not come, because of the error behind it."""
 
@@ -44,7 +44,7 @@ class Agreement:
             self.prefix, self.number = _meeting(communicator.waits.ranks, communicator.waits.rank)
 
     def reach(
-        self, what: str, lines: Sequence[str], fix: str = _ALIKE, conflict: Callable[[], str] | None = None
+        self, what: str, lines: Sequence[str], fix: str = ALIKE, conflict: Callable[[], str] | None = None
     ) -> None:
         """Return once every rank came here with the same `lines`, or others that fit together.
 
@@ -130,7 +130,7 @@ class Agreement:
         store, waits = self._write(text), self.communicator.waits
         return _read(store, waits.ranks, waits, group_timeout(self.communicator.group, self.communicator.device), what)
 
-    def _compare(self, what: str, texts: list[list[str]], fix: str = _ALIKE) -> None:
+    def _compare(self, what: str, texts: list[list[str]], fix: str = ALIKE) -> None:
         if difference := first_difference(dict(enumerate(texts))):
             raise AgreementError(what, difference, fix)
 

@@ -55,6 +55,17 @@ class StageLinks:
         """What is sent from now on belongs to the run with this number, where messages can tell."""
         self._tag = _TAG + run % _RUNS
 
+    @torch.no_grad()
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give every rank along the axis the values of the first, in place; any device, strides and dtype."""
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        sent = tensor.to(self.device).contiguous()
+        with self.waits.explained("the values of the first pipeline stage's rank"):
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.groups[0], group_src=0)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)
+
     def order_all(self) -> None:
         """Whatever was begun and not waited for ends before what the current stream does from here on.
 

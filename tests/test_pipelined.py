@@ -574,10 +574,10 @@ def different(rank: int, what: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("stage", "AgreementError: the options and the traced step: line 2 differs: rank 0: 'stage 3"),
+        ("stage", "AgreementError: the options and the traced step: line 1 differs: rank 0: 'stage 3"),
         ("batch", "AgreementError: the options and the traced step: line "),
-        ("split", "AgreementError: the options and the traced step: line 5 differs: rank 0: 'split None"),
-        ("table", "AgreementError: the options and the traced step: line 4 differs: rank 0: '1F0, 1B0, "),
+        ("split", "AgreementError: the options and the traced step: line 4 differs: rank 0: 'split None"),
+        ("table", "AgreementError: the options and the traced step: line 3 differs: rank 0: '1F0, 1B0, "),
     ],
 )
 def test_ranks_that_differ_are_told_before_anything_runs(ranks: Ranks, what: str, message: str) -> None:

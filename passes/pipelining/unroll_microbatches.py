@@ -25,7 +25,7 @@ others compute of its gradient comes back as a sum over the micro-batches:
 
 A rank receives in the order in which the other one sends, whatever it needs first: between two ranks there is one queue
 for each direction. What is sent is kept until it must have arrived: at the backward of that micro-batch, or before, so
-that few messages in each direction are on their way at a time.
+that few messages are on their way at a time.
 """
 
 from __future__ import annotations
@@ -90,8 +90,12 @@ def collected(lending: Lending, by: int, home: int) -> StageMessage:
     return StageMessage(f"stage{by}_{lending.value}_grad", home)
 
 
-_IN_FLIGHT = 1
-"""Messages that a rank has on their way in each direction when it begins an action: for others it has waited."""
+_IN_FLIGHT = {True: 1, False: 2}
+"""Messages that a rank has on their way in a direction when it begins an action: for others it has waited.
+
+By whether each rank has one stage. Ranks with several send each other in both directions at a time, where waiting for
+what goes to a later stage could be waiting in a circle: that is waited for at its backward alone.
+"""
 
 
 def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, rank: int, axis: str) -> Program:
@@ -409,10 +413,10 @@ class _Step:
         if action.kind is not ActionKind.FORWARD:
             early = ("begin", replace(action, kind=ActionKind.FORWARD))
             arrived += [one for one in self.leaving if one[0] in early]
-        for back in (True, False):
-            sent = [one for one in self.leaving if isinstance(one[0], Action) and one[0].sends_back is back]
-            if action.sends_back is back:
-                arrived += sent[: max(len(sent) - _IN_FLIGHT, 0)]
+        simple = self.table.stages == len(self.table.rows)
+        if action.sends_back or (simple and action.kind is ActionKind.FORWARD):
+            sent = [o for o in self.leaving if isinstance(o[0], Action) and o[0].sends_back is action.sends_back]
+            arrived += sent[: max(len(sent) - _IN_FLIGHT[simple], 0)]
         for one in dict.fromkeys(arrived):
             self.leaving.remove(one)
             self._line(action, (one[2],), WaitSend(), f"{one[2].name}_end")

@@ -32,9 +32,13 @@ def clip_together(parameters: Sequence[nn.Parameter], links: StageLinks, max_nor
 
     Gives their 2-norm before, a tensor without dimensions on the device, the same on all ranks.
     """
-    norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
-    own = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    total = own.to(links.device, torch.float32).square()
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    total = torch.zeros((), device=links.device)
+    # Beside tensor parallelism some are plain tensors, which torch does not add to DTensors.
+    for kind in (True, False):
+        norm = nn.utils.get_total_norm([one for one in gradients if isinstance(one, DTensor) is kind])
+        own = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total += own.to(links.device, torch.float32).square()
     if links.size > 1:
         with links.waits.explained("the norm of all gradients"):
             dist.all_reduce(total, group=links.groups[0])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zcompile._torch import buffers_of, parameters_of
+from zcompile._torch import buffers_of, give_up, local_tensor, parameters_of
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards
 from zcompile.ir.operation import op_of
@@ -33,13 +33,14 @@ def divide_model(
     Parameters of other units, and buffers that only other ranks write to, are on meta behind it, and in no group of the
     optimizers. All begin with the values of the first rank.
     """
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            ranks.everyone.broadcast(parameter)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            ranks.links.broadcast(local_tensor(tensor))
+    agreement = Agreement(ranks.data)
     runtime = ModelRuntime(
-        program.layout, ranks.data, Agreement(ranks.data), options, everyone=ranks.agreement, in_step=ranks.everyone
+        program.layout, ranks.data, agreement, options, ranks.parallel, ranks.agreement, in_step=ranks.everyone
     )
-    shards, _, retired = shard_model(model, program.layout, ranks.data, whole=traced.layout)
+    shards, _, retired = shard_model(model, program.layout, ranks.data, parallel=ranks.parallel, whole=traced.layout)
     runtime.extend((), shards)
     point_at_shards(optimizers, shards.values(), retired)
     _leave_parameters(model, {id(p) for unit in shards.values() for p in unit.parameters.values()}, optimizers)
@@ -65,14 +66,14 @@ def _leave_parameters(model: nn.Module, own: set[int], optimizers: Sequence[Opti
         id(parameter): (name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in own
     }
     empty = {
-        key: nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        key: nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
         for key, (_, parameter) in others.items()
     }
     for module in model.modules():
         table = parameters_of(module)
         table.update({key: empty[id(old)] for key, old in table.items() if old is not None and id(old) in empty})
     for name, parameter in others.values():
-        parameter.data = parameter.data.new_empty(0)
+        give_up(parameter)
         retire(parameter, name)
 
 

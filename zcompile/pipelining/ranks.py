@@ -8,15 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.errors import GroupError
+from zcompile.errors import AgreementError, GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
-from zcompile.runtime.agreement import Agreement
+from zcompile.model.tensor_parallel import check_divided, model_parallel
+from zcompile.runtime.agreement import ALIKE, Agreement, first_difference
 from zcompile.runtime.groups import Communicator, as_one, default_device
 from zcompile.runtime.stage_links import StageLinks
+from zcompile.runtime.tensors.placement import ModelParallel
 
 PIPELINE = "pp"
 """What the pipeline axis of a mesh is called."""
-_KINDS = {PIPELINE: AxisKind.PIPELINE, DATA: AxisKind.SHARD}
 
 
 def is_pipelined(mesh: DeviceMesh | None) -> bool:
@@ -35,6 +36,7 @@ class PipelineRanks:
         data: The ranks that have the same units.
         links: To the other ranks along the pipeline axis.
         axes: Of the mesh, the outermost first.
+        parallel: Over what tensor parallelism divides the model; None if it does not.
     """
 
     device: torch.device
@@ -43,6 +45,7 @@ class PipelineRanks:
     data: Communicator
     links: StageLinks
     axes: tuple[Axis, ...]
+    parallel: ModelParallel | None = None
 
     @property
     def along(self) -> list[int]:
@@ -51,30 +54,68 @@ class PipelineRanks:
         return [everyone.index(rank) for rank in self.links.waits.ranks]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, device: torch.device) -> PipelineRanks:
+    def of(cls, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> PipelineRanks:
         """Those of a mesh that `device_of` takes. Collective."""
-        onward, back = _with_data(mesh), _with_data(mesh)
+        onward, back, tensor = _with_data(mesh), _with_data(mesh), check_divided(model)
         everyone, data = Communicator(as_one(onward), device), Communicator(onward[DATA], device)
         links = StageLinks(onward[PIPELINE], back[PIPELINE], everyone.waits, data)
-        return cls(device, everyone, Agreement(everyone), data, links, _axes(onward))
+        parallel = None if tensor is None else model_parallel(model, mesh[DATA])
+        return cls(device, everyone, Agreement(everyone), data, links, _axes(onward, _name_of(tensor)), parallel)
+
+    def compare(self, what: str, text: str) -> str:
+        """The first rank's text, once all ranks came here with texts that fit.
+
+        Of tensor parallelism each part may have its own.
+
+        Raises:
+            AgreementError: on every rank: the first line that differs, and whose it is.
+        """
+        parts = 1
+        if self.parallel is not None:  # each group of tensor parallelism has a name of its own, which graphs say
+            parts = self.parallel.mesh.size()
+            text = text.replace(repr(self.parallel.mesh.get_group().group_name), repr(AxisKind.TENSOR.value))
+        texts = self.agreement.share(what, text)
+        for part in range(parts):
+            alike = {rank: one.split("\n") for rank, one in enumerate(texts) if rank % parts == part}
+            if difference := first_difference(alike):
+                raise AgreementError(what, difference, ALIKE)
+        return texts[0]
+
+    @property
+    def first(self) -> bool:
+        """True on the ranks whose values of the model all others get."""
+        return self.links.rank == 0 and self.data.rank == 0
 
 
 def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
-    """Where a model is trained on a mesh whose dimensions are "pp" and, perhaps, "dp".
+    """Where a model is trained on a mesh that has a dimension "pp", perhaps "dp", and that of tensor parallelism.
 
     Raises:
         GroupError: it has others, or is for another device than the model's.
+        ModelError: tensor parallelism divides the model as a pipeline cannot have it.
     """
-    if others := [name for name in mesh.mesh_dim_names or () if name not in _KINDS]:
+    tensor, names = check_divided(model), mesh.mesh_dim_names or ()
+    known = [PIPELINE, DATA, *([] if tensor is None else [_name_of(tensor)])]
+    kind = repr(mesh.device_type)
+    if others := [name for name in names if name not in known]:
         problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, others))} so far"
-        fix = f"give init_device_mesh({mesh.device_type!r}, (stages, ranks), mesh_dim_names=('pp', 'dp'))"
+        fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp'))"
+        fix += "; for tensor parallelism call parallelize_module(model, mesh['tp'], ...) before"
         raise GroupError("mesh", problem, fix)
+    if tensor is not None and list(names) != known:
+        fix = f"give init_device_mesh({kind}, (stages, ranks, parts), mesh_dim_names={tuple(known)})"
+        raise GroupError("mesh", f"is {mesh}, and the model is divided over {tensor}", fix)
     first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
     device = default_device(mesh) if first is None else first.device
     if device.type != mesh.device_type:
         fix = f"move the model to {mesh.device_type!r}, or make the mesh for {device.type!r}"
         raise GroupError("mesh", f"is for {mesh.device_type!r}, the model is on {device.type!r}", fix)
     return device
+
+
+def _name_of(tensor: DeviceMesh | None) -> str:
+    """What the dimension of tensor parallelism is called; empty if there is none."""
+    return "" if tensor is None else (tensor.mesh_dim_names or ("tp",))[0]
 
 
 def _with_data(mesh: DeviceMesh) -> DeviceMesh:
@@ -85,10 +126,11 @@ def _with_data(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
 
 
-def _axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
+def _axes(mesh: DeviceMesh, tensor: str) -> tuple[Axis, ...]:
     axes, stride = list[Axis](), 1
+    kinds = {PIPELINE: AxisKind.PIPELINE, DATA: AxisKind.SHARD, tensor: AxisKind.TENSOR}
     for name in reversed(mesh.mesh_dim_names or ()):
         size = mesh[name].size()
-        axes.insert(0, Axis(name, _KINDS[name], size, stride))
+        axes.insert(0, Axis(name, kinds[name], size, stride))
         stride *= size
     return tuple(axes)

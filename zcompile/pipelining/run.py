@@ -37,6 +37,7 @@ class PipelinedRun:
         traced: The step of one micro-batch, the same on all ranks.
         model: Whose buffers it reads.
         last: The place along the axis of the rank that has the last stage.
+        common: What the step is called by all ranks.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class PipelinedRun:
         ranks: PipelineRanks,
         model: nn.Module,
         last: int,
+        common: str,
     ) -> None:
         self.program, self.runtime, self.ranks, self._model, self._last = program, runtime, ranks, model, last
         (loss,) = losses_of(traced)
@@ -64,7 +66,7 @@ class PipelinedRun:
         self._given = inputs_of(program, Phase.STEP)
         self._traced = [op_of(node, Input) for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
         self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
-        self._digest = hashlib.sha256(str(traced).encode(errors="backslashreplace")).hexdigest()
+        self._digest = hashlib.sha256(common.encode(errors="backslashreplace")).hexdigest()
 
     def step(
         self, microbatches: Sequence[Sequence[Any]], updater: Updater | None

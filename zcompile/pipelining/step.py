@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zcompile._torch import has_step_pre_hooks, tree_leaves, tree_map_only
-from zcompile.cost.hardware import CPU, GPU
+from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.engine.optimizers import check_optimizers, watch_optimizers
 from zcompile.engine.reported import Reported
 from zcompile.engine.step_trace import Called, StepTrace
@@ -30,6 +31,7 @@ from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES
 from zcompile.ir.program import Program
 from zcompile.model.tensor_kinds import check_kinds
+from zcompile.model.tensor_parallel import check_replicated
 from zcompile.model.units import make_layout
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.clipping import clip_together, deliver
@@ -95,7 +97,9 @@ def pipelined_step(
         device = device_of(model, mesh)
         table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
     all_through(ranks_of(mesh), device, "a pipelined train step")
-    ranks = PipelineRanks.of(mesh, device)
+    ranks = PipelineRanks.of(model, mesh, device)
+    if ranks.parallel is not None:
+        ranks = replace(ranks, parallel=check_replicated(model, ranks.parallel, ranks.agreement, first=ranks.first))
     return PipelinedStep(model, loss_fn, optimizers, ranks, table, options, units, asked)
 
 
@@ -296,9 +300,11 @@ class PipelinedStep(Savable, Reported):
         traced = ranks.agreement.attempt("the traced step", lambda: self._traced(first))[0]
         asked = [str(options), *str(self.table).split("\n")]
         asked += [f"split {self._asked.split}", f"clip_grad_norm {self._asked.clip_grad_norm}"]
-        ranks.agreement.reach("the options and the traced step", [*asked, *str(traced).split("\n")])
+        common = ranks.compare("the options and the traced step", "\n".join([*asked, str(traced)]))
         hardware = GPU if is_gpu(ranks.device) else CPU
-        starts = choose_starts(traced, self.table.stages, self._asked.split, hardware)
+        # Of tensor-parallel ranks each may have other sizes, by which it would cut elsewhere.
+        chosen = ranks.agreement.attempt("the stages", lambda: self._starts(traced, hardware), shown=True)[1]
+        starts = tuple(chosen[0])
         place = PipelinePlace(self.table, ranks.links.rank, ranks.links.axis, starts)
         make = partial(rewrite, traced, place, options, hardware, updates=self._updater is not None)
         made = ranks.agreement.attempt("the program", make)[0]
@@ -309,11 +315,14 @@ class PipelinedStep(Savable, Reported):
         runtime, retired = divide_model(self.model, program, traced, ranks, options, self.optimizers)
         watch_optimizers(self, runtime, retired)
         last = self.table.rank_of(self.table.stages - 1)
-        run = PipelinedRun(program, traced, runtime, ranks, self.model, last)
+        run = PipelinedRun(program, traced, runtime, ranks, self.model, last, common)
         along = [texts[rank] for rank in ranks.along]
         code = PipelineCode([made.journal], run.regions, hardware, self.table, along)
         self._reports = PipelineReports(what, runtime, code)
         return run
+
+    def _starts(self, traced: Program, hardware: Hardware) -> tuple[str, ...]:
+        return choose_starts(traced, self.table.stages, self._asked.split, hardware)
 
     def _traced(self, first: Called) -> Program:
         """The step of one micro-batch.
@@ -331,6 +340,8 @@ class PipelinedStep(Savable, Reported):
 
 def _results(result: Any) -> Any:
     """A tensor as it is; of anything else the tensors in it, in memory of their own, so that their number is seen."""
+    if isinstance(result, DTensor):
+        return result.full_tensor()
     if isinstance(result, torch.Tensor):
         return result
     return tuple(leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
