@@ -1,7 +1,7 @@
 """Pipelines beside torch's own and DeepSpeed's: `python -m benchmarks.pipelines` prints a table for each link.
 
-Four ranks, one pipeline stage or two each, are four processes; over a link that is limited, the first two and the last
-two are network namespaces joined by a cable of that rate. All ways to train are in the same processes and take turns,
+The ranks are processes, two, each with a core, or four; over a link that is limited, the first half and the second half
+are in network namespaces joined by a cable of that rate. All ways to train are in the same processes and take turns,
 so their ratios are of one run. With `--memory` each way has processes of its own, which count what they allocate.
 
 torch's stages are cut by hand (`PipelineStage`, `Schedule1F1B`), DeepSpeed's are layers (`PipelineModule`), both where
@@ -35,17 +35,16 @@ from benchmarks.protocol import Sizes
 from benchmarks.team import Team, on_two_ends
 from benchmarks.worker import run as serve_pipe
 
-WORLD, MICROBATCHES = 4, 8
+MICROBATCHES = 8
 SIZES = Sizes(blocks=8, width=256, heads=4, vocabulary=1024, sequence=128, batch=16)
-CUTS = ["blocks.2", "blocks.4", "blocks.6"]
-"""The blocks with which stages begin, but for the first."""
 PEERS = ("torch 1f1b", "torch 1f1b, compiled", "deepspeed")
 OURS: dict[str, dict[str, Any]] = {
-    "zcompile 1f1b, eager": {"backend": "eager", "split": CUTS},
-    "zcompile 1f1b": {"split": CUTS},
+    "zcompile 1f1b, eager": {"backend": "eager"},
+    "zcompile 1f1b": {},
     "zcompile 1f1b, balanced": {},
     "zcompile interleaved1f1b": {"schedule": "interleaved1f1b"},
     "zcompile interleavedzerobubble": {"schedule": "interleavedzerobubble"},
+    "zcompile zbvzerobubble": {"schedule": "zbvzerobubble"},
 }
 WAYS = (*PEERS, *OURS)
 Step = Callable[[Tensor, Tensor], Tensor | None]
@@ -59,9 +58,12 @@ def compiled_step(way: str) -> Step:
     from benchmarks.workload import ADAMW, make_model
 
     model = make_model(SIZES, 0)
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("pp",))
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     made = {"schedule": "1f1b", "microbatches": MICROBATCHES, "stage": 1, **OURS[way]}
+    if way in ("zcompile 1f1b, eager", "zcompile 1f1b"):
+        made["split"] = [f"blocks.{stage * SIZES.blocks // world}" for stage in range(1, world)]
     return zcompile.train_step(model, lambda model, x, y: model(x, y), optimizer, mesh=mesh, **made)
 
 
@@ -70,8 +72,9 @@ class Part(nn.Module):
 
     def __init__(self, model: Any, stage: int) -> None:
         super().__init__()
-        each = SIZES.blocks // WORLD
-        self.first, self.last = stage == 0, stage == WORLD - 1
+        world = dist.get_world_size()
+        each = SIZES.blocks // world
+        self.first, self.last = stage == 0, stage == world - 1
         self.blocks = nn.ModuleList(list(model.blocks)[stage * each : (stage + 1) * each])
         if self.first:
             self.tokens, self.positions = model.tokens, model.positions
@@ -98,19 +101,19 @@ def torch_step(way: str) -> Step:
 
     from benchmarks.workload import ADAMW, make_model
 
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
     module: Any = Part(make_model(SIZES, 0), rank)
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
     if "compiled" in way:
         module.compile()
-    stage = PipelineStage(module, rank, WORLD, torch.device("cpu"))
+    stage = PipelineStage(module, rank, world, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=cross_entropy)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor | None:
         losses: list[Tensor] = []
         if rank == 0:
             schedule.step(tokens)
-        elif rank == WORLD - 1:
+        elif rank == world - 1:
             schedule.step(target=targets, losses=losses)
         else:
             schedule.step()
@@ -128,13 +131,11 @@ def deepspeed_step(way: str) -> Step:
 
     from benchmarks.workload import ADAMW, make_model
 
-    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     peer.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    model = make_model(SIZES, 0)
-    parts = [Part(model, stage) for stage in range(WORLD)]
+    model, world = make_model(SIZES, 0), dist.get_world_size()
     module = PipelineModule(
-        [LayerSpec(lambda part=part: part) for part in parts],
-        num_stages=WORLD,
+        [LayerSpec(Part, model, stage) for stage in range(world)],
+        num_stages=world,
         loss_fn=cross_entropy,
         partition_method="uniform",
     )
@@ -172,6 +173,7 @@ class Begin:
     """The first message to a rank."""
 
     rank: int
+    world: int
     store: str
     ways: Sequence[str]
     warmup: int
@@ -203,7 +205,7 @@ def serve(connection: Connection) -> None:
 
     begin: Begin = connection.recv()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{begin.store}", rank=begin.rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{begin.store}", rank=begin.rank, world_size=begin.world)
     counter = LiveBytes() if "LD_PRELOAD" in os.environ else None
     before = counter.live() if counter else 0
     ways, counts = {way: make(way) for way in begin.ways}, dict.fromkeys(begin.ways, 0)
@@ -239,11 +241,11 @@ class Measured:
         """Of a step of the slowest rank, by round."""
         return [max(statistics.median(one.seconds) for one in ranks) for ranks in self.rounds[way]]
 
-    def table(self, link: str, memory: Mapping[str, Sequence[int]]) -> Table:
+    def table(self, link: str, ranks: int, memory: Mapping[str, Sequence[int]]) -> Table:
         """Times, their ratios to the faster peer in each round, and peaks of memory."""
         peers = [way for way in self.rounds if way in PEERS]
         best = min(peers or list(self.rounds), key=lambda way: statistics.median(self.seconds(way)))
-        result = Table(title=f"{link}: {WORLD} ranks, {MICROBATCHES} micro-batches", title_justify="left")
+        result = Table(title=f"{link}: {ranks} ranks, {MICROBATCHES} micro-batches", title_justify="left")
         for heading in ("way", "step s", f"of {best}", "spread", "loss", "peak MB of ranks"):
             result.add_column(heading, justify="left" if heading == "way" else "right")
         for way, rows in self.rounds.items():
@@ -260,7 +262,7 @@ class Measured:
         return result
 
 
-def measure(link: str, ways: Sequence[str], rounds: int, steps: int, warmup: int) -> Measured:
+def measure(link: str, ranks: int, ways: Sequence[str], rounds: int, steps: int, warmup: int) -> Measured:
     """Train in all of these ways in turns.
 
     Raises:
@@ -269,18 +271,18 @@ def measure(link: str, ways: Sequence[str], rounds: int, steps: int, warmup: int
     """
     result = Measured({way: [] for way in ways})
     with tempfile.TemporaryDirectory() as folder, opened(LINKS[link]) as nodes:
-        ends: list[End] = [nodes[rank // 2] for rank in range(WORLD)]
+        ends: list[End] = [nodes[2 * rank // ranks] for rank in range(ranks)]
         with Team("benchmarks.pipelines", ends, Path(folder) / "log", 1200, environment=_environment) as team:
-            team.tell(*(Begin(rank, f"{folder}/store", ways, warmup) for rank in range(WORLD)))
+            team.tell(*(Begin(rank, ranks, f"{folder}/store", ways, warmup) for rank in range(ranks)))
             team.hear()
             for number in range(rounds):
                 for way in ways if number % 2 == 0 else reversed(ways):
-                    team.tell(*([Round(way, steps)] * WORLD))
+                    team.tell(*([Round(way, steps)] * ranks))
                     result.rounds[way].append(team.hear())
     return result
 
 
-def weigh(ways: Sequence[str], warmup: int) -> dict[str, list[int]]:
+def weigh(ranks: int, ways: Sequence[str], warmup: int) -> dict[str, list[int]]:
     """The peak of each rank's memory, each way in processes of its own."""
     result = {}
     for way in ways:
@@ -290,17 +292,17 @@ def weigh(ways: Sequence[str], warmup: int) -> dict[str, list[int]]:
             def counting(given: Any, rank: int, end: End, library: Path = library) -> dict[str, str]:
                 return {**_environment(given, rank, end), "LD_PRELOAD": str(library)}
 
-            ends: list[End] = [nodes[0]] * WORLD
+            ends: list[End] = [nodes[0]] * ranks
             with Team("benchmarks.pipelines", ends, Path(folder) / "log", 1200, environment=counting) as team:
-                team.tell(*(Begin(rank, f"{folder}/store", [way], warmup) for rank in range(WORLD)))
+                team.tell(*(Begin(rank, ranks, f"{folder}/store", [way], warmup) for rank in range(ranks)))
                 team.hear()
-                team.tell(*([Round(way, 2)] * WORLD))
+                team.tell(*([Round(way, 2)] * ranks))
                 result[way] = [one.peak for one in team.hear()]
     return result
 
 
 def _environment(given: Any, rank: int, end: End) -> dict[str, str]:
-    return {**on_two_ends(given, rank, end), "RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+    return {**on_two_ends(given, rank, end), "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -308,16 +310,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     there = [way for way in WAYS if way != "deepspeed" or importlib.util.find_spec("deepspeed")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", nargs="+", default=["loopback", "1gbit"], choices=list(LINKS))
+    parser.add_argument("--ranks", type=int, default=2, choices=[2, 4], help="2: a core for each")
     parser.add_argument("--way", nargs="+", default=there, choices=WAYS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a round")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="count what each rank allocates, too")
     options = parser.parse_args(arguments)
-    memory = weigh(options.way, options.warmup) if options.memory else {}
+    memory = weigh(options.ranks, options.way, options.warmup) if options.memory else {}
     for link in options.link:
-        found = measure(link, options.way, options.rounds, options.steps, options.warmup)
-        Console(width=140).print(found.table(link, memory))
+        found = measure(link, options.ranks, options.way, options.rounds, options.steps, options.warmup)
+        Console(width=140).print(found.table(link, options.ranks, memory))
 
 
 if __name__ == "__main__":
