@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 from benchmarks.links import LINKS, End, opened
 from benchmarks.live_bytes import LiveBytes, build
+from benchmarks.peers import BUCKET
 from benchmarks.protocol import Sizes
 from benchmarks.team import Team, on_two_ends
 from benchmarks.worker import run as serve_pipe
 
-MICROBATCHES = 8
 SIZES = Sizes(blocks=8, width=256, heads=4, vocabulary=1024, sequence=128, batch=16)
 PEERS = ("torch 1f1b", "torch 1f1b, compiled", "deepspeed")
 OURS: dict[str, dict[str, Any]] = {
@@ -50,6 +50,11 @@ WAYS = (*PEERS, *OURS)
 Step = Callable[[Tensor, Tensor], Tensor | None]
 
 
+def _parts() -> int:
+    """How many micro-batches a batch is cut into: what `--microbatches` says, in the environment of all ranks."""
+    return int(os.environ.get("MICROBATCHES", "8"))
+
+
 def compiled_step(way: str) -> Step:
     """Ours: a plain model and its loss."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -61,7 +66,7 @@ def compiled_step(way: str) -> Step:
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    made = {"schedule": "1f1b", "microbatches": MICROBATCHES, "stage": 1, **OURS[way]}
+    made = {"schedule": "1f1b", "microbatches": _parts(), "stage": 1, **OURS[way]}
     if way in ("zcompile 1f1b, eager", "zcompile 1f1b"):
         made["split"] = [f"blocks.{stage * SIZES.blocks // world}" for stage in range(1, world)]
     return zcompile.train_step(model, lambda model, x, y: model(x, y), optimizer, mesh=mesh, **made)
@@ -107,7 +112,7 @@ def torch_step(way: str) -> Step:
     if "compiled" in way:
         module.compile()
     stage = PipelineStage(module, rank, world, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=cross_entropy)
+    schedule = Schedule1F1B(stage, _parts(), loss_fn=cross_entropy)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor | None:
         losses: list[Tensor] = []
@@ -141,9 +146,9 @@ def deepspeed_step(way: str) -> Step:
     )
     settings = {
         "train_batch_size": SIZES.batch,
-        "train_micro_batch_size_per_gpu": SIZES.batch // MICROBATCHES,
-        "gradient_accumulation_steps": MICROBATCHES,
-        "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": SIZES.batch // _parts(),
+        "gradient_accumulation_steps": _parts(),
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,
@@ -153,9 +158,7 @@ def deepspeed_step(way: str) -> Step:
     engine, *_ = peer.initialize(model=module, optimizer=optimizer, config=settings)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor | None:
-        loss: Tensor = engine.train_batch(
-            iter(zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True))
-        )
+        loss: Tensor = engine.train_batch(iter(zip(tokens.chunk(_parts()), targets.chunk(_parts()), strict=True)))
         return loss.detach()
 
     return step
@@ -245,7 +248,7 @@ class Measured:
         """Times, their ratios to the faster peer in each round, and peaks of memory."""
         peers = [way for way in self.rounds if way in PEERS]
         best = min(peers or list(self.rounds), key=lambda way: statistics.median(self.seconds(way)))
-        result = Table(title=f"{link}: {ranks} ranks, {MICROBATCHES} micro-batches", title_justify="left")
+        result = Table(title=f"{link}: {ranks} ranks, {_parts()} micro-batches", title_justify="left")
         for heading in ("way", "step s", f"of {best}", "spread", "loss", "peak MB of ranks"):
             result.add_column(heading, justify="left" if heading == "way" else "right")
         for way, rows in self.rounds.items():
@@ -311,12 +314,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", nargs="+", default=["loopback", "1gbit"], choices=list(LINKS))
     parser.add_argument("--ranks", type=int, default=2, choices=[2, 4], help="2: a core for each")
+    parser.add_argument("--microbatches", type=int, default=8, choices=[2, 4, 8, 16])
     parser.add_argument("--way", nargs="+", default=there, choices=WAYS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a round")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="count what each rank allocates, too")
     options = parser.parse_args(arguments)
+    os.environ["MICROBATCHES"] = str(options.microbatches)
     memory = weigh(options.ranks, options.way, options.warmup) if options.memory else {}
     for link in options.link:
         found = measure(link, options.ranks, options.way, options.rounds, options.steps, options.warmup)
