@@ -27,6 +27,21 @@ def numbers_of_rank(rank: int, device: torch.device) -> Iterator[None]:
             generator.set_state(untouched if unused else drawn)
 
 
+@contextlib.contextmanager
+def numbers_of_place(place: int, device: torch.device) -> Iterator[None]:
+    """Draw random numbers of this place's own inside, where some ranks draw and others do not.
+
+    Outside, generators that were equal on all ranks stay equal: each goes on as after a single draw.
+    """
+    generators = generators_of(device)
+    states = [_reseeded(generator, place) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, (_, _, drawn) in zip(generators, states, strict=True):
+            generator.set_state(drawn)
+
+
 def _reseeded(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Seed `generator` for this rank; gives its state before, as it begins now, and as it is to be if used."""
     untouched = generator.get_state()

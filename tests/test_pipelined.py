@@ -621,6 +621,8 @@ def changes(rank: int, what: str) -> tuple[str, float]:
         step(*batch_of("skips", rank % 2, 1, rows))
     except zcompile.ZcompileError as error:
         return f"{type(error).__name__}: {error}", time.perf_counter() - started
+    finally:
+        globals()["SCALE"] = 1.0
     return "no error", 0.0
 
 
@@ -640,6 +642,60 @@ def test_what_was_traced_must_not_change(ranks: Ranks, what: str, message: str) 
     for rank, (found, seconds) in enumerate(ranks.run(4, changes, what)):
         assert re.match(message if rank == 1 else "AgreementError: the step: rank 1 cannot run it: ", found), found
         assert seconds < AT_ONCE
+
+
+class Dropped(nn.Module):
+    """Draws in the first stage alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.nn.functional.dropout(self.first(x), 0.5))
+        return result
+
+
+def draws(rank: int) -> tuple[list[float], list[float]]:
+    """Losses, and numbers that each rank draws between steps."""
+    mesh, numbers, losses = mesh_of(2, 2), [], []
+    torch.manual_seed(0)
+    model = Dropped()
+    made = {"mesh": mesh, "microbatches": 2, "backend": "eager", "units": ["first", "last"]}
+    step = zcompile.train_step(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.0), **made)
+    for _ in range(2):
+        x, y = torch.rand(4, 4, 5), torch.zeros(4, 4, 2)
+        losses.append(float(step(x, y)))
+        numbers.append(float(torch.rand(())))
+    return losses, numbers
+
+
+def test_random_numbers_of_ranks_differ_and_generators_stay_equal(ranks: Ranks) -> None:
+    """So a batch that all ranks draw is still one batch in the next step."""
+    found = ranks.run(4, draws)
+    assert len({str(numbers) for _, numbers in found}) == 1
+    losses = [one for one, _ in found]
+    assert losses[0] == losses[2]
+    assert losses[1] == losses[3]
+    assert losses[0] != losses[1], "data-parallel ranks, which were given the same batch, drop other values"
+
+
+def others_data(rank: int) -> str:
+    """Each rank reads data by its number in the world."""
+    model = model_of("skips")
+    made = {"mesh": mesh_of(2, 2), "microbatches": MICROBATCHES, "backend": "eager"}
+    step = zcompile.train_step(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **made)
+    try:
+        step(*batch_of("skips", rank, 0))
+    except zcompile.AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_along_the_pipeline_must_be_given_the_same_batch(ranks: Ranks) -> None:
+    for found in ranks.run(4, others_data):
+        assert found.startswith("the first batch: is not the same on ranks 0, 2 along 'pp'")
+        assert "samplers count the ranks along 'dp' alone" in found
 
 
 def closures(rank: int) -> list[float]:

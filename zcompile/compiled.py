@@ -401,7 +401,7 @@ class CompiledModule(Savable, Reported, nn.Module):
             ParameterError: the value is a parameter, or a module with parameters, that was never sharded; or the model
                 has an attribute of a name that means something else here.
         """
-        ours = name in vars(CompiledModule) and not hasattr(nn.Module, name)
+        ours = hasattr(CompiledModule, name) and not hasattr(nn.Module, name)
         if ours and hasattr(self._model, name):
             problem = f"has an attribute {name!r}, which is something else on the compiled module"
             fix = "keep the model that was given to zcompile.compile, and set it there: model.NAME = value"

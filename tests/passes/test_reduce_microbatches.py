@@ -48,6 +48,8 @@ def step(box):
     del m2_b_out_recv
     m2_c_out = region_0(c, m2_b_out)                                  # f32[8, 4]             +128 B        c
     # 1B2
+    wait(m0_c_grad_input_sent)
+    del m0_c_grad_input_sent                                          #                       -128 B
     m2_c_grad_input, m2_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
             m2_b_out)
     del grad_output, m2_b_out                                         #                       -128 B
@@ -58,8 +60,6 @@ def step(box):
     c_reduce = reduce_scatter(c, c_sum_1)                             #                       +32 B         c
     c_grads = wait(c_reduce)                                          #                       -64 B         c
     # end
-    wait(m0_c_grad_input_sent)
-    del m0_c_grad_input_sent                                          #                       -128 B
     wait(m1_c_grad_input_sent)
     del m1_c_grad_input_sent                                          #                       -128 B
     wait(m2_c_grad_input_sent)

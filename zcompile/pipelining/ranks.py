@@ -81,6 +81,19 @@ class PipelineRanks:
                 raise AgreementError(what, difference, ALIKE)
         return texts[0]
 
+    def compare_along(self, what: str, text: str, fix: str) -> None:
+        """Return once all ranks came here, those along the pipeline axis with the same text.
+
+        Raises:
+            AgreementError: on every rank: some of them have another one.
+        """
+        texts, stages = self.agreement.share(what, text), self.links.size
+        columns = len(texts) // stages
+        for column in range(columns):
+            along = [rank for rank in range(len(texts)) if rank % columns == column]
+            if len({texts[rank] for rank in along}) > 1:
+                raise AgreementError(what, f"is not the same on ranks {', '.join(map(str, along))} along 'pp'", fix)
+
     @property
     def first(self) -> bool:
         """True on the ranks whose values of the model all others get."""

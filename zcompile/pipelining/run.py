@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,12 +20,14 @@ from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import AllGather, Group, Input, Kind, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
+from zcompile.ir.side_effects import is_random
 from zcompile.pipelining.guard import losses_of
 from zcompile.pipelining.ranks import PipelineRanks
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import RunKind
+from zcompile.runtime.random_numbers import numbers_of_place
 from zcompile.runtime.recorder import Track
 
 
@@ -65,6 +67,8 @@ class PipelinedRun:
         self._run, self.regions = load(str(program), str(Phase.STEP), regions, name, given), cache
         self._given = inputs_of(program, Phase.STEP)
         self._traced = [op_of(node, Input) for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
+        self._draws = any(is_random(node) for node in traced.graph.nodes)
+        """True if any rank draws random numbers in a step."""
         self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
         self._digest = hashlib.sha256(common.encode(errors="backslashreplace")).hexdigest()
 
@@ -88,7 +92,7 @@ class PipelinedRun:
         self._buffers = dict(self._model.named_buffers())
         box = [self._value(node, microbatches, tangent, updater) for node in self._given]
         try:
-            with torch.no_grad(), updater.updating() if updater is not None else nullcontext():
+            with torch.no_grad(), self._numbers(), updater.updating() if updater is not None else nullcontext():
                 losses, gradients = self._run(box)
         except BaseException:
             self.ranks.data.order_all()
@@ -97,6 +101,12 @@ class PipelinedRun:
         loss = self._shared(losses)
         recorder.end_call(split=False)
         return loss, gradients
+
+    def _numbers(self) -> AbstractContextManager[None]:
+        """What the step draws random numbers under: each stage and each data-parallel rank its own."""
+        if not self._draws:
+            return nullcontext()
+        return numbers_of_place(self.ranks.links.rank * self.ranks.data.size + self.ranks.data.rank, self.ranks.device)
 
     def _shared(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean of the losses, which the rank with the last stage has, on all along the axis."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -146,6 +147,8 @@ class PipelinedStep(Savable, Reported):
         self._loss_fn, self._ranks, self._options, self._units, self._asked = loss_fn, ranks, options, units, asked
         self._updater = Updater(optimizers) if asked.clip_grad_norm is None else None
         self._norm: torch.Tensor | None = None
+        self._compared = False
+        """True once ranks along the pipeline axis are known to be given the same batch."""
         self._run: PipelinedRun | None = None
         self._state: ModelState | None = None
         self._reports: PipelineReports | None = None
@@ -168,6 +171,10 @@ class PipelinedStep(Savable, Reported):
         self._check()
         parts = self._microbatches(batch, named)
         run = self._ready(parts[0])
+        if not self._compared:
+            fix = "let all ranks along 'pp' read the same data: samplers count the ranks along 'dp' alone"
+            self._ranks.compare_along("the first batch", _digest(batch, named), fix)
+            self._compared = True
         others = self._check_unchanged(parts)
         loss, gradients = run.step([[*part.leaves(), *others] for part in parts], self._updater)
         if self._updater is not None:
@@ -336,6 +343,15 @@ class PipelinedStep(Savable, Reported):
         traced = self._trace.program
         check_traced(traced)
         return traced
+
+
+def _digest(batch: tuple[Any, ...], named: dict[str, Any]) -> str:
+    """Of the values of a batch."""
+    found = hashlib.sha256()
+    for leaf in tree_leaves((batch, named)):
+        if isinstance(leaf, torch.Tensor):
+            found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _results(result: Any) -> Any:
