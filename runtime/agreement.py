@@ -196,19 +196,21 @@ def _meeting(ranks: Sequence[int], rank: int) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def told_to_others(ranks_of: Callable[[], Sequence[int]]) -> Iterator[None]:
+def told_to_others(ranks_of: Callable[[], Sequence[int]], *, every: bool = False) -> Iterator[None]:
     """Around what a rank does alone before ranks agree on a model: where that fails, the others are told, who wait.
 
     Nothing is made here that takes other ranks, as groups do: they are not there.
 
     Args:
         ranks_of: Gives the ranks that will come for the same model, this one among them.
+        every: Errors of groups, too: where none of the model's own is made within.
     """
     try:
         yield
     except ZcompileError as error:
         # Other errors of agreements and groups are all ranks' own, or of groups through which nobody can be told.
-        if not isinstance(error, (AgreementError, GroupError)) and dist.is_initialized():
+        own = isinstance(error, AgreementError) or (isinstance(error, GroupError) and not every)
+        if not own and dist.is_initialized():
             with contextlib.suppress(Exception):  # of a mesh that cannot be meant, or a store that is gone
                 _withdraw(ranks_of(), error)
         raise

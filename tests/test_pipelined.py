@@ -436,6 +436,23 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(
         assert max(map(abs, found)) < 1e-5
 
 
+def unheld(rank: int) -> list[float]:
+    """A trained parameter that no optimizer holds keeps no gradient for the next step."""
+    model, found = model_of("skips"), []
+    held = [parameter for name, parameter in model.named_parameters() if "first" not in name]
+    made = {"mesh": mesh_of(2, 1), "microbatches": MICROBATCHES, "backend": "eager", "clip_grad_norm": 1.0}
+    step = zcompile.train_step(model, loss_of, torch.optim.SGD(held, lr=0.001), **made)
+    for number in range(2):
+        found.append(float(step(*batch_of("skips", 0, number))))
+    return found
+
+
+def test_a_parameter_that_no_optimizer_holds_keeps_no_gradient(ranks: Ranks) -> None:
+    first, second = ranks.run(2, unheld)
+    assert first == second
+    assert all(map(math.isfinite, first))
+
+
 def held(rank: int, options: dict[str, Any]) -> int:
     """The most bytes of activations and gradients that the program of a rank holds, as predicted."""
     model = GPT(layers=8, width=64, heads=2)
@@ -477,6 +494,19 @@ class Short(nn.Module):
         return result
 
 
+class Far(Skips):
+    """The last stage writes to what the first one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x + self.ema)
+        self.ema.lerp_(result.detach().mean(), 0.5)
+        return result
+
+
 def not_scalar(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = model(x)
     return result
@@ -499,6 +529,7 @@ MISTAKES: dict[str, Mistake] = {
     "split": (Skips, loss_of, {"split": ["middle"]}, 8, "OptionError: split: names 'middle', which is no unit"),
     "length": (Skips, loss_of, {"split": ["up.0", "up.1"]}, 8, "OptionError: split: has 2 units, and 2 stages"),
     "break": (Broken, loss_of, {}, 8, "CaptureError: "),
+    "buffer": (Far, loss_of, {}, 8, "CaptureError: ema: is a buffer that stage 1 writes to and stage 0 reads"),
     "loss": (Skips, not_scalar, {}, 8, "OptionError: loss_fn: gives a tensor of [2, 4, 2]"),
     "results": (Skips, two, {}, 8, "OptionError: loss_fn: gives 2 results"),
     "detached": (Skips, detached, {}, 8, "OptionError: loss_fn: gives a loss that depends on no parameter"),
@@ -604,6 +635,8 @@ def changes(rank: int, what: str) -> tuple[str, float]:
     rows = 2 * MICROBATCHES
     if mine and what == "size":
         rows = MICROBATCHES
+    elif mine and what == "rows":
+        rows = 6
     elif mine and what == "mode":
         model.eval()
     elif mine and what == "frozen":
@@ -629,6 +662,7 @@ def changes(rank: int, what: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
+        ("rows", "OptionError: microbatches: is 4, which does not divide a batch of 6"),
         ("size", r"OptionError: batch: has micro-batches of torch.float32 \[1, 4, 5\], .* traced with .* \[2, 4, 5\]"),
         ("mode", "ModelError: Skips: is evaluating now, and was training at the first step"),
         ("frozen", "ModelError: unused: is frozen now, and was trained at the first step"),

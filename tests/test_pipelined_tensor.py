@@ -164,9 +164,15 @@ def test_state_goes_through_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
 
 def misnamed(rank: int) -> list[str]:
     found = []
-    for names, shape in ((("pp", "dp", "cp"), (2, 1, 2)), (("pp", "tp"), (2, 2)), (("dp", "pp", "tp"), (1, 2, 2))):
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {
+        ("pp", "dp", "cp"): (2, 1, 2),
+        ("pp", "tp"): (2, 2),
+        ("dp", "pp", "tp"): (1, 2, 2),
+        ("dp", "pp"): (2, 2),
+    }
+    for names, shape in shapes.items():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        model = Feed() if "cp" in names else feed(mesh, "mlps")
+        model = feed(mesh, "mlps") if "tp" in names else Feed()
         try:
             zcompile.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, microbatches=2)
         except zcompile.GroupError as error:
@@ -175,7 +181,8 @@ def misnamed(rank: int) -> list[str]:
 
 
 def test_meshes_whose_dimensions_cannot_be_meant_are_refused(ranks: Ranks) -> None:
-    for other, missing, order in ranks.run(4, misnamed):
+    for other, missing, order, plain in ranks.run(4, misnamed):
         assert "a pipeline is not combined with 'cp' so far" in other
         for text in (missing, order):
             assert "mesh_dim_names=('pp', 'dp', 'tp')" in text
+        assert "mesh_dim_names=('pp', 'dp')" in plain

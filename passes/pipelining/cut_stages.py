@@ -47,9 +47,11 @@ def cut_stages(program: Program, *, starts: Sequence[str]) -> list[PipelineStage
 
     Raises:
         OptionError: a unit is not computed with, or begins before the one that it stands behind.
-        CaptureError: the backward cannot be cut: a gradient is computed where its parameter is not read.
+        CaptureError: the backward cannot be cut: a gradient is computed where its parameter is not read; or a buffer is
+            written to in another stage than it is read in.
     """
     cut = _Cut(assign_units(program), tuple(starts))
+    cut.check_buffers()
     return [_Part(cut, number).stage() for number in range(cut.count)]
 
 
@@ -283,6 +285,16 @@ class _Cut:
         """By number the results that are new values of inputs, and which inputs these are."""
         outputs = self.program.results.outputs
         return {r: i for r, i in written_results(self.program).items() if self.stage_of_result(outputs[r]) == stage}
+
+    def check_buffers(self) -> None:
+        """Raise CaptureError for a buffer of which one stage would read what another has not sent."""
+        for writer in range(self.count):
+            written = {self.inputs[number] for number in self.written_in(writer).values()}
+            for reader in (stage for stage in range(self.count) if stage != writer):
+                for node in sorted(written & self.wanted_in(reader), key=lambda node: node.name):
+                    problem = f"is a buffer that stage {writer} writes to and stage {reader} reads"
+                    fix = "begin the stages with other units, so that one has both: split=[...]"
+                    raise CaptureError(op_of(node, Input).held or node.name, problem, fix)
 
     def stage_of_result(self, result: object) -> int:
         """The stage that gives a result of the step."""

@@ -85,6 +85,7 @@ class StepTrace:
         self._compiled = torch.compile(call, backend=self._capture, fullgraph=True, dynamic=False)
         self._run(called)
         (self.program,) = self._found
+        self._found.clear()
 
     def others(self, called: Called) -> list[torch.Tensor]:
         """Tensors that the same call reads now beside its arguments, parameters and buffers, as closures hold them.
@@ -95,9 +96,9 @@ class StepTrace:
         Raises:
             ModelError: it would be traced otherwise.
         """
-        self._found.clear()
         unknown = self._run(called)
-        for found in self._found:
+        retraced, self._found = self._found, []
+        for found in retraced:
             if difference := changed_line(str(self.program), str(found)):
                 problem = f"computes something else than at the first step: {difference}"
                 raise ModelError(self._what, problem, "make a new train step of the model as it is to be trained")

@@ -33,6 +33,9 @@ def divide_model(
     Parameters of other units, and buffers that only other ranks write to, are on meta behind it, and in no group of the
     optimizers. All begin with the values of the first rank.
     """
+    named = (*model.named_parameters(), *model.named_buffers())
+    blank = [name for name, tensor in named if tensor.is_meta]
+    ranks.agreement.reach("what of the model is on meta", blank, "build it on meta on all ranks, or on none")
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             ranks.links.broadcast(local_tensor(tensor))

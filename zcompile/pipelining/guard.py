@@ -97,4 +97,7 @@ def _flags(model: nn.Module) -> dict[str, str]:
 
 
 def _kind(leaf: Any) -> str:
-    return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {list(leaf.shape)}"
+    plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device))
+    return repr(leaf) if plain else type(leaf).__name__  # of others torch.compile's guards tell

@@ -115,9 +115,11 @@ def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
         fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp'))"
         fix += "; for tensor parallelism call parallelize_module(model, mesh['tp'], ...) before"
         raise GroupError("mesh", problem, fix)
-    if tensor is not None and list(names) != known:
-        fix = f"give init_device_mesh({kind}, (stages, ranks, parts), mesh_dim_names={tuple(known)})"
-        raise GroupError("mesh", f"is {mesh}, and the model is divided over {tensor}", fix)
+    if [name for name in known if name in names] != list(names) or (tensor is not None and DATA not in names):
+        sizes = ("stages", "ranks", "parts")[: len(known)]
+        fix = f"give init_device_mesh({kind}, ({', '.join(sizes)}), mesh_dim_names={tuple(known)})"
+        divided = "" if tensor is None else f" of a model that is divided over {tensor}"
+        raise GroupError("mesh", f"is {mesh}, which is not the order of dimensions, or lacks one{divided}", fix)
     first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
     device = default_device(mesh) if first is None else first.device
     if device.type != mesh.device_type:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,12 +21,11 @@ from zcompile.engine.reported import Reported
 from zcompile.engine.step_trace import Called, StepTrace
 from zcompile.errors import (
     AgreementError,
-    CaptureError,
-    ModelError,
     OptimizerError,
     OptionError,
     ParameterError,
     StateError,
+    ZcompileError,
 )
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES
@@ -54,6 +53,7 @@ from zcompile.state.model_state import ModelState
 from zcompile.state.savable import Savable
 
 LossFunction = Callable[..., torch.Tensor]
+Result = TypeVar("Result")
 _TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint"})
 """Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
 
@@ -91,7 +91,7 @@ def pipelined_step(
         GroupError, OptimizerError: as `zcompile.train_step`.
     """
     mesh, units = given.pop("mesh"), given.pop("units", None)
-    with told_to_others(lambda: ranks_of(mesh)):
+    with told_to_others(lambda: ranks_of(mesh), every=True):
         options = _options_of(given)
         check_kinds(model)
         check_optimizers(optimizers, model)
@@ -168,8 +168,7 @@ class PipelinedStep(Savable, Reported):
             AgreementError: the ranks trace other steps, or are out of step.
             GroupError: another rank failed or stayed away.
         """
-        self._check()
-        parts = self._microbatches(batch, named)
+        parts = self._asked_for(batch, named)
         run = self._ready(parts[0])
         if not self._compared:
             fix = "let all ranks along 'pp' read the same data: samplers count the ranks along 'dp' alone"
@@ -184,6 +183,7 @@ class PipelinedStep(Savable, Reported):
             self._clip_and_step(gradients)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        self.model.zero_grad()  # of what no optimizer holds
         return loss
 
     def prepare(self, *batch: Any, **named: Any) -> None:
@@ -196,7 +196,7 @@ class PipelinedStep(Savable, Reported):
         Raises:
             As a call.
         """
-        self._ready(self._microbatches(batch, named)[0])
+        self._ready(self._asked_for(batch, named)[0])
 
     def _clip_and_step(self, gradients: Sequence[Gradients]) -> None:
         """The optimizers' steps with gradients that were kept."""
@@ -235,16 +235,36 @@ class PipelinedStep(Savable, Reported):
 
         Gives the tensors that the step reads beside its arguments, parameters and buffers.
         """
-        assert self._guard is not None, "a step was traced"
-        assert self._trace is not None, "a step was traced"
-        try:
+        guard, trace = self._guard, self._trace
+        assert guard is not None, "a step was traced"
+        assert trace is not None, "a step was traced"
+
+        def check() -> list[torch.Tensor]:
             for part in parts:
-                self._guard.check(part)
-            return self._trace.others(parts[0])
-        except (OptionError, ModelError, CaptureError) as error:
+                guard.check(part)
+            return trace.others(parts[0])
+
+        return self._told(check)
+
+    def _told(self, act: Callable[[], Result]) -> Result:
+        """What `act` gives; where it raises on this rank, the others, who would wait for it in the step, are told."""
+        try:
+            return act()
+        except ZcompileError as error:
             problem = f"rank {self._ranks.everyone.waits.rank} cannot run it: {error.subject} {error.problem}"
             self._ranks.everyone.waits.refuse(AgreementError("the step", problem, error.fix))
             raise
+
+    def _asked_for(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[Called]:
+        """The micro-batches of a step that can be taken."""
+
+        def check() -> list[Called]:
+            self._check()
+            return self._microbatches(batch, named)
+
+        if self._run is None:  # all ranks come here for the first step
+            return self._ranks.agreement.attempt("the first batch", check)[0]
+        return self._told(check)
 
     def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[Called]:
         """The micro-batches of a batch; tensors without dimensions are the same in all."""
@@ -299,6 +319,7 @@ class PipelinedStep(Savable, Reported):
             self._guard = StepGuard(self.model, first)
             everyone = self._ranks.everyone
             self._state = ModelState(self.model, everyone, self._ranks.agreement, self._options.stage)
+            self._shown().dump_if_asked()
         return self._run
 
     def _prepared(self, first: Called) -> PipelinedRun:
