@@ -11,11 +11,11 @@ from zcompile.runtime.device import generators_of, is_host
 
 
 @contextlib.contextmanager
-def numbers_of_rank(rank: int, device: torch.device) -> Iterator[None]:
+def numbers_of_rank(rank: int, device: torch.device, *, others_draw: bool = False) -> Iterator[None]:
     """Draw random numbers of this rank's own inside; outside, generators that were equal on all ranks stay equal.
 
     What is drawn inside follows from the generators' states and the rank. Where nothing is drawn nothing changes; else
-    each generator goes on as after a single draw.
+    each generator goes on as after a single draw. With `others_draw` it does so in any case: other ranks have drawn.
     """
     generators = generators_of(device)
     states = [_reseeded(generator, rank) for generator in generators]
@@ -23,23 +23,8 @@ def numbers_of_rank(rank: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         for generator, (untouched, begun, drawn) in zip(generators, states, strict=True):
-            unused = torch.equal(generator.get_state(), begun)
+            unused = not others_draw and torch.equal(generator.get_state(), begun)
             generator.set_state(untouched if unused else drawn)
-
-
-@contextlib.contextmanager
-def numbers_of_place(place: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers of this place's own inside, where some ranks draw and others do not.
-
-    Outside, generators that were equal on all ranks stay equal: each goes on as after a single draw.
-    """
-    generators = generators_of(device)
-    states = [_reseeded(generator, place) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, (_, _, drawn) in zip(generators, states, strict=True):
-            generator.set_state(drawn)
 
 
 def _reseeded(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -48,6 +48,7 @@ class Skips(nn.Module):
         self.up[1].gain.requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(3))
         self.scale = 1.0
+        self.factors = [1.0, 1.0]
         self.last = nn.Linear(7, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ class Skips(nn.Module):
             kept.append(h)
         for block in self.up:
             h = block(h + kept.pop().transpose(1, 2).transpose(1, 2)) * mask
-        result: torch.Tensor = self.last(h) * self.scale
+        result: torch.Tensor = self.last(h) * self.scale * torch.tensor(self.factors)
         return result
 
 
@@ -647,6 +648,8 @@ def changes(rank: int, what: str) -> tuple[str, float]:
         model.register_forward_hook(lambda *_: None)
     elif mine and what == "attribute":
         model.scale = 0.5  # type: ignore[assignment]
+    elif mine and what == "list":
+        model.factors[0] = 0.5  # type: ignore[operator, index]
     elif mine and what == "global":
         globals()["SCALE"] = 0.5
     started = time.perf_counter()
@@ -669,6 +672,7 @@ def changes(rank: int, what: str) -> tuple[str, float]:
         ("module", "ModelError: Skips: has other modules or hooks than at the first step"),
         ("hook", "ModelError: Skips: has other modules or hooks than at the first step"),
         ("attribute", "ModelError: Skips: computes something else than at the first step: .*0.5.* in place of .*1.0"),
+        ("list", r"ModelError: Skips: computes something else .*: \[0.5, 1.0\] in place of \[1.0, 1.0\]"),
         ("global", "ModelError: Skips: computes something else than at the first step: .*0.5.* in place of .*1.0"),
     ],
 )

@@ -99,10 +99,17 @@ class StepTrace:
         unknown = self._run(called)
         retraced, self._found = self._found, []
         for found in retraced:
-            if difference := changed_line(str(self.program), str(found)):
+            if difference := changed_line(str(self.program), str(found)) or self._changed_constant(found):
                 problem = f"computes something else than at the first step: {difference}"
                 raise ModelError(self._what, problem, "make a new train step of the model as it is to be trained")
         return unknown
+
+    def _changed_constant(self, found: Program) -> str:
+        """A tensor that the code makes of numbers: the text has its name alone."""
+        before, now = self.program.constants, found.constants
+        changed = (name for name, value in now.items() if not torch.equal(value, before[name]))
+        name = next(changed, None)
+        return "" if name is None else f"{name}: {now[name].tolist()} in place of {before[name].tolist()}"
 
     def _unknown(self, inputs: Sequence[Any], called: Called) -> list[torch.Tensor]:
         known = {id(made) for made, _ in self._placeholders.values()}

@@ -27,7 +27,7 @@ from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import RunKind
-from zcompile.runtime.random_numbers import numbers_of_place
+from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.recorder import Track
 
 
@@ -106,7 +106,8 @@ class PipelinedRun:
         """What the step draws random numbers under: each stage and each data-parallel rank its own."""
         if not self._draws:
             return nullcontext()
-        return numbers_of_place(self.ranks.links.rank * self.ranks.data.size + self.ranks.data.rank, self.ranks.device)
+        place = self.ranks.links.rank * self.ranks.data.size + self.ranks.data.rank
+        return numbers_of_rank(place, self.ranks.device, others_draw=True)
 
     def _shared(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean of the losses, which the rank with the last stage has, on all along the axis."""
