@@ -55,7 +55,7 @@ def recompute_activations(
     """
     if not program.has_backward:
         return program.copy()
-    turn = Turn(program)
+    turn = Turn(program, collectives=checkpoint == "unit")  # all ranks of a group have the same units
     if isinstance(checkpoint, str):
         selection = by_unit(turn, at_once=at_once)
         result = recompute(turn, selection.again)

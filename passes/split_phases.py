@@ -27,7 +27,7 @@ from zcompile._torch import (
     saved_random,
 )
 from zcompile.ir.operation import Data, Phase, data, has_data, set_data
-from zcompile.ir.ops import Compute, Input, Item, Parameter, Results
+from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter, Results
 from zcompile.ir.parameter_views import derived_values, is_view
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
@@ -97,7 +97,7 @@ def _partitioned(program: Program, partition: str) -> Program:
     graph = fx.Graph()
     values: dict[str, fx.Node] = {}
     for node in program.graph.find_nodes(op="placeholder"):
-        values[node.name] = graph.node_copy(node)
+        values[node.name] = values[_joint_name(node)] = graph.node_copy(node)
     forward_ends = _append(graph, forward.graph, values, Phase.FORWARD)
     values |= _renamed(forward.graph, backward.graph, values, forward_ends[len(results.outputs) :])
     backward_ends = _append(graph, backward.graph, values, Phase.BACKWARD)
@@ -125,6 +125,12 @@ def _drop_repeated_draws(forward: fx.Graph, backward: fx.Graph) -> None:
 def _joint_module(program: Program) -> fx.GraphModule:
     """The joint graph as partitioners take it: one flat list of outputs, then of gradients."""
     copy = program.copy()
+    for node in [one for one in copy.graph.find_nodes(op="placeholder") if _joint_name(one) != one.name]:
+        with copy.graph.inserting_before(node):
+            tangent = copy.graph.placeholder(_joint_name(node))
+        tangent.meta = node.meta
+        node.replace_all_uses_with(tangent)
+        copy.graph.erase_node(node)
     results = copy.results
     end = copy.graph.output_node()
     end.args = ([*results.outputs, *results.input_gradients, *results.gradients.values()],)
@@ -133,6 +139,16 @@ def _joint_module(program: Program) -> fx.GraphModule:
     for name, module in program.modules.items():
         setattr(root, name, module)
     return fx.GraphModule(root, copy.graph)
+
+
+def _joint_name(node: fx.Node) -> str:
+    """What a placeholder is called in the joint graph: partitioners know tangents by their names.
+
+    Of others they take what they compute again for values of the forward, and put it in front of the whole backward.
+    """
+    op = data(node).op
+    is_tangent = isinstance(op, Input) and op.kind is Kind.TANGENT
+    return f"tangents_{node.name}" if is_tangent and "tangents" not in node.name else node.name
 
 
 def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: Phase) -> list[Any]:

@@ -188,7 +188,7 @@ def test_what_is_no_schedule_is_refused(call: Callable[[], object], message: str
 
 def test_backwards_that_follow_their_forward_at_once() -> None:
     table = action_table("1f1b", 3, 4)
-    assert [table.turns_at_once(stage) for stage in range(3)] == [False, False, True]
-    assert not any(action_table("gpipe", 3, 4).turns_at_once(stage) for stage in range(3))
-    assert ActionTable.parse("0F0, 0I0, 0F1, 0I1, 0W0, 0W1").turns_at_once(0)
-    assert not ActionTable.parse("0F0, 1F0, 1B0, 0B0").turns_at_once(0)
+    assert table.at_once == {2}
+    assert action_table("gpipe", 3, 4).at_once == frozenset()
+    assert ActionTable.parse("0F0, 0I0, 0F1, 0I1, 0W0, 0W1").at_once == {0}
+    assert 0 not in ActionTable.parse("0F0, 1F0, 1B0, 0B0").at_once

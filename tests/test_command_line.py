@@ -154,6 +154,21 @@ def test_a_limit_that_nothing_meets_ends_with_1(run: Run) -> None:
     assert "error: memory_limit: 1e-06 GB holds nothing on 2 ranks" in err
 
 
+def test_a_plan_over_meshes_ends_in_lines_to_write(run: Run) -> None:
+    options = ["-w", "4", "--mesh", "auto", "--stage", "1", "--dtype", "float32", "--checkpoint", "none"]
+    code, out, _ = run("plan", "fac.py:make", *options)
+    assert code == 0
+    assert "fastest that fits:\n    mesh = init_device_mesh('cuda', (" in out
+    assert "no tensor parallelism: " in out
+    code, out, _ = run("plan", "fac.py:make", *options, "--json")
+    made = json.loads(out)
+    assert code == 0
+    assert made["recommended"][-1].startswith("step = zcompile.train_step(model, None, optimizer, mesh=mesh")
+    code, out, _ = run("plan", "fac.py:make", *options, "-m", "1 KB")
+    assert code == 1
+    assert "holds nothing on 4 ranks" in out
+
+
 def test_a_plan_is_written_as_a_page(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("plan", "fac.py:make", "-w", "2", "--html", "plan.html", *LITTLE)
     assert code == 0
@@ -316,6 +331,10 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
     [
         (["plan", "gpt:9b"], "model: gpt:9b is no size"),
         (["plan", "gpt:1x8", "--mesh", "8by8"], "mesh: '8by8' is no mesh of two levels"),
+        (["plan", "llama:9b"], "model: llama:9b is no size"),
+        (["plan", "fac.py:make", "--mesh", "auto", "--html", "plan.html"], "html: is not compared over meshes"),
+        (["plan", "fac.py:make", "--mesh", "auto", "-w", "2", "-w", "4"], "world: is given 2 times"),
+        (["plan", "fac.py:make", "--global-batch", "4"], "global_batch: is for --mesh auto"),
         (["plan", "nothing"], "nothing: names no model"),
         (["plan", "fac.py:fails"], "fac.py:fails: raised ValueError: no [bold]luck[/]"),
         (["plan", "fac.py:gives_none"], "fac.py:gives_none: gives NoneType"),

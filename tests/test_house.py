@@ -56,12 +56,14 @@ ROOMS = {
     "state": "runtime",
     "pipelining": "ir cost facts model proof passes.common passes.pipelining runtime runtime.gradients schedule report "
     "engine state",
+    "planning": "ir cost passes.common passes.pipelining schedule",
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
     "compiled": "ir model schedule runtime runtime.gradients runtime.offload engine state",
     "train_step": "frontend ir schedule report runtime runtime.gradients runtime.offload engine compiled pipelining",
-    "tools": "torch_range ir cost frontend model proof schedule report runtime engine compiled recording",
-    "": "torch_range ir cost facts proof schedule tools compiled torch_backend train_step pipelining",
+    "tools": "torch_range ir cost frontend model proof schedule report runtime engine compiled recording pipelining "
+    "planning",
+    "": "torch_range ir cost facts model proof schedule tools compiled torch_backend train_step pipelining",
     "__main__": "tools",
 }
 """What each room may import beside itself; all may import `_torch` and `errors`."""

@@ -12,6 +12,7 @@ from zcompile.compiled import CompiledModule, compile
 from zcompile.cost.dag import dag
 from zcompile.cost.forecast import Forecast, Plan
 from zcompile.cost.hardware import Hardware, load_profile
+from zcompile.cost.mesh_plan import MeshForecast, MeshPlan
 from zcompile.cost.timeline import Timeline
 from zcompile.errors import (
     AgreementError,
@@ -38,11 +39,13 @@ from zcompile.facts import Fact, Violation, verify
 from zcompile.ir.parser import parse
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
+from zcompile.model.tensor_parallel import tensor_parallel_plan
 from zcompile.pipelining.step import PipelinedStep
 from zcompile.proof.rules import Rule
 from zcompile.proof.values import computes
 from zcompile.schedule.default_pipeline import pipeline
 from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.tools.mesh_planner import plan_meshes
 from zcompile.tools.planner import plan
 from zcompile.torch_backend import Backend, backend
 from zcompile.train_step import TrainStep, train_step
@@ -59,6 +62,8 @@ __all__ = [
     "Forecast",
     "GroupError",
     "Hardware",
+    "MeshForecast",
+    "MeshPlan",
     "ModelError",
     "OptimizerError",
     "OptionError",
@@ -92,6 +97,8 @@ __all__ = [
     "parse",
     "pipeline",
     "plan",
+    "plan_meshes",
+    "tensor_parallel_plan",
     "train_step",
     "verify",
 ]

@@ -70,6 +70,12 @@ class Boundary:
     summands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
+    def shape(self) -> tuple[tuple[str, ...], ...]:
+        """What kind of end each place has: what equal stages have in common."""
+        ends = (self.inputs, self.tangents, self.outputs, self.gradients)
+        return tuple(tuple(type(end).__name__ for end in some) for some in ends)
+
+    @property
     def sent_back(self) -> int:
         """How many of the gradients go to other stages for each micro-batch; they are the first ones."""
         return sum(isinstance(end, Crossing) for end in self.gradients)

@@ -6,7 +6,8 @@ reads is saved over the turn, or computed again within that run, from values tha
 What is never computed again:
 
 - values that come from another unit's parameters: the unit would be gathered once more;
-- communication: ranks whose batches differ could choose otherwise, and would wait for each other forever;
+- communication of the model's own code, but for units whose input alone is saved (`collectives`): where values are
+  chosen one by one, ranks whose batches differ could choose otherwise, and would wait for each other forever;
 - what writes to its arguments, and control flow.
 
 Views and items of several results cost nothing: what counts is the value that owns the memory.
@@ -28,7 +29,7 @@ from zcompile.ir.operation import Data, Phase, data, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Item, Parameter
 from zcompile.ir.parameter_views import derived_values, is_view, parameters_read
 from zcompile.ir.program import Program
-from zcompile.ir.side_effects import is_pure, is_random
+from zcompile.ir.side_effects import is_collective, is_pure, is_random, is_wait
 from zcompile.ir.tensor_type import TensorType
 from zcompile.passes.common.unit_runs import runs
 
@@ -46,8 +47,8 @@ class RegionRun:
 class Turn:
     """What crosses the turn from forward to backward, of a program with phases split and units assigned."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, *, collectives: bool = False) -> None:
+        self.program, self.collectives = program, collectives
         self.derived = derived_values(program)
         self.runs: list[RegionRun] = []
         for phase in program.phases:
@@ -115,7 +116,8 @@ class Turn:
         """True if `value` may be computed again within `run` of the backward."""
         operation = self.operation(value)
         read = {self.program.layout.unit_of(op_of(p, Parameter).name).name for p in self._parameters(operation)}
-        return is_pure(operation) and read <= self._reads[run]
+        communicates = self.collectives and (is_collective(operation) or is_wait(operation))
+        return (communicates or is_pure(operation)) and read <= self._reads[run]
 
     def _parameters(self, node: fx.Node) -> list[fx.Node]:
         views = [source for source in node.all_input_nodes if source not in self.derived and self.is_view(source)]

@@ -28,7 +28,6 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from zcompile._torch import sequence_number
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Kind, Parameter
 from zcompile.ir.program import Program
@@ -58,26 +57,14 @@ def units_in_order(program: Program) -> list[str]:
 
 
 def work_of_units(program: Program, work: Callable[[fx.Node], float]) -> dict[str, float]:
-    """The sum of `work` over what is computed from where each unit begins to where the next one does, and its backward.
+    """The sum of `work` over what a stage of each unit alone would compute.
 
     So what computes with parameters of an earlier unit, as a tied head does, counts where it stands.
     """
     program = assign_units(program)
-    begins = {index: unit for unit, index in begins_of_units(program).items()}
-    found, homes = dict.fromkeys(begins.values(), 0.0), dict[int, str]()
-    unit = next(iter(found), "")
-    for index, node in enumerate(program.graph.nodes):
-        if not isinstance(data(node).op, Compute):
-            continue
-        number = sequence_number(node)
-        if data(node).phase is Phase.FORWARD:
-            unit = begins.get(index, unit)
-            if number is not None:
-                homes[number] = unit
-        else:
-            unit = unit if number is None else homes.get(number, unit)
-        found[unit] = found.get(unit, 0.0) + work(node)
-    return found
+    names = list(begins_of_units(program))
+    assignment = StageAssignment(program, tuple(names[1:]))
+    return {name: sum(map(work, own)) for name, own in zip(names, assignment.own, strict=True)}
 
 
 @dataclass

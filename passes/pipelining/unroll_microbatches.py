@@ -90,7 +90,7 @@ def collected(lending: Lending, by: int, home: int) -> StageMessage:
     return StageMessage(f"stage{by}_{lending.value}_grad", home)
 
 
-_IN_FLIGHT = {True: 1, False: 2}
+IN_FLIGHT = {True: 1, False: 2}
 """Messages that a rank has on their way in a direction when it begins an action: for others it has waited.
 
 By whether each rank has one stage. Ranks with several send each other in both directions at a time, where waiting for
@@ -271,7 +271,7 @@ class _Step:
         if stage.lent is None:
             return
         values = {node: self.given.found[data(node).op] for node in stage.lent.nodes(Shards)}
-        for node in _lines(stage, ActionKind.FORWARD, stage.lent):
+        for node in lines_of(stage, ActionKind.FORWARD, stage.lent):
             self._copy("begin", node, values, stage.lent)
         names = dict.fromkeys(lending.value for lending in stage.boundary.lends)
         copies = {name: values[node] for name, node in zip(names, stage.lent.results.outputs, strict=True)}
@@ -286,7 +286,7 @@ class _Step:
             values |= self.given.to(stage, action.microbatch)
         self._end_sending(action)
         self._take(action, stage, values)
-        for node in _lines(stage, action.kind, stage.program):
+        for node in lines_of(stage, action.kind, stage.program):
             self._copy(action, node, values, stage.program)
         given = results.outputs if action.kind is ActionKind.FORWARD else results.input_gradients
         for end, value in zip(_ends_given(stage, action.kind), given, strict=False):
@@ -416,7 +416,7 @@ class _Step:
         simple = self.table.stages == len(self.table.rows)
         if action.sends_back or (simple and action.kind is ActionKind.FORWARD):
             sent = [o for o in self.leaving if isinstance(o[0], Action) and o[0].sends_back is action.sends_back]
-            arrived += sent[: max(len(sent) - _IN_FLIGHT[simple], 0)]
+            arrived += sent[: max(len(sent) - IN_FLIGHT[simple], 0)]
         for one in dict.fromkeys(arrived):
             self.leaving.remove(one)
             self._line(action, (one[2],), WaitSend(), f"{one[2].name}_end")
@@ -442,7 +442,7 @@ def _end_taken(stage: PipelineStage, op: Input) -> End | None:
     return None if ends is None else ends[op.index]
 
 
-def _lines(stage: PipelineStage, kind: ActionKind, program: Program) -> list[fx.Node]:
+def lines_of(stage: PipelineStage, kind: ActionKind, program: Program) -> list[fx.Node]:
     """The lines of a stage's `program` that an action runs."""
     if kind is ActionKind.FORWARD:
         return program.body(Phase.FORWARD)

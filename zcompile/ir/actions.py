@@ -10,6 +10,7 @@ torch.distributed.pipelining.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,16 +132,19 @@ class ActionTable:
             most = max(most, now)
         return most
 
-    def turns_at_once(self, stage: int) -> bool:
-        """True if the backward of a stage follows its forward with nothing between, for every micro-batch."""
-        row = self.rows[self.rank_of(stage)]
-        places = {action: place for place, action in enumerate(row)}
-        forwards = [action for action in row if action.stage == stage and action.kind is ActionKind.FORWARD]
-        behind = [row[places[action] + 1 :][:1] for action in forwards]
-        return all(
-            found and found[0].sends_back and (found[0].stage, found[0].microbatch) == (stage, action.microbatch)
-            for action, found in zip(forwards, behind, strict=True)
-        )
+    @cached_property
+    def at_once(self) -> frozenset[int]:
+        """The stages whose backward follows the forward with nothing between, for every micro-batch."""
+        found = set(range(self.stages))
+        for row in self.rows:
+            for action, following in itertools.zip_longest(row, row[1:]):
+                wanted = action.stage, action.microbatch
+                follows = following is not None and following.sends_back
+                if action.kind is ActionKind.FORWARD and not (
+                    follows and (following.stage, following.microbatch) == wanted
+                ):
+                    found.discard(action.stage)
+        return frozenset(found)
 
     @property
     def divides_backward(self) -> bool:
@@ -159,11 +163,12 @@ def _problems(table: ActionTable) -> Iterator[str]:
 
 
 def _misplaced_stages(table: ActionTable) -> Iterator[str]:
+    homes: dict[int, int] = {}
     for rank, row in enumerate(table.rows):
         if not row:
             yield f"rank {rank} has no actions"
         for place, action in enumerate(row):
-            home = next(other for other, some in enumerate(table.rows) if any(a.stage == action.stage for a in some))
+            home = homes.setdefault(action.stage, rank)
             if home != rank:
                 yield f"rank {rank} has {action} at place {place + 1}, and rank {home} has stage {action.stage}"
     present = {action.stage for row in table.rows for action in row}

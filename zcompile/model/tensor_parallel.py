@@ -11,13 +11,15 @@ runs on DTensors, as it does without zcompile; graphs are given the local tensor
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from zcompile._torch import flattened, joint_mesh, local_tensor, with_joined_dims
 from zcompile.errors import GroupError, ModelError
@@ -48,6 +50,41 @@ def model_parallel(model: nn.Module, mesh: DeviceMesh | None, *, flat: bool = Fa
     if flat and mesh is not None and mesh.ndim > 1:
         joint, data = with_joined_dims(joint, as_one(mesh), own), (AxisKind.SHARD,)
     return ModelParallel(own, joint, ranks, divided_parameters(model), data)
+
+
+_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
+    "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
+}
+"""What Hugging Face's `tp_plan` calls styles that torch has."""
+
+
+def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The plan that a model brings along as its `tp_plan`, as `parallelize_module` takes it.
+
+        parallelize_module(model, mesh["tp"], zcompile.tensor_parallel_plan(model))
+
+    Models of Hugging Face have one, of names of styles; another model may have a dict of module patterns to styles.
+
+    Raises:
+        ModelError: it has none, or one with a style that torch does not have.
+    """
+    found = getattr(model, "tp_plan", None)
+    if not isinstance(found, Mapping) or not found:
+        fix = "give it an attribute tp_plan: a dict of module patterns to styles, such as {'layers.*.up': 'colwise'}"
+        raise ModelError(type(model).__name__, "has no tensor-parallel plan", fix)
+    plan = dict[str, ParallelStyle]()
+    for pattern, style in found.items():
+        if not isinstance(style, ParallelStyle) and style not in _STYLES:
+            problem = f"has a tensor-parallel plan with {style!r} for {pattern!r}"
+            raise ModelError(
+                type(model).__name__, problem, f"write a plan of {', '.join(_STYLES)}, or of torch's styles"
+            )
+        plan[pattern] = style if isinstance(style, ParallelStyle) else _STYLES[style]()
+    return plan
 
 
 def check_divided(model: nn.Module) -> DeviceMesh | None:

@@ -18,6 +18,7 @@ from zcompile.ir.program import Program
 from zcompile.passes.common.boundary import Crossing, PipelineStage, written_results
 from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
 from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
+from zcompile.pipelining.balance import balanced
 from zcompile.proof.microbatches import RankValues, SharedParameter
 from zcompile.proof.values import TracedTerms
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps
@@ -76,25 +77,7 @@ def choose_starts(
         problem = f"has {stages} stages, and the model {len(units)} units: {', '.join(units)}"
         raise OptionError("schedule", problem, "use fewer ranks along the pipeline axis, or name more units by units=")
     seconds = work_of_units(traced, lambda node: operation_seconds(node, hardware))
-    return tuple(units[index] for index in _balanced([seconds[unit] for unit in units], stages))
-
-
-def _balanced(work: Sequence[float], parts: int) -> list[int]:
-    """Where to cut a chain, so that the part with most work has least; by dynamic programming over its prefixes."""
-    total = [0.0]
-    for one in work:
-        total.append(total[-1] + one)
-    best: list[list[tuple[float, int]]] = [[(total[end], 0) for end in range(len(work) + 1)]]
-    for part in range(1, parts):
-        row = [(float("inf"), 0)] * (len(work) + 1)
-        for end in range(part + 1, len(work) + 1):
-            row[end] = min((max(best[-1][begin][0], total[end] - total[begin]), begin) for begin in range(part, end))
-        best.append(row)
-    cuts, end = list[int](), len(work)
-    for part in range(parts - 1, 0, -1):
-        end = best[part][end][1]
-        cuts.insert(0, end)
-    return cuts
+    return tuple(units[index] for index in balanced([seconds[unit] for unit in units], stages))
 
 
 def rewrite(
@@ -176,7 +159,7 @@ def _shared(stages: Sequence[PipelineStage], own: Sequence[int]) -> tuple[Shared
 
 def _rewritten(stage: PipelineStage, table: ActionTable, passes: Callable[..., Sequence[Pass]]) -> PipelineStage:
     sent = stage.boundary.sent_back if table.divides_backward else None
-    at_once = table.turns_at_once(stage.number)
+    at_once = stage.number in table.at_once
     program = Verified.traced(stage.program).after(passes(sent=sent, at_once=at_once)).program
     lent = stage.lent and Verified.traced(stage.lent).after(passes()).program
     return replace(stage, program=program, lent=lent)

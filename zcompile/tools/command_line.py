@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from zcompile.cost.forecast import Checkpoint, Plan
-from zcompile.cost.hardware import DTYPES, load_profile, profile_text, profiles
-from zcompile.errors import OptionError, ProofError, ZcompileError, nearest
+from zcompile.cost.hardware import DTYPES, load_profile, profile_text
+from zcompile.errors import OptionError, ProofError, ZcompileError
 from zcompile.proof.dumps import MANIFEST, TRUSTED, prove_dump, rank_folders
 from zcompile.proof.ranks import check_folders
 from zcompile.recording.archive import Archive
-from zcompile.report.plan_page import write_plan_page
-from zcompile.schedule.option_checks import FLAT, SHARDS, bytes_of
 from zcompile.schedule.options import Options
 from zcompile.tools import doctor, inspection
-from zcompile.tools.named_models import Subject, subject_of
-from zcompile.tools.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, choices_of, plan
+from zcompile.tools.arguments import (
+    OWN,
+    Batch,
+    Hardware_,
+    Sequence_,
+    Units,
+    Whole,
+    check_target,
+    checkpoint_of,
+    dtype_of,
+    progress_bar,
+)
+from zcompile.tools.named_models import subject_of
+from zcompile.tools.plan_command import plan_command
 from zcompile.tools.replay import Replay
 from zcompile.tools.replay_report import ReplayReport, overview
 from zcompile.tools.replay_report import save as save_values
@@ -42,43 +47,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # errors are told in `main`
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-OWN = "own"
-"""What a dtype is called that is the model's own."""
-PIPED = 200
-"""Columns where the output is no terminal: no table is wider."""
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="gpt:7.5b, gpt:LAYERSxWIDTH, module:factory, file.py:factory, or the folder of a Hugging Face config. "
-        "A factory gives (model, args) or (model, args, kwargs).",
-        show_default=False,
-    ),
-]
-Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences in one rank's batch, of language models.")]
-Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens in a sequence.")]
-Hardware_ = Annotated[
-    str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of one.")
-]
-Meshes = Annotated[
-    list[str],
-    typer.Option("--mesh", help="NODESxRANKS: compare what such a mesh of two levels may divide; repeat."),
-]
-Shards = Annotated[
-    list[str],
-    typer.Option("--shard", help=f"Of a mesh of two levels, compare {', '.join(SHARDS)}; repeat. All of them."),
-]
-Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered together; repeat for several.")]
-
-Whole = Annotated[
-    list[str], typer.Option("--whole", help="Parameters that one rank each keeps whole, for Muon or Shampoo; repeat.")
-]
 
 
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"zcompile {metadata.version('zcompile')}, torch {torch.__version__}")
         raise typer.Exit
+
+
+app.command("plan")(plan_command)
 
 
 @app.callback()
@@ -89,101 +66,6 @@ def command(
     ] = False,
 ) -> None:
     """A compiler for distributed training: plan it, look into it, check the machine."""
-
-
-@app.command("plan")
-def plan_command(
-    model: Model,
-    world: Annotated[list[int], typer.Option("--world", "-w", min=1, help="Data-parallel ranks; repeat.")] = [8],  # noqa: B006
-    hardware: Hardware_ = "h100",
-    memory_limit: Annotated[
-        str | None,
-        typer.Option("--memory-limit", "-m", help="Of a rank, such as '70 GB'; by default 0.9 of a device's."),
-    ] = None,
-    batch: Batch = 1,
-    sequence: Sequence_ = 1024,
-    stage: Annotated[list[int], typer.Option("--stage", help="Stages to compare; repeat.")] = list(STAGE_NUMBERS),  # noqa: B006
-    prefetch: Annotated[list[int], typer.Option("--prefetch", help="Depths to compare; repeat.")] = list(PREFETCHES),  # noqa: B006
-    checkpoint: Annotated[
-        list[str], typer.Option("--checkpoint", help="'none', 'unit', a size or a share of the peak; repeat.")
-    ] = [str(one or "none") for one in CHECKPOINTS],  # noqa: B006
-    dtype: Annotated[
-        list[str],
-        typer.Option(
-            "--dtype", help=f"'{OWN}' or one of {', '.join(DTYPES)}; repeat. By default own and the hardware's."
-        ),
-    ] = [],  # noqa: B006
-    mesh: Meshes = [],  # noqa: B006
-    shard: Shards = list(SHARDS),  # noqa: B006
-    units: Units = [],  # noqa: B006
-    whole: Whole = [],  # noqa: B006
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write the plan as a page to this .html.")] = None,
-) -> None:
-    """Forecast memory per rank and time of a step for every choice of options, and recommend one.
-
-    Nothing is run: no process group, no GPU, no memory for the model.
-    """
-    if html is not None:
-        _check_target("html", html, ".html")
-    checkpoints, dtypes = [_checkpoint(one) for one in checkpoint], [_dtype(one) for one in dtype]
-    device = load_profile(hardware)
-    choices_of(dtypes or [None], stage, checkpoints, prefetch)  # before the model is made, which takes its time
-    # A shell knows no numbers: digits are one.
-    limit = bytes_of("memory_limit", f"{memory_limit}B" if (memory_limit or "").isdecimal() else memory_limit)
-    shapes = [_mesh(one) for one in mesh]
-    with _progress(quiet=as_json) as progress:
-        subject = _subject(model, batch, sequence)
-        made = plan(
-            subject.model,
-            subject.args,
-            subject.kwargs,
-            worlds=[nodes * ranks for nodes, ranks in shapes] or world,
-            hardware=device,
-            memory_limit=limit,
-            stages=stage,
-            prefetches=prefetch,
-            checkpoints=checkpoints,
-            dtypes=dtypes or None,
-            replicas=[1] * (FLAT in shard or not shapes) + [nodes for nodes, _ in shapes],
-            hybrids=[one for one in shard if one != FLAT],
-            units=units or None,
-            whole=whole or None,
-            progress=progress,
-        )
-    _tell(replace(made, model=subject.name), html, {"batch": batch, "sequence": sequence} if as_json else None)
-
-
-def _mesh(text: str) -> tuple[int, int]:
-    """The two sizes of `8x4`.
-
-    Raises:
-        OptionError: it is no such text.
-    """
-    nodes, _, ranks = text.partition("x")
-    if not (nodes.isdecimal() and ranks.isdecimal() and int(nodes) and int(ranks)):
-        raise OptionError("mesh", f"{text!r} is no mesh of two levels", "give nodes and the ranks of each, such as 8x4")
-    return int(nodes), int(ranks)
-
-
-def _tell(made: Plan, html: Path | None, beside: Mapping[str, int] | None) -> None:
-    """Print a plan, as JSON with what stands `beside` it if that is given, and write its page.
-
-    Raises:
-        OptionError: beside JSON, nothing fits; a table has said so itself.
-        typer.Exit: nothing fits.
-    """
-    if beside is not None:
-        print(json.dumps({**made.as_dict(), **beside}, indent=1))
-    else:
-        made.print(Console(width=None if sys.stdout.isatty() else PIPED))
-    if html is not None:
-        write_plan_page(html, made)
-    for ranks in made.worlds:
-        if made.fastest(ranks) is None:
-            if beside is not None:
-                made.best(ranks)
-            raise typer.Exit(1)
 
 
 @app.command("inspect", context_settings={"allow_extra_args": True})
@@ -223,8 +105,8 @@ def inspect_command(
         if context.args:
             fix = "leave it out; only a script takes arguments of its own"
             raise OptionError(context.args[0], "means nothing here", fix)
-        options = Options(stage=stage, prefetch=prefetch, checkpoint=_checkpoint(checkpoint), dtype=_dtype(dtype))
-        given = _subject(subject, batch, sequence)
+        options = Options(stage=stage, prefetch=prefetch, checkpoint=checkpoint_of(checkpoint), dtype=dtype_of(dtype))
+        given = subject_of(subject, batch=batch, sequence=sequence)
         journal = inspection.of_subject(given, options, world, device, units or None, whole or None)
     text, notes = inspection.write(journal, folder, subject, device, code=code)
     print(text)
@@ -286,8 +168,8 @@ def doctor_command(
     if os.environ.get("RANK", "0") == "0":
         Console(emoji=False).print(_findings(findings))
     if target is not None:
-        _check_target("write", target, ".toml")
-        with _progress(quiet=False) as progress:
+        check_target("write", target, ".toml")
+        with progress_bar(quiet=False) as progress:
             progress("measuring this machine: half a minute", 0, None)
             profile = doctor.measured(name, ranks)
         if profile is not None:
@@ -324,7 +206,7 @@ def replay_command(
             print(line)
         return
     if save is not None:
-        _check_target("save", save, ".pt")
+        check_target("save", save, ".pt")
     report = ReplayReport(Replay(Archive(folder, rank)))
     for line in report.text(until, brief=brief):
         print(line, flush=True)
@@ -343,21 +225,6 @@ def _findings(findings: Sequence[doctor.Finding]) -> Table:
         fix = "" if finding.is_well else escape(finding.fix)
         table.add_row(finding.subject, f"[{color}]{state}[/]", escape(finding.found), fix)
     return table
-
-
-def _check_target(option: str, target: Path, suffix: str) -> None:
-    """Raise OptionError where a file cannot be written, before it takes time to find out what to write."""
-    if target.suffix != suffix:
-        raise OptionError(option, f"{str(target)!r} is no {suffix} file", f"give it a name that ends in {suffix}")
-    is_new = not target.exists()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.open("a").close()
-        if is_new:
-            target.unlink()
-    except OSError as error:
-        problem = f"{str(target)!r} cannot be written: {error.strerror}"
-        raise OptionError(option, problem, "give a file in a folder of yours") from error
 
 
 def main() -> None:
@@ -380,39 +247,3 @@ def _print_error(error: ZcompileError) -> Console:
     console = Console(stderr=True, emoji=False)
     console.print(f"[bold red]error[/]: {escape(str(error))}", soft_wrap=True, highlight=False)
     return console
-
-
-def _subject(name: str, batch: int, sequence: int) -> Subject:
-    return subject_of(name, batch=batch, sequence=sequence)
-
-
-def _checkpoint(text: str) -> Checkpoint:
-    """A setting of `checkpoint=`, from its text."""
-    if text == "none":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _dtype(text: str) -> torch.dtype | None:
-    if text == OWN:
-        return None
-    if text not in DTYPES:
-        raise OptionError("dtype", f"{text!r} is unknown", nearest(text, (OWN, *DTYPES)))
-    result: torch.dtype = getattr(torch, text)
-    return result
-
-
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Any]:
-    """A bar on stderr, which is gone at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True, emoji=False), transient=True, disable=quiet) as bar:
-        task = bar.add_task("making the model", total=None)
-
-        def progress(what: str, done: int, total: int | None) -> None:
-            bar.update(task, description=escape(what), completed=done, total=total)
-
-        yield progress

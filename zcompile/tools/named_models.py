@@ -1,6 +1,7 @@
 """Subjects: what a command is about, a model and one rank's batch, from a name that people type.
 
     gpt:7.5b                a GPT of that size (`zcompile.tools.gpt`)
+    llama:405b              a Llama of that size, with a tensor-parallel plan (`zcompile.tools.llama`)
     package.module:factory  a function that gives (model, args) or (model, args, kwargs); also path/to/file.py:factory
     folder or config.json   a Hugging Face config: a causal language model, by the library transformers
 
@@ -24,7 +25,9 @@ import torch
 from torch import nn
 
 from zcompile.errors import SubjectError, nearest
-from zcompile.tools.gpt import GPT, shape_of
+from zcompile.tools import gpt, llama
+from zcompile.tools.gpt import GPT
+from zcompile.tools.llama import Llama
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,16 @@ def subject_of(name: str, *, batch: int, sequence: int) -> Subject:
 
     Raises:
         SubjectError: there is no such thing, or it cannot be read or made.
-        OptionError: gpt:SIZE of no size.
+        OptionError: gpt:SIZE or llama:SIZE of no size.
     """
-    if name.startswith("gpt:"):
-        return _gpt(name, batch, sequence)
+    if name.startswith(("gpt:", "llama:")):
+        return _named(name, batch, sequence)
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
         return _hugging_face(path, batch, sequence)
     if ":" in name:
         return _made(name)
-    fix = "give gpt:SIZE, module:factory, file.py:factory, or the folder of a Hugging Face config"
+    fix = "give gpt:SIZE, llama:SIZE, module:factory, file.py:factory, or the folder of a Hugging Face config"
     raise SubjectError(name, "names no model", fix)
 
 
@@ -62,10 +65,10 @@ def raised(error: BaseException, file: Path) -> str:
     return f"raised {type(error).__name__}: {error}{where}"
 
 
-def _gpt(name: str, batch: int, sequence: int) -> Subject:
-    shape = shape_of(name.removeprefix("gpt:"))
+def _named(name: str, batch: int, sequence: int) -> Subject:
+    kind, _, size = name.partition(":")
     with torch.device("meta"):
-        model = GPT(shape, sequence)
+        model = GPT(gpt.shape_of(size), sequence) if kind == "gpt" else Llama(llama.shape_of(size))
         tokens = torch.empty(batch, sequence, dtype=torch.int64)
     return Subject(name, model, (tokens, tokens))
 

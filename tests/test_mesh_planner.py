@@ -1,0 +1,353 @@
+"""Plans over meshes: forecasts are those of the programs that would run, and the search finds the fastest that fits."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+import zcompile
+from tests.models import GPT
+from zcompile import GroupError, MeshForecast, ModelError, OptionError
+from zcompile.cost.hardware import GPU, Link, load_profile
+from zcompile.cost.memory import model_state, peak_bytes
+from zcompile.cost.simulator import simulate_pipeline
+from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.layout import STAGES
+from zcompile.ir.program import Program
+from zcompile.model.units import Precision, make_layout
+from zcompile.pipelining.action_tables import action_table
+from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
+from zcompile.planning.divided import DividedPipeline, PipelineSetting
+from zcompile.planning.forecast import forecast, least_seconds, state_bytes
+from zcompile.planning.forecast import peak_bytes as forecast_bytes
+from zcompile.planning.unit_costs import UnitStages, costs_of_units
+from zcompile.schedule.options import Options
+from zcompile.tools.llama import Llama, LlamaShape, shape_of
+from zcompile.tools.traced_units import TracedUnits
+from zcompile.tools.tracing import trace
+
+H100 = load_profile("h100")
+SMALL = LlamaShape(6, 512, 1024, 8, 4)
+
+
+def llama(shape: LlamaShape = SMALL, rows: int = 1, length: int = 256) -> tuple[Llama, tuple[Tensor, Tensor]]:
+    with torch.device("meta"):
+        tokens = torch.empty(rows, length, dtype=torch.int64)
+        return Llama(shape, 2048), (tokens, tokens)
+
+
+@functools.cache
+def traced(kind: str) -> tuple[nn.Module, Program]:
+    model, args = llama()
+    if kind == "tied":
+        with torch.device("meta"):
+            model = GPT(layers=6, width=256, heads=4)  # type: ignore[assignment]
+            args = (torch.empty(1, 16, dtype=torch.int64),) * 2  # type: ignore[assignment]
+    return model, trace(model, args, dtype=torch.bfloat16, device="cuda")
+
+
+@functools.cache
+def costs(kind: str, checkpoint: bool) -> Any:
+    return costs_of_units(UnitStages.of(traced(kind)[1], H100), H100, checkpoint=checkpoint)
+
+
+Case = tuple[str, str, int, int, int, bool, int]
+"""Model, schedule, ranks along the pipeline axis, micro-batches, ZeRO stage, checkpoint, data-parallel ranks."""
+
+
+def programs_of(case: Case) -> list[Program]:
+    kind, schedule, ranks, microbatches, stage, checkpoint, data = case
+    model, step = traced(kind)
+    axes = (Axis("pp", AxisKind.PIPELINE, ranks, data), Axis("dp", AxisKind.SHARD, data))
+    layout = make_layout(model, STAGES[stage], axes, None, Precision(torch.bfloat16))
+    step = replace(step, layout=layout)
+    table = action_table(schedule, ranks, microbatches)
+    starts = choose_starts(step, table.stages, None, H100)
+    options = Options(stage=stage, dtype=torch.bfloat16, checkpoint="unit" if checkpoint else None, prefetch=2)
+    places = [PipelinePlace(table, rank, "pp", starts) for rank in range(ranks)]
+    return [rewrite(step, place, options, H100).program for place in places]
+
+
+def divided(case: Case) -> DividedPipeline:
+    kind, schedule, ranks, microbatches, stage, checkpoint, data = case
+    table, found = action_table(schedule, ranks, microbatches), costs(kind, checkpoint)
+    names = choose_starts(traced(kind)[1], table.stages, None, H100)
+    axis = Axis("pp", AxisKind.PIPELINE, ranks, data)
+    setting = PipelineSetting(found, H100, STAGES[stage], (Axis("dp", AxisKind.SHARD, data),), axis)
+    return setting.at(table, [0, *map(found.names.index, names)])
+
+
+CASES: list[Case] = [
+    ("llama", "1f1b", 2, 4, 1, False, 4),
+    ("llama", "gpipe", 2, 4, 0, True, 1),
+    ("llama", "interleaved1f1b", 2, 4, 3, True, 4),
+    ("tied", "interleavedzerobubble", 2, 3, 2, False, 2),
+]
+MANY: list[Case] = [
+    ("llama", schedule, ranks, 6, stage, checkpoint, data)
+    for schedule, ranks in (("gpipe", 2), ("1f1b", 3), ("interleaved1f1b", 3), ("interleavedzerobubble", 3))
+    for stage in range(4)
+    for checkpoint in (False, True)
+    for data in (1, 4)
+]
+MANY += [("llama", "zbvzerobubble", 2, 6, stage, False, 4) for stage in range(4)]
+MANY += [("tied", "1f1b", 2, 4, stage, True, 4) for stage in range(4)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MANY)], ids=str)
+def test_a_forecast_is_near_what_the_programs_take(case: Case) -> None:
+    programs, pipeline = programs_of(case), divided(case)
+    found, lines = forecast(pipeline), simulate_pipeline(programs, H100)
+    assert found.seconds == pytest.approx(max(line.seconds for line in lines), rel=0.08)
+    assert found.seconds >= least_seconds(pipeline) * (1 - 1e-9)
+    for rank, program in zip(found.ranks, programs, strict=True):
+        state = model_state(program.layout)
+        assert (rank.parameters, rank.optimizer) == (state.parameters, state.moments)
+        assert rank.nbytes == pytest.approx(state.parameters + state.moments + peak_bytes(program), rel=0.1)
+    assert forecast_bytes(pipeline) == found.nbytes >= state_bytes(pipeline)
+
+
+def test_a_limit_is_seen_as_soon_as_it_is_passed() -> None:
+    pipeline = divided(CASES[0])
+    most = forecast_bytes(pipeline)
+    assert forecast_bytes(pipeline, most) == most
+    assert most >= forecast_bytes(pipeline, most - 1) > most - 1
+    assert forecast_bytes(pipeline, most / 2) > most / 2
+
+
+# -- units that stand for others -----------------------------------------------------------------------------------
+
+
+def units_of(model: nn.Module, args: tuple[Any, ...], plan: Any = None) -> TracedUnits:
+    return TracedUnits(model, args, {}, torch.bfloat16, None, H100, plan)
+
+
+def test_a_few_units_stand_for_all_that_are_equal() -> None:
+    model, args = llama()
+    few = units_of(model, args)
+    large = few.costs(1, 2, checkpoint=True)
+    whole = costs_of_units(UnitStages.of(trace(*llama(rows=2), dtype=torch.bfloat16, device="cuda"), GPU), H100)
+    assert few._whole is not None
+    assert len(few._whole.names) == 8
+    assert [len(units.names) for units in few._traced.values()] == [4]
+    assert large.names == whole.names
+    assert large.plain == whole.units
+    assert large.work == whole.work
+
+
+class Odd(nn.Module):
+    """Blocks that are not what one of them would be alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(6 if self.kind == "counted" else len(self.blocks)):
+            x = self.blocks[number](x).relu()
+            if self.kind == "scaled":
+                x = x * (1 / len(self.blocks)) if number % 2 else x
+        return x.sum()
+
+
+@pytest.mark.parametrize("kind", ["counted", "scaled"])
+def test_a_model_is_traced_as_a_whole_where_few_of_its_blocks_are_not_the_same(kind: str) -> None:
+    units = units_of(Odd(kind), (torch.zeros(2, 32),))
+    assert len(units.costs(1, 1, checkpoint=False).names) == 6
+    assert len(units.costs(1, 2, checkpoint=False).names) == 6
+    traced_as = {len(one.names) for one in units._traced.values()}
+    assert traced_as == {6}
+
+
+def test_checkpoints_save_no_more_than_the_input_of_a_divided_unit() -> None:
+    model, args = llama(LlamaShape(2, 256, 512, 4, 2))
+    saved = [units_of(model, args, Llama.tp_plan).costs(2, 1, checkpoint=some).units[1].saved for some in (False, True)]
+    assert len(saved[0]) > 1
+    (nbytes,) = saved[1].values()
+    assert nbytes == 256 // 2 * 256 * 2, "half of the sequence"
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Odd("plain")
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    units_of(model, (torch.zeros(2, 32),)).costs(1, 1, checkpoint=False)
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: key for name, (key, _) in before.items()}
+    assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters())
+
+
+# -- the search ----------------------------------------------------------------------------------------------------
+
+
+def found(**options: Any) -> zcompile.MeshPlan:
+    """Without tensor parallelism, unless that is asked for."""
+    model, args = llama()
+    given: dict[str, Any] = {"world": 8, "times": [1], "memory_limit": "10 GB", "tensor_parallel": {}, **options}
+    return zcompile.plan_meshes(model, args, **given)
+
+
+def test_the_fastest_that_fits_is_found_by_looking_at_everything() -> None:
+    """Of one mesh, all choices are forecast here without any bound, and compared."""
+    plan = found(schedules=["1f1b", "gpipe", "interleaved1f1b"], stages=[1], memory_limit="0.5 GB")
+    assert plan.forecasts
+    for best in plan.forecasts:
+        ranks, data, _ = best.choice.mesh
+        every = dict[tuple[Any, ...], float]()
+        for schedule, per_rank in (("1f1b", 1), ("gpipe", 1), ("interleaved1f1b", 2), ("interleaved1f1b", 4)):
+            for checkpoint in (False, True):
+                if ranks * per_rank > 8 or (ranks == 1 and schedule != "1f1b"):
+                    continue
+                table = action_table(schedule, ranks, 8 // data, per_rank)
+                names = choose_starts(traced("llama")[1], table.stages, None, GPU)
+                units = costs("llama", checkpoint)
+                axes = (Axis("dp", AxisKind.SHARD, data),)
+                pipe = Axis("pp", AxisKind.PIPELINE, ranks, data)
+                zero = STAGES[1 if data > 1 else best.choice.stage]
+                one = PipelineSetting(units, H100, zero, axes, pipe).at(table, [0, *map(units.names.index, names)])
+                if forecast_bytes(one) <= 0.5e9:
+                    every[schedule, per_rank, checkpoint] = forecast(one).seconds
+        assert best.seconds == min(every.values())
+        assert best.nbytes <= 0.5e9
+
+
+def test_meshes_are_all_divisions_of_the_ranks() -> None:
+    plan = found(schedules=["1f1b"], tensor_parallel=None)
+    meshes = {one.choice.mesh for one in plan.forecasts}
+    assert meshes == {(p, 8 // p // t, t) for t in (1, 2, 4) for p in (1, 2, 4, 8) if p * t <= 8}
+    assert [one.seconds for one in plan.forecasts] == sorted(one.seconds for one in plan.forecasts)
+    assert any("not divided into 8 parts" in note for note in plan.notes), "four heads of keys"
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_stays_within_the_innermost_links() -> None:
+    near = replace(H100, links=(Link("inside", 1e-6, 4e11, members=2), Link("outside", 1e-5, 5e10)))
+    assert {
+        one.choice.tensor for one in found(world=4, hardware=near, schedules=["1f1b"], tensor_parallel=None).forecasts
+    } == {1, 2}
+
+
+@pytest.mark.slow
+def test_more_memory_is_never_slower_and_a_step_has_the_batch() -> None:
+    tight, loose = found(memory_limit="0.16 GB"), found(memory_limit="8 GB")
+    of = {one.choice.mesh: one for one in loose.forecasts}
+    assert 0 < len(tight.forecasts) <= len(loose.forecasts)
+    for one in tight.forecasts:
+        assert one.nbytes <= 0.16e9
+        assert one.seconds >= of[one.choice.mesh].seconds
+    for one in found(global_batch=16, times=[1, 2]).forecasts:
+        assert one.choice.microbatch_size * one.choice.microbatches * one.choice.data == 16
+
+
+@pytest.mark.slow
+def test_the_lines_run_on_the_mesh_that_they_name() -> None:
+    plan = found(schedules=["interleaved1f1b"], stages=[1], tensor_parallel=None)
+    best = next(one for one in plan.forecasts if one.choice.mesh == (2, 2, 2))
+    lines = plan.lines(replace(best, choice=replace(best.choice, checkpoint="unit")))
+    assert lines == [
+        "mesh = init_device_mesh('cuda', (2, 2, 2), mesh_dim_names=('pp', 'dp', 'tp'))",
+        'parallelize_module(model, mesh["tp"], zcompile.tensor_parallel_plan(model))',
+        "step = zcompile.train_step(model, None, optimizer, mesh=mesh, schedule='interleaved1f1b', microbatches=4, "
+        f"stages_per_rank={best.choice.stages_per_rank}, stage=1, checkpoint='unit', dtype=torch.bfloat16)",
+    ]
+    assert lines[0] in "\n".join(plan.lines(best))
+    assert plan.lines(plan.best())[-1] in str(plan)
+
+
+def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
+    plan = found(memory_limit="1 MB", schedules=["1f1b"])
+    assert plan.forecasts == []
+    assert isinstance(plan.smallest, MeshForecast)
+    with pytest.raises(OptionError, match=r"memory_limit: 0.001 GB holds nothing on 8 ranks: the least is .* GB more"):
+        plan.best()
+    assert "holds nothing on 8 ranks" in str(plan)
+
+
+def test_a_plan_is_json() -> None:
+    plan = found(schedules=["1f1b"], stages=[1])
+    read = json.loads(json.dumps(plan.as_dict()))
+    assert read["recommended"] == plan.lines(plan.best())
+    assert read["forecasts"][0]["mesh"] == dict(zip(("pp", "dp", "tp"), plan.best().choice.mesh, strict=True))
+    assert sum(read["forecasts"][0]["bytes_by_kind"].values()) == plan.best().nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world": 0}, "world: 0 is none"),
+        ({"schedules": ["1f2b"]}, "schedules: has '1f2b'"),
+        ({"schedules": []}, "schedules: has nothing to compare"),
+        ({"stages": [4]}, "stage: "),
+        ({"times": [0]}, "times: has 0"),
+        ({"checkpoints": [0.5]}, "checkpoints: has 0.5"),
+        ({"dtype": "bfloat16"}, "dtype: is 'bfloat16'"),
+        ({"memory_limit": "much"}, "memory_limit: "),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        found(**options)
+
+
+def test_a_batch_that_nothing_divides_is_said() -> None:
+    with pytest.raises(OptionError, match="world: 8 ranks have no mesh that can be meant"):
+        found(global_batch=3, times=[2]).best()
+
+
+def test_tensors_without_common_rows_are_refused() -> None:
+    model, (tokens, _) = llama()
+    with pytest.raises(OptionError, match=r"args: has tensors of \[1, 2\] rows"):
+        zcompile.plan_meshes(model, (tokens, torch.empty(2, 256, dtype=torch.int64, device="meta")), world=2)
+
+
+def test_parts_are_not_traced_beside_a_real_group() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        with pytest.raises(GroupError, match="process group: is there"):
+            units_of(*llama(), plan=Llama.tp_plan).costs(2, 1, checkpoint=False)
+    finally:
+        dist.destroy_process_group()
+
+
+# -- plans of tensor parallelism ----------------------------------------------------------------------------------
+
+
+class Named(nn.Linear):
+    tp_plan: ClassVar[Any] = {"a": "colwise", "b": RowwiseParallel()}
+
+
+def test_a_plan_that_a_model_brings_along_is_one_for_parallelize_module() -> None:
+    plan = zcompile.tensor_parallel_plan(Named(2, 2))
+    assert [type(style) for style in plan.values()] == [ColwiseParallel, RowwiseParallel]
+    assert all(isinstance(style, ParallelStyle) for style in zcompile.tensor_parallel_plan(llama()[0]).values())
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"), [(None, "Named: has no tensor-parallel plan"), ({"a": "moe"}, "with 'moe' for 'a'")], ids=str
+)
+def test_a_model_without_a_plan_that_torch_knows_is_refused(plan: Any, message: str) -> None:
+    model = type("Named", (nn.Linear,), {"tp_plan": plan})(2, 2)
+    with pytest.raises(ModelError, match=message):
+        zcompile.tensor_parallel_plan(model)
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("8b", 8_030_261_248), ("405b", 405_853_388_800)])
+def test_llamas_have_the_sizes_of_their_names(size: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = Llama(shape_of(size))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_sizes_of_llamas_that_are_none() -> None:
+    assert shape_of("4x512") == LlamaShape(4, 512, 1792, 8, 2)
+    with pytest.raises(OptionError, match="llama:9b is no size"):
+        shape_of("9b")

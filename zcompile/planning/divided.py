@@ -1,0 +1,173 @@
+"""A model divided into pipeline stages: what each takes, and what it gives the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zcompile.cost.hardware import Hardware
+from zcompile.ir.actions import Action, ActionKind, ActionTable
+from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.layout import Stage
+from zcompile.planning.unit_costs import PartCost, PipelineCosts, UnitCost
+from zcompile.planning.unit_layouts import UnitLayout
+
+WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+"""The actions that give gradients of weights."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The units of one stage."""
+
+    units: tuple[UnitCost, ...]
+    layouts: tuple[UnitLayout, ...]
+    ahead: Mapping[int, int]
+    """Bytes that each later stage is sent."""
+    back: Mapping[int, int]
+    borrowed: int
+    """Bytes of parameters of other stages that it reads."""
+    is_first: bool
+
+    def seconds(self, kind: ActionKind) -> float:
+        return sum(self.part(unit, kind).seconds for unit in self.units)
+
+    def part(self, unit: UnitCost, kind: ActionKind) -> PartCost:
+        """What a unit takes in an action. The first stage divides no backward: nobody waits for what it gives."""
+        if self.is_first and kind is ActionKind.BACKWARD_INPUT:
+            return PartCost()
+        return unit.parts[ActionKind.BACKWARD if self.is_first and kind is ActionKind.BACKWARD_WEIGHT else kind]
+
+    def in_order(self, action: Action, zero: Stage) -> list[tuple[UnitCost, UnitLayout, bool]]:
+        """The units in the order in which they compute in an action, and whether each is gathered for it."""
+        forward, each = action.kind is ActionKind.FORWARD, zero.parameters_sharded
+        once = forward and action.microbatch == 0
+        pairs = list(zip(self.units, self.layouts, strict=True))
+        return [
+            (unit, layout, layout.full > 0 and (once or (each and self.part(unit, action.kind).reads)))
+            for unit, layout in (pairs if forward else reversed(pairs))
+        ]
+
+    @cached_property
+    def saved(self) -> dict[str, int]:
+        return {name: nbytes for unit in self.units for name, nbytes in unit.saved.items()}
+
+    @cached_property
+    def left(self) -> dict[str, int]:
+        return self.saved if self.is_first else {n: b for unit in self.units for n, b in unit.left.items()}
+
+    def needs(self, unit: UnitCost, kind: ActionKind) -> Mapping[str, int]:
+        """What a backward of a unit finds."""
+        return unit.left if kind is ActionKind.BACKWARD_WEIGHT and not self.is_first else unit.saved
+
+
+Senders = Mapping[bool, Sequence[Sequence[int]]]
+"""For each stage the stages that send to it: True for the forward, False for the backward."""
+
+
+def _senders(stages: Sequence[StageCost]) -> Senders:
+    found: dict[bool, list[list[int]]] = {way: [[] for _ in stages] for way in (True, False)}
+    for number, stage in enumerate(stages):
+        for to in stage.ahead:
+            found[True][to].append(number)
+        for to in stage.back:
+            found[False][to].append(number)
+    return found
+
+
+def may_gather(action: Action, zero: Stage) -> bool:
+    """False for actions that read what has been gathered for others."""
+    return zero.parameters_sharded or (action.kind is ActionKind.FORWARD and action.microbatch == 0)
+
+
+@dataclass(frozen=True)
+class PipelineSetting:
+    """The ranks that a model is divided over, and how: all that forecasts of several schedules have in common."""
+
+    costs: PipelineCosts
+    hardware: Hardware
+    stage: Stage
+    axes: tuple[Axis, ...]
+    """Of the ranks that have the same units, with the one of tensor parallelism."""
+    pipeline: Axis
+    prefetch: int = 2
+
+    @property
+    def size(self) -> int:
+        """Ranks that have the same units."""
+        return next(axis.size for axis in self.axes if axis.kind is AxisKind.SHARD)
+
+    @cached_property
+    def layouts(self) -> list[UnitLayout]:
+        """Of each unit of the model."""
+        done: dict[int, UnitLayout] = {}
+        for cost in self.costs.units:
+            if id(cost.units) not in done:  # equal units share what was measured
+                done[id(cost.units)] = UnitLayout.of(cost.units, self.stage, self.axes, self.hardware)
+        return [done[id(cost.units)] for cost in self.costs.units]
+
+    def at(self, table: ActionTable, starts: Sequence[int]) -> DividedPipeline:
+        """A step of this schedule, with stages that begin with the units of these numbers."""
+        return DividedPipeline(self, table, tuple(self._stage_costs(table, starts)))
+
+    def _stage_costs(self, table: ActionTable, starts: Sequence[int]) -> list[StageCost]:
+        bounds = [*starts, len(self.costs.units)]
+        home = [stage for stage in range(table.stages) for _ in range(bounds[stage], bounds[stage + 1])]
+        result = []
+        for stage in range(table.stages):
+            begin, end = bounds[stage], bounds[stage + 1]
+            units = list(self.costs.units[begin:end])
+            if stage in table.at_once:  # what has just been computed is not computed again
+                units[-1] = self.costs.plain[end - 1]
+            lent = (unit.lent.get(reader, 0) for unit in self.costs.units for reader in range(begin, end))
+            own = (unit.lent.get(reader, 0) for unit in units for reader in range(begin, end))
+            result.append(
+                StageCost(
+                    tuple(units),
+                    tuple(self.layouts[begin:end]),
+                    _between(stage, (one for unit in units for one in unit.ahead.values()), home),
+                    _between(stage, (one for unit in units for one in unit.back.values()), home),
+                    sum(lent) - sum(own),
+                    stage == 0,
+                )
+            )
+        return result
+
+
+@dataclass(frozen=True)
+class DividedPipeline:
+    """A model divided into stages, that a schedule runs."""
+
+    setting: PipelineSetting
+    table: ActionTable
+    stages: tuple[StageCost, ...]
+
+    @cached_property
+    def senders(self) -> Senders:
+        """Who sends to whom."""
+        return _senders(self.stages)
+
+    def layouts_of(self, rank: int) -> list[UnitLayout]:
+        """The units of a rank."""
+        return [layout for number in self.table.stages_of(rank) for layout in self.stages[number].layouts]
+
+    def gathers_of(self, rank: int) -> list[UnitLayout]:
+        """The gathers of a rank, in order."""
+        zero = self.setting.stage
+        actions = (one for one in self.table.rows[rank] if may_gather(one, zero))
+        return [layout for one in actions for _, layout, wanted in self.stages[one.stage].in_order(one, zero) if wanted]
+
+    def reductions_of(self, rank: int) -> list[UnitLayout]:
+        """The reductions of a rank, where each micro-batch has its own, in order."""
+        row = self.table.rows[rank]
+        return [layout for one in row if one.kind in WEIGHTS for layout in reversed(self.stages[one.stage].layouts)]
+
+
+def _between(stage: int, sent: Iterable[tuple[int, int]], home: Sequence[int]) -> dict[int, int]:
+    """Bytes by the stage that they go to, what stays in `stage` left out."""
+    result: dict[int, int] = {}
+    for to, nbytes in sent:
+        if home[to] != stage:
+            result[home[to]] = result.get(home[to], 0) + nbytes
+    return result

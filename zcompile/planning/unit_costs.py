@@ -1,0 +1,329 @@
+"""What each unit of a model takes in a pipeline: seconds, memory and messages, for one micro-batch.
+
+A traced step is cut into as many stages as it has units, and each is rewritten as a pipeline stage is. A stage of
+several units takes what they take together, so every division of a model into stages is forecast from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from torch import fx
+
+from zcompile._torch import tree_map_only
+from zcompile.cost.hardware import Hardware
+from zcompile.cost.memory import live_bytes
+from zcompile.cost.roofline import aten_cost, bucket_for, line_seconds, operation_seconds
+from zcompile.ir.actions import ActionKind
+from zcompile.ir.layout import Unit
+from zcompile.ir.liveness import last_needs
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Call, Input, Kind, Parameter
+from zcompile.ir.program import Program
+from zcompile.ir.program_graph import set_results
+from zcompile.ir.region import graph_text
+from zcompile.passes.common.boundary import Crossing, End, PipelineStage
+from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
+from zcompile.passes.pipelining.unroll_microbatches import lines_of
+from zcompile.schedule.default_pipeline import Partition, of_stages
+from zcompile.schedule.pipeline import Verified
+
+PARTS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """One part of a unit's step."""
+
+    seconds: float = 0.0
+    peak: int = 0
+    """The most bytes of what the unit computes that are there in it, those from earlier parts included."""
+    reads: bool = False
+    """True if it reads the unit's parameters."""
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """What a unit takes for one micro-batch.
+
+    Attributes:
+        units: Its parameters, with the messages that they travel in, by the names of the first unit that is equal.
+        flops: Of its forward and backward.
+        parts: By kind of action.
+        saved: Bytes that its backward needs of the forward, by value.
+        left: Bytes that gradients of weights need, by value, once those of inputs have been computed.
+        inputs: Bytes of each value that earlier units give it.
+        tangents: Bytes of each gradient that later units give it.
+        ahead: Bytes of each value that a later unit needs, with the number of that unit.
+        back: Likewise of gradients that an earlier unit needs.
+        lent: Bytes of the parameters that other units read, with the number of each such unit.
+    """
+
+    units: tuple[Unit, ...]
+    flops: int
+    parts: Mapping[ActionKind, PartCost]
+    saved: Mapping[str, int]
+    left: Mapping[str, int]
+    inputs: Mapping[str, int]
+    tangents: Mapping[str, int]
+    ahead: Mapping[str, tuple[int, int]]
+    back: Mapping[str, tuple[int, int]]
+    lent: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """What all units of a traced step take, in order.
+
+    Attributes:
+        names: Of the units.
+        work: Seconds by which stages are balanced.
+        units: As they are asked for.
+        plain: With all that is saved, where `units` compute it again; else the same.
+    """
+
+    names: tuple[str, ...]
+    work: tuple[float, ...]
+    units: tuple[UnitCost, ...]
+    plain: tuple[UnitCost, ...]
+
+    @property
+    def flops(self) -> int:
+        """Of one micro-batch, without what is computed again."""
+        return sum(unit.flops for unit in self.plain)
+
+
+@dataclass(frozen=True)
+class UnitStages:
+    """A traced step, cut into as many stages as it has units.
+
+    Attributes:
+        names: Of the units, in the order of the forward.
+        stages: One for each.
+        work: Seconds by which stages are balanced.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[PipelineStage, ...]
+    work: tuple[float, ...]
+
+    @classmethod
+    def of(cls, traced: Program, balance: Hardware) -> UnitStages:
+        """Those of a step of one micro-batch, laid out for any ranks.
+
+        Args:
+            traced: The step.
+            balance: By what `zcompile.pipelining.program.choose_starts` will compare stages.
+        """
+        names = units_in_order(traced)
+        work = work_of_units(traced, lambda node: operation_seconds(node, balance))
+        stages = cut_stages(traced, starts=names[1:])
+        return cls(tuple(names), tuple(stages), tuple(work[name] for name in names))
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Equal for units that compute the same."""
+        return tuple(structure_of(stage) for stage in self.stages)
+
+
+def costs_of_units(
+    units: UnitStages, hardware: Hardware, *, checkpoint: bool = False, partition: Partition = "min_cut"
+) -> PipelineCosts:
+    """What the units of a traced step take.
+
+    Args:
+        units: The step, cut.
+        hardware: What it runs on.
+        checkpoint: Save the input of each unit alone.
+        partition: See `zcompile.schedule.default_pipeline.pipeline`.
+
+    Raises:
+        ProgramError, PipelineError: a pass went wrong.
+    """
+    return costs_of_model(units, units, range(len(units.names)), hardware, checkpoint=checkpoint, partition=partition)
+
+
+def costs_of_model(
+    model: UnitStages,
+    units: UnitStages,
+    alike: Sequence[int],
+    hardware: Hardware,
+    *,
+    checkpoint: bool = False,
+    partition: Partition = "min_cut",
+) -> PipelineCosts:
+    """What the units of a model take, where some `units` stand for all that are alike.
+
+    Args:
+        model: All units; of them matters what each gives the others, not how large that is.
+        units: Some of them, of the sizes that are asked for.
+        alike: For each unit of the model the number of the one that stands for it.
+        hardware: What it runs on.
+        checkpoint: Save the input of each unit alone.
+        partition: See `zcompile.schedule.default_pipeline.pipeline`.
+    """
+    measured = {
+        again: _measured(units, hardware, partition, checkpoint=again) for again in dict.fromkeys((checkpoint, False))
+    }
+
+    def costs(again: bool) -> tuple[UnitCost, ...]:
+        pairs = zip(model.stages, alike, strict=True)
+        return tuple(measured[again][number].cost_of(stage, units.stages[number]) for stage, number in pairs)
+
+    plain = costs(False)
+    work = tuple(units.work[number] for number in alike)
+    return PipelineCosts(model.names, work, costs(True) if checkpoint else plain, plain)
+
+
+def _measured(units: UnitStages, hardware: Hardware, partition: Partition, *, checkpoint: bool) -> list[_Measured]:
+    """Of each stage; equal ones are rewritten once."""
+    make = partial(of_stages, partition=partition, bucket=bucket_for(hardware), checkpoints=checkpoint, at_once=False)
+    done: dict[str, _Measured] = {}
+    for stage, key in zip(units.stages, units.keys, strict=True):
+        if key not in done:
+            whole = Verified.traced(stage.program).after(make()).program
+            divided = Verified.traced(stage.program).after(make(sent=stage.boundary.sent_back)).program
+            done[key] = _Measured.of(stage, whole, divided, hardware)
+    return [done[key] for key in units.keys]
+
+
+def structure_of(stage: PipelineStage) -> str:
+    """Equal for stages that compute the same: operations, arguments and types, names left out."""
+    number = {node: index for index, node in enumerate(stage.program.graph.nodes)}
+    lines = [f"{p.shape} {p.dtype} {p.full_dtype} {p.trainable}" for p in stage.program.layout.params]
+    params = {param.name: index for index, param in enumerate(stage.program.layout.params)}
+    for node in stage.program.graph.nodes:
+        op, target = data(node).op, str(node.target)
+        if isinstance(op, Parameter):
+            target = f"parameter {params[op.name]}"
+        elif isinstance(op, Input):
+            target = f"{op.kind} {op.index}"
+        elif node.op == "get_attr":
+            target = graph_text(stage.program.modules[target])
+        given = tree_map_only(fx.Node, number.__getitem__, (node.args, node.kwargs))
+        texts = "" if node.op == "output" else f"{given}"
+        lines.append(f"{node.op} {target} {texts} {data(node).type}")
+    results = stage.program.results
+    given = ([number[n] for n in results.backward_nodes()], [number.get(n, n) for n in results.outputs])
+    return "\n".join([*lines, str(given), str(stage.boundary.shape)])
+
+
+def _ends(stage: PipelineStage) -> tuple[tuple[End, ...], ...]:
+    boundary = stage.boundary
+    return boundary.inputs, boundary.tangents, boundary.outputs, boundary.gradients
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What stages of one structure take; what crosses their boundaries is named by the place where it does."""
+
+    units: tuple[Unit, ...]
+    parts: Mapping[ActionKind, PartCost]
+    own: Mapping[ActionKind, int]
+    """Bytes of what the stage has computed that are there behind an action."""
+    crossing: Mapping[ActionKind, Collection[tuple[str, int]]]
+    """What is needed behind an action of that which crosses the boundary: where ("inputs", say), and the place."""
+
+    @classmethod
+    def of(cls, stage: PipelineStage, whole: Program, divided: Program, hardware: Hardware) -> _Measured:
+        parts, own, crossing = dict[ActionKind, PartCost](), dict[ActionKind, int](), {}
+        for program, kinds in ((whole, PARTS[:2]), (divided, PARTS[2:])):
+            lines = {kind: lines_of(replace(stage, program=program), kind, program) for kind in PARTS}
+            live = {node.name: nbytes for node, nbytes in live_bytes(_without_results(program)).items()}
+            for kind in kinds:
+                seconds = sum(line_seconds(program, line, hardware) for line in lines[kind])
+                peak = max((live.get(line.name, 0) for line in lines[kind]), default=0)
+                reads = any(op_of(line, Call).units for line in lines[kind] if isinstance(data(line).op, Call))
+                parts[kind] = PartCost(seconds, peak, reads)
+            before = {line for kind in (ActionKind.FORWARD, kinds[0]) for line in lines[kind]}
+            own[kinds[0]], crossing[kinds[0]] = _needed(program, before, set(lines[kinds[1]]))
+        # A value that nobody has yet is not held for the backward.
+        forward = {one for one in crossing[ActionKind.FORWARD] if one[0] != "tangents"}
+        return cls(whole.layout.units, parts, own, {**crossing, ActionKind.FORWARD: forward})
+
+    def cost_of(self, stage: PipelineStage, like: PipelineStage) -> UnitCost:
+        """That of `stage`, with values as large as those of the equal one that was measured."""
+        ends = dict(zip(("inputs", "tangents", "outputs", "gradients"), _ends(stage), strict=True))
+        program = like.program
+
+        def held(kind: ActionKind) -> dict[str, int]:
+            found = {f"{stage.number}": self.own[kind]} if self.own[kind] else {}
+            for where, index in self.crossing[kind]:
+                if isinstance(end := ends[where][index], Crossing):
+                    found[end.value] = _bytes_at(program, where, index)
+            return found
+
+        def taken(where: str) -> dict[str, int]:
+            crossing = ((index, end) for index, end in enumerate(ends[where]) if isinstance(end, Crossing))
+            return {end.value: _bytes_at(program, where, index) for index, end in crossing}
+
+        def sent(where: str) -> dict[str, tuple[int, int]]:
+            return {
+                f"{end.value} {end.stage}": (end.stage, _bytes_at(program, where, index))
+                for index, end in enumerate(ends[where])
+                if isinstance(end, Crossing)
+            }
+
+        lent, params = dict[int, int](), stage.program.layout.params
+        for one in stage.boundary.lends:
+            param = program.layout.params[[param.name for param in params].index(one.param)]
+            lent[one.stage] = lent.get(one.stage, 0) + param.numel * param.full_dtype.itemsize
+        saved, left = held(ActionKind.FORWARD), held(ActionKind.BACKWARD_INPUT)
+        given = taken("inputs"), taken("tangents")
+        flops = sum(aten_cost(node)[0] for node in program.graph.nodes if node.op == "call_function")
+        return UnitCost(self.units, flops, self.parts, saved, left, *given, sent("outputs"), sent("gradients"), lent)
+
+
+def _without_results(program: Program) -> Program:
+    """The program as if nobody wanted what it gives, so that what lives is what it needs itself."""
+    program = program.copy()
+    set_results(program.graph, outputs=())
+    return program
+
+
+def _needed(
+    program: Program, before: Collection[fx.Node], behind: Collection[fx.Node]
+) -> tuple[int, set[tuple[str, int]]]:
+    """What lines `behind` need of what there is `before` them: bytes of the stage's own, and what crosses."""
+    results = program.results
+    program = _without_results(program)
+    names_before, names_behind = ({node.name for node in nodes} for nodes in (before, behind))
+    outputs = {node.name: index for index, node in enumerate(results.outputs) if isinstance(node, fx.Node)}
+    own, crossing = 0, set[tuple[str, int]]()
+    for node, end in last_needs(program).items():
+        if node.name in names_before and end.name in names_behind:
+            if node.name in outputs:
+                crossing.add(("outputs", outputs[node.name]))
+            else:
+                own += data(node).nbytes
+    for node in program.nodes(Input):
+        op = op_of(node, Input)
+        where = {Kind.DATA: "inputs", Kind.TANGENT: "tangents"}.get(op.kind)
+        if where is not None and any(user.name in names_behind for user in _readers(node)):
+            crossing.add((where, op.index))
+    return own, crossing
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """The lines that read a value, or a view of it."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found:
+                found.add(user)
+                waiting += [user] if data(user).view else []
+    return found
+
+
+def _bytes_at(program: Program, where: str, index: int) -> int:
+    """Bytes of a value at the boundary of a stage."""
+    if where in ("outputs", "gradients"):
+        results = program.results
+        value = (results.outputs if where == "outputs" else results.input_gradients)[index]
+    else:
+        kind = Kind.DATA if where == "inputs" else Kind.TANGENT
+        value = next(n for n in program.nodes(Input) if (op_of(n, Input).kind, op_of(n, Input).index) == (kind, index))
+    found = data(value).type if isinstance(value, fx.Node) else None
+    return found.nbytes if found else 0

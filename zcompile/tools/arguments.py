@@ -1,0 +1,94 @@
+"""What several commands take: models, batches, hardware, dtypes; and how they show that they are at work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from zcompile.cost.forecast import Checkpoint
+from zcompile.cost.hardware import DTYPES, profiles
+from zcompile.errors import OptionError, nearest
+
+OWN = "own"
+"""What a dtype is called that is the model's own."""
+PIPED = 200
+"""Columns where the output is no terminal: no table is wider."""
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="gpt:7.5b, llama:8b, gpt:LAYERSxWIDTH, module:factory, file.py:factory, or the folder of a Hugging Face "
+        "config. A factory gives (model, args) or (model, args, kwargs).",
+        show_default=False,
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences in one rank's batch, of language models.")]
+Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens in a sequence.")]
+Hardware_ = Annotated[
+    str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of one.")
+]
+Units = Annotated[list[str], typer.Option("--units", help="Module paths gathered together; repeat for several.")]
+
+Whole = Annotated[
+    list[str], typer.Option("--whole", help="Parameters that one rank each keeps whole, for Muon or Shampoo; repeat.")
+]
+
+
+def check_target(option: str, target: Path, suffix: str) -> None:
+    """Raise OptionError where a file cannot be written, before it takes time to find out what to write."""
+    if target.suffix != suffix:
+        raise OptionError(option, f"{str(target)!r} is no {suffix} file", f"give it a name that ends in {suffix}")
+    is_new = not target.exists()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.open("a").close()
+        if is_new:
+            target.unlink()
+    except OSError as error:
+        problem = f"{str(target)!r} cannot be written: {error.strerror}"
+        raise OptionError(option, problem, "give a file in a folder of yours") from error
+
+
+def checkpoint_of(text: str) -> Checkpoint:
+    """A setting of `checkpoint=`, from its text."""
+    if text == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def dtype_of(text: str) -> torch.dtype | None:
+    """A dtype from its name; None for the model's own.
+
+    Raises:
+        OptionError: there is none of that name.
+    """
+    if text == OWN:
+        return None
+    if text not in DTYPES:
+        raise OptionError("dtype", f"{text!r} is unknown", nearest(text, (OWN, *DTYPES)))
+    result: torch.dtype = getattr(torch, text)
+    return result
+
+
+@contextlib.contextmanager
+def progress_bar(*, quiet: bool) -> Iterator[Any]:
+    """A bar on stderr, which is gone at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True, emoji=False), transient=True, disable=quiet) as bar:
+        task = bar.add_task("making the model", total=None)
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            bar.update(task, description=escape(what), completed=done, total=total)
+
+        yield progress

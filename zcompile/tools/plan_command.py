@@ -1,0 +1,211 @@
+"""The command `zcompile plan`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from zcompile.cost.forecast import Plan
+from zcompile.cost.hardware import DTYPES, load_profile
+from zcompile.errors import OptionError
+from zcompile.report.plan_page import write_plan_page
+from zcompile.schedule.option_checks import FLAT, SHARDS, bytes_of
+from zcompile.tools.arguments import (
+    OWN,
+    PIPED,
+    Batch,
+    Hardware_,
+    Model,
+    Sequence_,
+    Units,
+    Whole,
+    check_target,
+    checkpoint_of,
+    dtype_of,
+    progress_bar,
+)
+from zcompile.tools.mesh_planner import plan_meshes
+from zcompile.tools.named_models import subject_of
+from zcompile.tools.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, choices_of, plan
+
+CHECKPOINT_TEXTS = [str(one or "none") for one in CHECKPOINTS]
+AUTO = "auto"
+"""What `--mesh` is that searches all of them."""
+Meshes = Annotated[
+    list[str],
+    typer.Option(
+        "--mesh",
+        help="NODESxRANKS: compare what such a mesh of two levels may divide; repeat. Or 'auto': search all meshes of "
+        "pipeline, data and tensor parallelism.",
+    ),
+]
+Worlds = Annotated[
+    list[int], typer.Option("--world", "-w", min=1, help="Data-parallel ranks; repeat. With --mesh auto, all ranks.")
+]
+Limit = Annotated[
+    str | None, typer.Option("--memory-limit", "-m", help="Of a rank, such as '70 GB'; by default 0.9 of a device's.")
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", min=1, help="With --mesh auto: sequences of a step. By default --batch a rank."),
+]
+Checkpoints = Annotated[
+    list[str], typer.Option("--checkpoint", help="'none', 'unit', a size or a share of the peak; repeat.")
+]
+Dtypes = Annotated[
+    list[str],
+    typer.Option("--dtype", help=f"'{OWN}' or one of {', '.join(DTYPES)}; repeat. By default own and the hardware's."),
+]
+Shards = Annotated[
+    list[str],
+    typer.Option("--shard", help=f"Of a mesh of two levels, compare {', '.join(SHARDS)}; repeat. All of them."),
+]
+
+
+def plan_command(
+    context: typer.Context,
+    model: Model,
+    world: Worlds = [8],  # noqa: B006
+    hardware: Hardware_ = "h100",
+    memory_limit: Limit = None,
+    batch: Batch = 1,
+    sequence: Sequence_ = 1024,
+    stage: Annotated[list[int], typer.Option("--stage", help="Stages to compare; repeat.")] = list(STAGE_NUMBERS),  # noqa: B006
+    prefetch: Annotated[list[int], typer.Option("--prefetch", help="Depths to compare; repeat.")] = list(PREFETCHES),  # noqa: B006
+    checkpoint: Checkpoints = list(CHECKPOINT_TEXTS),  # noqa: B006
+    dtype: Dtypes = [],  # noqa: B006
+    mesh: Meshes = [],  # noqa: B006
+    shard: Shards = list(SHARDS),  # noqa: B006
+    units: Units = [],  # noqa: B006
+    whole: Whole = [],  # noqa: B006
+    global_batch: GlobalBatch = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write the plan as a page to this .html.")] = None,
+) -> None:
+    """Forecast memory per rank and time of a step for every choice of options, and recommend one.
+
+    Nothing is run: no process group, no GPU, no memory for the model.
+    """
+    if mesh == [AUTO]:
+        _plan_meshes(context)
+        return
+    if global_batch is not None:
+        raise OptionError("global_batch", "is for --mesh auto; elsewhere each rank has --batch", "leave it out")
+    if html is not None:
+        check_target("html", html, ".html")
+    checkpoints, dtypes = [checkpoint_of(one) for one in checkpoint], [dtype_of(one) for one in dtype]
+    device = load_profile(hardware)
+    choices_of(dtypes or [None], stage, checkpoints, prefetch)  # before the model is made, which takes its time
+    limit = _limit(memory_limit)
+    shapes = [_mesh(one) for one in mesh]
+    with progress_bar(quiet=as_json) as progress:
+        subject = subject_of(model, batch=batch, sequence=sequence)
+        made = plan(
+            subject.model,
+            subject.args,
+            subject.kwargs,
+            worlds=[nodes * ranks for nodes, ranks in shapes] or world,
+            hardware=device,
+            memory_limit=limit,
+            stages=stage,
+            prefetches=prefetch,
+            checkpoints=checkpoints,
+            dtypes=dtypes or None,
+            replicas=[1] * (FLAT in shard or not shapes) + [nodes for nodes, _ in shapes],
+            hybrids=[one for one in shard if one != FLAT],
+            units=units or None,
+            whole=whole or None,
+            progress=progress,
+        )
+    _tell(replace(made, model=subject.name), html, {"batch": batch, "sequence": sequence} if as_json else None)
+
+
+def _plan_meshes(context: typer.Context) -> None:
+    """The plan over meshes that the command was asked for.
+
+    Raises:
+        OptionError: an option that is not for it, or several of one that is.
+    """
+    given = context.params
+    for name in ("prefetch", "shard", "whole", "html"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise OptionError(name, "is not compared over meshes", "leave it out, or --mesh auto")
+    for name, least in (("world", 1), ("dtype", 0)):
+        if not least <= len(given[name]) <= 1:
+            raise OptionError(name, f"is given {len(given[name])} times", "give one with --mesh auto")
+    device = load_profile(given["hardware"])
+    with progress_bar(quiet=given["as_json"]) as progress:
+        subject = subject_of(given["model"], batch=given["batch"], sequence=given["sequence"])
+        made = plan_meshes(
+            subject.model,
+            subject.args,
+            subject.kwargs,
+            world=given["world"][0],
+            global_batch=given["global_batch"],
+            hardware=device,
+            memory_limit=_limit(given["memory_limit"]),
+            stages=given["stage"],
+            checkpoints=[checkpoint_of(one) for one in given["checkpoint"]],
+            dtype=dtype_of(given["dtype"][0]) if given["dtype"] else "auto",
+            units=given["units"] or None,
+            progress=progress,
+        )
+    made = replace(made, model=subject.name)
+    if given["as_json"]:
+        print(json.dumps(made.as_dict(), indent=1))
+        made.best()
+    else:
+        made.print(Console(width=None if sys.stdout.isatty() else PIPED))
+    if not made.forecasts:
+        raise typer.Exit(1)
+
+
+def _limit(text: str | None) -> int | None:
+    """Bytes of a memory limit. A shell knows no numbers: digits are one.
+
+    Raises:
+        OptionError: it is no size.
+    """
+    return bytes_of("memory_limit", f"{text}B" if (text or "").isdecimal() else text)
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    """The two sizes of `8x4`.
+
+    Raises:
+        OptionError: it is no such text.
+    """
+    nodes, _, ranks = text.partition("x")
+    if not (nodes.isdecimal() and ranks.isdecimal() and int(nodes) and int(ranks)):
+        raise OptionError(
+            "mesh", f"{text!r} is no mesh of two levels", "give nodes and the ranks of each, such as 8x4, or auto alone"
+        )
+    return int(nodes), int(ranks)
+
+
+def _tell(made: Plan, html: Path | None, beside: Mapping[str, int] | None) -> None:
+    """Print a plan, as JSON with what stands `beside` it if that is given, and write its page.
+
+    Raises:
+        OptionError: beside JSON, nothing fits; a table has said so itself.
+        typer.Exit: nothing fits.
+    """
+    if beside is not None:
+        print(json.dumps({**made.as_dict(), **beside}, indent=1))
+    else:
+        made.print(Console(width=None if sys.stdout.isatty() else PIPED))
+    if html is not None:
+        write_plan_page(html, made)
+    for ranks in made.worlds:
+        if made.fastest(ranks) is None:
+            if beside is not None:
+                made.best(ranks)
+            raise typer.Exit(1)
