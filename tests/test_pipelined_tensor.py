@@ -68,11 +68,12 @@ class Reference:
         return losses
 
 
-def trains(rank: int, shape: tuple[int, int, int], plan: str, stage: int, schedule: str, clip: bool) -> list[str]:
+def trains(
+    rank: int, shape: tuple[int, int, int], plan: str, stage: int, schedule: str, made: dict[str, Any]
+) -> list[str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
     reference, model = Reference(mesh, plan, stage), feed(mesh, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    made: dict[str, Any] = {"clip_grad_norm": 1e9} if clip else {}
     step = zcompile.train_step(
         model,
         None,
@@ -112,7 +113,7 @@ WAYS = [
 
 @quickly("plan, stage, schedule", WAYS, [("everything", 1, "1f1b"), ("sequences", 3, "zbvzerobubble")])
 def test_a_pipeline_trains_as_tensor_parallelism_alone(ranks: Ranks, plan: str, stage: int, schedule: str) -> None:
-    assert ranks.run(4, trains, (2, 1, 2), plan, stage, schedule, False) == [[]] * 4
+    assert ranks.run(4, trains, (2, 1, 2), plan, stage, schedule, {}) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -125,16 +126,21 @@ def test_three_dimensions_train_as_tensor_parallelism_alone() -> None:
             ("mlps", 3, "interleavedzerobubble"),
             ("everything", 2, "zbvzerobubble"),
         ):
-            assert pool.run(8, trains, (2, 2, 2), *case, False, timeout=250, group=240) == [[]] * 8, case
+            assert pool.run(8, trains, (2, 2, 2), *case, {}, timeout=250, group=240) == [[]] * 8, case
     finally:
         pool.close()
+
+
+@quickly("plan, schedule", [(p, s) for p in PLANS for s in ("1f1b", "zbvzerobubble")], [("everything", "1f1b")])
+def test_checkpoints_repeat_collectives_with_the_same_numbers(ranks: Ranks, plan: str, schedule: str) -> None:
+    assert ranks.run(4, trains, (2, 1, 2), plan, 1, schedule, {"checkpoint": "unit"}) == [[]] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
 def test_clipping_takes_the_norm_over_all_dimensions(ranks: Ranks, stage: int) -> None:
     """By a norm that clips nothing: bits stay."""
-    assert ranks.run(4, trains, (2, 1, 2), "everything", stage, "1f1b", True) == [[]] * 4
+    assert ranks.run(4, trains, (2, 1, 2), "everything", stage, "1f1b", {"clip_grad_norm": 1e9}) == [[]] * 4
 
 
 def saves(rank: int, folder: str) -> list[bool]:

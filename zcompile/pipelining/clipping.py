@@ -32,16 +32,17 @@ def clip_together(parameters: Sequence[nn.Parameter], links: StageLinks, max_nor
 
     Gives their 2-norm before, a tensor without dimensions on the device, the same on all ranks.
     """
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    # Beside tensor parallelism some are plain tensors, and torch takes these and DTensors apart.
+    kinds = [[one for one in parameters if isinstance(one.grad, DTensor) is kind] for kind in (True, False)]
     total = torch.zeros((), device=links.device)
-    # Beside tensor parallelism some are plain tensors, which torch does not add to DTensors.
-    for kind in (True, False):
-        norm = nn.utils.get_total_norm([one for one in gradients if isinstance(one, DTensor) is kind])
+    for some in kinds:
+        norm = nn.utils.get_total_norm([one.grad for one in some if one.grad is not None])
         own = norm.full_tensor() if isinstance(norm, DTensor) else norm
         total += own.to(links.device, torch.float32).square()
     if links.size > 1:
         with links.waits.explained("the norm of all gradients"):
             dist.all_reduce(total, group=links.groups[0])
     total = total.sqrt_()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    for some in kinds:
+        nn.utils.clip_grads_with_norm_(some, max_norm, total)
     return total
