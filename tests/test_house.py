@@ -46,7 +46,7 @@ ROOMS = {
     "proof": "ir facts proof.checker proof.checker_texts proof.checker_values",
     "passes.common": "ir cost",
     "passes": "ir cost passes.common",
-    "passes.pipelining": "ir passes passes.common",
+    "passes.pipelining": "ir cost passes passes.common",
     "frontend": "ir",
     "model": "ir frontend runtime",
     "schedule": "ir cost facts proof passes passes.pipelining model",
@@ -285,7 +285,11 @@ def test_the_default_pipelines_run_every_pass() -> None:
     full = (zcompile.pipeline(stage=stage, **options) for stage in range(4))
     names = {name for pipeline in full for name in pipeline.names}
     names |= {
-        step.name for step in (*of_stages(partition="default", sent=1, bucket=1), *of_steps(3, prefetch=1, bucket=1))
+        step.name
+        for step in (
+            *of_stages(partition="default", sent=1, bucket=1),
+            *of_steps(3, prefetch=1, bucket=1, memory_limit=1),
+        )
     }
     assert names | {ACCUMULATE.name, "cut_stages", "unroll_microbatches"} == {path.stem for path in PASSES}
 

@@ -20,6 +20,7 @@ from tests.models import GPT
 from tests.ranks import AT_ONCE, Ranks
 from zcompile.cost.memory import peak_bytes
 from zcompile.ir.actions import ActionTable
+from zcompile.ir.operation import op_of
 from zcompile.ir.ops import AllGather, Reduce, Send, Sum, SumAverages
 from zcompile.pipelining.step import PipelinedStep
 
@@ -286,13 +287,55 @@ def test_a_pipeline_trains_as_one_process_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"prefetch": 0}, {"bucket": 64}, {"split": ["up.0"]}, {"units": ["down.*", "up.*"]}, {"checkpoint": "unit"}],
+    [
+        {"prefetch": 0},
+        {"bucket": 64},
+        {"split": ["up.0"]},
+        {"units": ["down.*", "up.*"]},
+        {"checkpoint": "unit"},
+        {"memory_limit": "1 MB"},
+        {"memory_limit": "1 MB", "checkpoint": "unit", "prefetch": 0},
+    ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zbvzerobubble"])
 def test_options_change_no_bit(ranks: Ranks, options: dict[str, Any], schedule: str) -> None:
     if schedule == "zbvzerobubble" and "split" in options:
         options = {"split": ["down.1", "up.0", "up.1"]}
     assert ranks.run(4, trains, "skips", 2, 2, schedule, 3, options) == [[]] * 4
+
+
+def gathers(rank: int) -> list[object]:
+    """Of a step, without a limit, with one that allows everything, and what is said of one that allows nothing."""
+    found: list[object] = []
+    for limit in (None, "1 MB", "1 KB"):
+        model = model_of("skips")
+        step = zcompile.train_step(
+            model,
+            loss_of,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            mesh=mesh_of(2, 2),
+            microbatches=MICROBATCHES,
+            stage=3,
+            backend="eager",
+            memory_limit=limit,
+        )
+        assert isinstance(step, PipelinedStep)
+        try:
+            step.prepare(*batch_of("skips", 0, 0))
+        except zcompile.OptionError as error:
+            found.append(str(error))
+            continue
+        assert step.program is not None
+        units = {op_of(node, AllGather).unit for node in step.program.nodes(AllGather)}
+        found.append(len(step.program.nodes(AllGather)) / len(units))
+    return found
+
+
+def test_units_stay_full_over_micro_batches_as_far_as_memory_allows(ranks: Ranks) -> None:
+    for free, generous, refused in ranks.run(4, gathers):
+        assert free > 4
+        assert generous == 1
+        assert str(refused).startswith("memory_limit: 1000 B is less than the ")
 
 
 def doubles(rank: int, shape: tuple[int, ...]) -> list[bool]:
@@ -802,6 +845,43 @@ def dies(rank: int) -> tuple[str, float]:
     except zcompile.ZcompileError as error:
         return f"{type(error).__name__}: {error}", time.perf_counter() - started
     return "no error", 0.0
+
+
+def stalls(rank: int) -> str:
+    """Rank 1 goes on to its fourth message of a step, and no further."""
+    warnings.simplefilter("ignore")
+    mesh, model = mesh_of(3, 1), model_of("gpt")
+    made = {"mesh": mesh, "microbatches": MICROBATCHES, "backend": "eager"}
+    step = zcompile.train_step(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **made)
+    assert isinstance(step, PipelinedStep)
+    step(*batch_of("gpt", 0, 0))
+    links, sent = step._ranks.links, 0
+    plain = links.send
+
+    def send(value: torch.Tensor, to: int) -> Any:
+        nonlocal sent
+        sent += 1
+        if sent == 4:
+            time.sleep(12)
+            raise SystemError("gone")
+        return plain(value, to)
+
+    if rank == 1:
+        links.send = send  # type: ignore[method-assign]
+    try:
+        step(*batch_of("gpt", 0, 1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_in_the_middle_is_named_with_line_and_microbatch(ranks: Ranks) -> None:
+    first, own, last = ranks.run(3, stalls, group=5)
+    assert own == "SystemError: gone"
+    for found, line in ((first, r"m1_grad_output = wait\(m1_grad_output_recv\)"), (last, r"m2_\w+_out = wait\(m2_")):
+        assert re.search(rf"GroupError: line \d+ of step \w+, `{line}", found), found
+        assert "rank 1 never came" in found
 
 
 @pytest.mark.slow

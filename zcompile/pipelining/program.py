@@ -104,7 +104,9 @@ def rewrite(
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
-    finish = of_steps(options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates)
+    limit = bytes_of("memory_limit", options.memory_limit)
+    depth = options.schedule.prefetch
+    finish = of_steps(options.stage, prefetch=depth, bucket=bucket, updates=updates, memory_limit=limit)
     journal = Journal()
     return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, journal)
 

@@ -54,7 +54,7 @@ from zcompile.state.savable import Savable
 
 LossFunction = Callable[..., torch.Tensor]
 Result = TypeVar("Result")
-_TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint"})
+_TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "memory_limit"})
 """Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
 
 

@@ -27,6 +27,7 @@ from zcompile.passes.outline_regions import outline_regions
 from zcompile.passes.pack_small import pack_small
 from zcompile.passes.partition_activations import partition_activations as partition_activations_pass
 from zcompile.passes.pipelining.divide_backward import divide_backward
+from zcompile.passes.pipelining.keep_between_actions import keep_between_actions
 from zcompile.passes.pipelining.receive_ahead import receive_ahead
 from zcompile.passes.pipelining.reduce_microbatches import reduce_microbatches
 from zcompile.passes.plan_memory import plan_memory
@@ -149,15 +150,35 @@ def of_stages(
 
 
 def of_steps(
-    stage: int, *, prefetch: int, small: int = SMALL_BYTES, bucket: int, updates: bool = True
+    stage: int,
+    *,
+    prefetch: int,
+    small: int = SMALL_BYTES,
+    bucket: int,
+    updates: bool = True,
+    memory_limit: int | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes that a step of several micro-batches goes through, once the actions of a rank are written out."""
+    """The passes that a step of several micro-batches goes through, once the actions of a rank are written out.
+
+    Args:
+        stage: See `pipeline`.
+        prefetch: The same.
+        small: The same.
+        bucket: Bytes of a packed message, and of what is copied at a time to be sent.
+        updates: Let the optimizer use gradients as soon as they are there.
+        memory_limit: Bytes that the step may hold beside shards and optimizer state; as far as it allows, units stay
+            full from one action to a later one.
+    """
     _, pieces = _messages(small, bucket)
     _, ahead, sink = _schedule(prefetch, bounded=False, consumed=updates)
     passes = [GATHER, REDUCE_MICROBATCHES]
     passes += [pieces, ahead, sink] if STAGES[stage].optimizer_sharded else [sink]
     receive = Pass("receive_ahead", partial(receive_ahead, depth=max(prefetch, 1)), traits=Trait.SCHEDULES)
-    return (*passes, *(UPDATES[:1] if updates else ()), *([receive] if prefetch else []))
+    behind = [*(UPDATES[:1] if updates else ()), *([receive] if prefetch else [])]
+    if memory_limit is not None:
+        between, fits = partial(keep_between_actions, memory_limit=memory_limit), facts.memory_bounded(memory_limit)
+        behind.append(Pass("keep_between_actions", between, (facts.WAITS_SUNK,), (fits,), _FULL))
+    return (*passes, *behind)
 
 
 def _regions(partition: Partition) -> tuple[Pass, Pass]:
