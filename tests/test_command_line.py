@@ -37,6 +37,13 @@ from torch import nn
 def make():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), (torch.empty(3, 8),)
 
+class Loss(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+def trained():
+    return Loss(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), (torch.empty(3, 8),)
+
 def with_names():
     class Named(nn.Module):
         def __init__(self):
@@ -156,15 +163,15 @@ def test_a_limit_that_nothing_meets_ends_with_1(run: Run) -> None:
 
 def test_a_plan_over_meshes_ends_in_lines_to_write(run: Run) -> None:
     options = ["-w", "4", "--mesh", "auto", "--stage", "1", "--dtype", "float32", "--checkpoint", "none"]
-    code, out, _ = run("plan", "fac.py:make", *options)
+    code, out, _ = run("plan", "fac.py:trained", *options)
     assert code == 0
     assert "fastest that fits:\n    mesh = init_device_mesh('cuda', (" in out
     assert "no tensor parallelism: " in out
-    code, out, _ = run("plan", "fac.py:make", *options, "--json")
+    code, out, _ = run("plan", "fac.py:trained", *options, "--json")
     made = json.loads(out)
     assert code == 0
     assert made["recommended"][-1].startswith("step = zcompile.train_step(model, None, optimizer, mesh=mesh")
-    code, out, _ = run("plan", "fac.py:make", *options, "-m", "1 KB")
+    code, out, _ = run("plan", "fac.py:trained", *options, "-m", "1 KB")
     assert code == 1
     assert "holds nothing on 4 ranks" in out
 
@@ -346,7 +353,7 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
         (["plan", "fac.py:make", "--dtype", "float61"], "dtype: 'float61' is unknown"),
         (["plan", "fac.py:make", "--checkpoint", "often"], "checkpoint: 'often' is no setting"),
         (["plan", "fac.py:make", "-m", "much"], "memory_limit: 'much' is no size"),
-        (["plan", "fac.py:deep"], "fac.py:deep: raised KeyError: 'width', at fac.py:24"),
+        (["plan", "fac.py:deep"], "fac.py:deep: raised KeyError: 'width', at fac.py:31"),
         (["plan", "fac.py:alone"], "args: do not fit the forward of Linear: missing a required argument: 'input'"),
         (["plan", "fac.py:misfit"], "Linear: cannot be computed with these arguments: RuntimeError("),
         (["plan", "fac.py::one:"], "fac.py::one:: cannot be imported"),

@@ -207,16 +207,6 @@ def test_state_beside_a_parameter_goes_with_it() -> None:
     assert _beside(7, host) == 7
 
 
-@pytest.fixture
-def without_group() -> Iterator[None]:
-    """No group before, and none left behind."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("without_group")
 def test_a_part_of_a_tensor_may_be_on_another_device_than_its_mesh() -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)

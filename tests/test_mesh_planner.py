@@ -168,6 +168,7 @@ def test_a_model_is_traced_as_a_whole_where_few_of_its_blocks_are_not_the_same(k
     assert traced_as == {6}
 
 
+@pytest.mark.usefixtures("without_group")
 def test_checkpoints_save_no_more_than_the_input_of_a_divided_unit() -> None:
     model, args = llama(LlamaShape(2, 256, 512, 4, 2))
     saved = [units_of(model, args, Llama.tp_plan).costs(2, 1, checkpoint=some).units[1].saved for some in (False, True)]
@@ -218,16 +219,18 @@ def test_the_fastest_that_fits_is_found_by_looking_at_everything() -> None:
         assert best.nbytes <= 0.5e9
 
 
+@pytest.mark.usefixtures("without_group")
 def test_meshes_are_all_divisions_of_the_ranks() -> None:
     plan = found(schedules=["1f1b"], tensor_parallel=None)
     meshes = {one.choice.mesh for one in plan.forecasts}
     assert meshes == {(p, 8 // p // t, t) for t in (1, 2, 4) for p in (1, 2, 4, 8) if p * t <= 8}
     assert [one.seconds for one in plan.forecasts] == sorted(one.seconds for one in plan.forecasts)
-    assert any("not divided into 8 parts" in note for note in plan.notes), "four heads of keys"
+    assert any("no tensor parallelism over 8 ranks" in note for note in plan.notes), "four heads of keys"
     assert not dist.is_initialized()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_group")
 def test_tensor_parallelism_stays_within_the_innermost_links() -> None:
     near = replace(H100, links=(Link("inside", 1e-6, 4e11, members=2), Link("outside", 1e-5, 5e10)))
     assert {
@@ -248,6 +251,7 @@ def test_more_memory_is_never_slower_and_a_step_has_the_batch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_group")
 def test_the_lines_run_on_the_mesh_that_they_name() -> None:
     plan = found(schedules=["interleaved1f1b"], stages=[1], tensor_parallel=None)
     best = next(one for one in plan.forecasts if one.choice.mesh == (2, 2, 2))
@@ -268,6 +272,9 @@ def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
     assert isinstance(plan.smallest, MeshForecast)
     with pytest.raises(OptionError, match=r"memory_limit: 0.001 GB holds nothing on 8 ranks: the least is .* GB more"):
         plan.best()
+    generous = found(memory_limit=plan.smallest.nbytes, schedules=["1f1b"])
+    assert [one.nbytes for one in generous.forecasts] == [plan.smallest.nbytes]
+    assert found(memory_limit=plan.smallest.nbytes - 1, schedules=["1f1b"]).forecasts == []
     assert "holds nothing on 8 ranks" in str(plan)
 
 
@@ -282,11 +289,14 @@ def test_a_plan_is_json() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"world": 0}, "world: 0 is none"),
+        ({"world": 0}, "world: is 0"),
+        ({"world": 8.0}, "world: is 8.0"),
+        ({"global_batch": 0}, "global_batch: is 0"),
+        ({"dtype": torch.float16}, "dtype: is float16"),
         ({"schedules": ["1f2b"]}, "schedules: has '1f2b'"),
         ({"schedules": []}, "schedules: has nothing to compare"),
         ({"stages": [4]}, "stage: "),
-        ({"times": [0]}, "times: has 0"),
+        ({"times": [0]}, "times: is 0"),
         ({"checkpoints": [0.5]}, "checkpoints: has 0.5"),
         ({"dtype": "bfloat16"}, "dtype: is 'bfloat16'"),
         ({"memory_limit": "much"}, "memory_limit: "),
@@ -299,7 +309,7 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) 
 
 
 def test_a_batch_that_nothing_divides_is_said() -> None:
-    with pytest.raises(OptionError, match="world: 8 ranks have no mesh that can be meant"):
+    with pytest.raises(OptionError, match="global_batch: 8 ranks have no mesh on which 3 samples are micro-batches"):
         found(global_batch=3, times=[2]).best()
 
 
@@ -309,13 +319,81 @@ def test_tensors_without_common_rows_are_refused() -> None:
         zcompile.plan_meshes(model, (tokens, torch.empty(2, 256, dtype=torch.int64, device="meta")), world=2)
 
 
+@pytest.mark.usefixtures("without_group")
 def test_parts_are_not_traced_beside_a_real_group() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
         with pytest.raises(GroupError, match="process group: is there"):
             units_of(*llama(), plan=Llama.tp_plan).costs(2, 1, checkpoint=False)
+        with pytest.raises(GroupError, match="process group: is there"):
+            found(tensor_parallel=None)
     finally:
         dist.destroy_process_group()
+
+
+class Towers(nn.Module):
+    """Two that have nothing to do with each other, so that the second need not wait for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.right = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = right = x
+        for layer in self.left:
+            left = layer(left).relu()
+        for layer in self.right:
+            right = layer(right).relu()
+        return (left * right).sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble"])
+@pytest.mark.parametrize("model", [Odd("plain"), Towers()], ids=lambda model: type(model).__name__)
+def test_no_step_is_faster_than_its_bound(model: nn.Module, schedule: str) -> None:
+    width = 64 if isinstance(model, Towers) else 32
+    units = units_of(model, (torch.zeros(2, width),)).costs(1, 1, checkpoint=False)
+    axis, table = Axis("pp", AxisKind.PIPELINE, 2, 1), action_table(schedule, 2, 4)
+    starts = [0, *(len(units.names) * stage // table.stages for stage in range(1, table.stages))]
+    pipeline = PipelineSetting(units, H100, STAGES[0], (Axis("dp", AxisKind.SHARD, 1),), axis).at(table, starts)
+    assert least_seconds(pipeline) <= forecast(pipeline).seconds * (1 + 1e-9)
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x).relu()
+        return {"loss": x.mean(), "logits": x}
+
+
+def test_what_is_no_loss_is_refused_and_a_function_may_give_it() -> None:
+    args = (torch.zeros(2, 32),)
+    with pytest.raises(OptionError, match="loss_fn: gives 2 results"):
+        zcompile.plan_meshes(Several(), args, world=2)
+    plan = zcompile.plan_meshes(
+        Several(), args, world=2, loss_fn=lambda model, x: model(x)["loss"], units=["blocks.*"], times=[1]
+    )
+    line = plan.lines(plan.best())[-1]
+    assert line.startswith("step = zcompile.train_step(model, loss_fn, optimizer, mesh=mesh, ")
+    assert line.endswith(", units=['blocks.*'])")
+
+
+@pytest.mark.usefixtures("without_group")
+def test_a_plan_that_was_given_is_in_the_lines() -> None:
+    plan = found(world=2, schedules=["1f1b"], stages=[1], tensor_parallel=Llama.tp_plan)
+    divided_in_two = next(one for one in plan.forecasts if one.choice.tensor == 2)
+    assert plan.lines(divided_in_two)[1] == 'parallelize_module(model, mesh["tp"], tensor_parallel)'
+
+
+def test_without_bfloat16_the_dtype_is_the_models_own() -> None:
+    old = replace(H100, flops={"float32": 1e13, "float16": 1e14})
+    plan = found(hardware=old, schedules=["1f1b"])
+    assert {one.choice.dtype for one in plan.forecasts} == {None}
+    assert any("float16 wants a GradScaler" in note for note in plan.notes)
 
 
 # -- plans of tensor parallelism ----------------------------------------------------------------------------------
@@ -348,6 +426,6 @@ def test_llamas_have_the_sizes_of_their_names(size: str, parameters: int) -> Non
 
 
 def test_sizes_of_llamas_that_are_none() -> None:
-    assert shape_of("4x512") == LlamaShape(4, 512, 1792, 8, 2)
+    assert shape_of("4x512") == LlamaShape(4, 512, 1792, 8, 4)
     with pytest.raises(OptionError, match="llama:9b is no size"):
         shape_of("9b")

@@ -12,6 +12,7 @@ import torch
 import zcompile
 from zcompile.schedule.options import Options
 from zcompile.tools import command_line
+from zcompile.tools.arguments import checkpoint_of, dtype_of
 
 FIELDS = {field.name: field for field in fields(Options)}
 OTHER: dict[str, Any] = {
@@ -65,7 +66,7 @@ def test_a_train_step_hands_options_on() -> None:
 
 def test_the_command_has_the_same_defaults() -> None:
     given = {name: default for name, (_, default) in defaults_of(command_line.inspect_command).items()}
-    given |= {"checkpoint": command_line._checkpoint(given["checkpoint"]), "dtype": command_line._dtype(given["dtype"])}
+    given |= {"checkpoint": checkpoint_of(given["checkpoint"]), "dtype": dtype_of(given["dtype"])}
     shared = given.keys() & FIELDS.keys()
     assert shared == {"stage", "prefetch", "checkpoint", "dtype"}
     assert {name: given[name] for name in shared} == {name: FIELDS[name].default for name in shared}

@@ -51,19 +51,35 @@ class MeshChoice:
         """Sizes of the dimensions "pp", "dp" and "tp"."""
         return self.pipeline, self.data, self.tensor
 
-    def lines(self, device: str, *, loss: str = "loss_fn") -> list[str]:
+    def lines(self, device: str, texts: ChoiceTexts) -> list[str]:
         """The lines of Python that make it, of a `model` and an `optimizer`."""
         names = ("pp", "dp", "tp")[: 3 if self.tensor > 1 else 2]
         lines = [f"mesh = init_device_mesh({device!r}, {self.mesh[: len(names)]}, mesh_dim_names={names})"]
         if self.tensor > 1:
-            lines.append('parallelize_module(model, mesh["tp"], zcompile.tensor_parallel_plan(model))')
+            lines.append(f'parallelize_module(model, mesh["tp"], {texts.tensor_parallel})')
         given = [f"schedule={self.schedule!r}", f"microbatches={self.microbatches}"]
         given += [f"stages_per_rank={self.stages_per_rank}"] if self.stages_per_rank > 1 else []
         given += [f"stage={self.stage}"]
         given += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint else []
         given += [f"dtype={self.dtype}"] if self.dtype is not None else []
-        lines.append(f"step = zcompile.train_step(model, {loss}, optimizer, mesh=mesh, {', '.join(given)})")
+        given += [f"units={list(texts.units)}"] if texts.units else []
+        lines.append(f"step = zcompile.train_step(model, {texts.loss}, optimizer, mesh=mesh, {', '.join(given)})")
         return lines
+
+
+@dataclass(frozen=True)
+class ChoiceTexts:
+    """What lines of Python say beside a choice.
+
+    Attributes:
+        loss: What computes the loss.
+        tensor_parallel: The plan of tensor parallelism.
+        units: As they were given.
+    """
+
+    loss: str = "None"
+    tensor_parallel: str = "zcompile.tensor_parallel_plan(model)"
+    units: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +154,7 @@ class MeshPlan:
         smallest: What takes least memory of everything that was looked at; None if `forecasts` are not empty.
         searched: How many choices were compared.
         took: Seconds of the search.
-        loss: What `train_step` is given to compute the loss.
+        texts: What lines of Python say beside a choice.
         notes: What was left out, and why.
     """
 
@@ -152,7 +168,7 @@ class MeshPlan:
     smallest: MeshForecast | None
     searched: int
     took: float
-    loss: str = "None"
+    texts: ChoiceTexts = ChoiceTexts()
     notes: Sequence[str] = ()
 
     def best(self) -> MeshForecast:
@@ -164,15 +180,15 @@ class MeshPlan:
         if self.forecasts:
             return self.forecasts[0]
         if self.smallest is None:
-            fix = "give a batch that micro-batches divide, or meshes that the model has units for"
-            raise OptionError("world", f"{self.world} ranks have no mesh that can be meant", fix)
+            problem = f"{self.world} ranks have no mesh on which {self.global_batch} samples are micro-batches"
+            raise OptionError("global_batch", problem, "give a larger batch, or smaller micro-batches")
         least = f"{self.smallest.nbytes / 1e9:.4g} GB, {(self.smallest.nbytes - self.memory_limit) / 1e9:.4g} GB more"
         problem = f"{self.memory_limit / 1e9:.4g} GB holds nothing on {self.world} ranks: the least is {least}"
-        raise OptionError("memory_limit", problem, f"take more ranks; nearest is {self._call(self.smallest)}")
+        raise OptionError("memory_limit", problem, f"use more ranks; the closest choice is {self._call(self.smallest)}")
 
     def lines(self, forecast: MeshForecast) -> list[str]:
         """The lines of Python that make a choice."""
-        return forecast.choice.lines(self.hardware.device, loss=self.loss)
+        return forecast.choice.lines(self.hardware.device, self.texts)
 
     def _call(self, forecast: MeshForecast) -> str:
         return "; ".join(self.lines(forecast))
@@ -213,7 +229,8 @@ class MeshPlan:
             console.print(self._table())
         for note in self.notes:
             say(note)
-        say(f"{self.searched} choices on {len(self.forecasts)} meshes in {self.took:.0f} s")
+        meshes = f"{len(self.forecasts)} mesh{'es' * (len(self.forecasts) != 1)}"
+        say(f"{self.searched} choices compared, {meshes} with one that fits, in {self.took:.0f} s")
         if self.forecasts:
             say("fastest that fits:")
             for line in self.lines(self.forecasts[0]):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zcompile.cost.memory import MemoryKind
 from zcompile.ir.actions import ActionKind
 from zcompile.planning.clocks import clocks_of
-from zcompile.planning.divided import DividedPipeline
+from zcompile.planning.divided import DividedPipeline, StageCost
 from zcompile.planning.held_bytes import most_held
 
 
@@ -105,15 +105,29 @@ def state_bytes(divided: DividedPipeline) -> int:
 def least_seconds(divided: DividedPipeline) -> float:
     """What a step takes at least: what a rank computes, and what others do before that and behind it.
 
-    A rank begins when the stages before its first one have run for a micro-batch. Where backwards are run as a whole,
-    what it ends with is that of its first stage, and those of earlier stages follow.
+    A rank begins when the stages that its first one waits for have run for a micro-batch. Where backwards are run as a
+    whole, what it ends with is that of one of its stages, and those that wait for this follow.
     """
-    table = divided.table
-    busy, beside, passed = [0.0] * len(table.rows), dict[int, float](), 0.0
-    for number, stage in enumerate(divided.stages):
-        rank, forward, whole = table.rank_of(number), *map(stage.seconds, (ActionKind.FORWARD, ActionKind.BACKWARD))
-        halves = sum(map(stage.seconds, (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)))
-        beside.setdefault(rank, passed)
-        busy[rank] += forward + (min(whole, halves) if table.divides_backward else whole)
-        passed += forward + (0.0 if table.divides_backward else whole)
-    return max(seconds * table.microbatches + beside[rank] for rank, seconds in enumerate(busy))
+    table, stages, halved = divided.table, divided.stages, divided.table.divides_backward
+    forward = [stage.seconds(ActionKind.FORWARD) for stage in stages]
+    whole = [stage.seconds(ActionKind.BACKWARD) for stage in stages]
+    before, behind = [0.0] * len(stages), [0.0] * len(stages)
+    for number in range(len(stages)):
+        sources = divided.senders[True][number]
+        before[number] = max((before[source] + forward[source] for source in sources), default=0.0)
+        to = () if halved else stages[number].back
+        behind[number] = max((behind[stage] + whole[stage] for stage in to), default=0.0)
+    result = 0.0
+    for rank in range(len(table.rows)):
+        own = table.stages_of(rank)
+        busy = sum(forward[number] + _backward(stages[number], halved=halved) for number in own)
+        beside = min(before[number] for number in own) + min(behind[number] for number in own)
+        result = max(result, busy * table.microbatches + beside)
+    return result
+
+
+def _backward(stage: StageCost, *, halved: bool) -> float:
+    """Seconds of a backward, whole or in halves, whichever is less where a schedule may do both."""
+    whole = stage.seconds(ActionKind.BACKWARD)
+    halves = stage.seconds(ActionKind.BACKWARD_INPUT) + stage.seconds(ActionKind.BACKWARD_WEIGHT)
+    return min(whole, halves) if halved else whole

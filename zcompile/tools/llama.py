@@ -37,13 +37,11 @@ class LlamaShape:
 
 
 SHAPES = {
-    "1b": LlamaShape(16, 2048, 8192, 32, 8),
-    "3b": LlamaShape(28, 3072, 8192, 24, 8),
     "8b": LlamaShape(32, 4096, 14336, 32, 8),
     "70b": LlamaShape(80, 8192, 28672, 64, 8),
     "405b": LlamaShape(126, 16384, 53248, 128, 8),
 }
-"""Those of Llama 3 (Grattafiori et al. 2024, table 3; Meta's configurations)."""
+"""Those of Llama 3 (Grattafiori et al. 2024, table 3)."""
 
 
 class Llama(nn.Module):
@@ -151,8 +149,8 @@ def shape_of(name: str) -> LlamaShape:
     """
     if shape := SHAPES.get(name.lower()):
         return shape
-    if (match := re.fullmatch(r"(\d+)x(\d+)", name)) and int(match[1]) and int(match[2]) and int(match[2]) % 256 == 0:
+    if (match := re.fullmatch(r"(\d+)x(\d+)", name)) and int(match[1]) and int(match[2]) and int(match[2]) % 128 == 0:
         width = int(match[2])
-        return LlamaShape(int(match[1]), width, 7 * width // 2, width // 64, width // 256)
-    fix = f"{nearest(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 256, such as llama:16x2048"
+        return LlamaShape(int(match[1]), width, 7 * width // 2, width // 64, width // 128)
+    fix = f"{nearest(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 128, such as llama:16x2048"
     raise OptionError("model", f"llama:{name} is no size", fix)

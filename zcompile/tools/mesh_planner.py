@@ -7,7 +7,7 @@ their rewritten programs. Every mesh, schedule and layout is then forecast from 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from zcompile._torch import tree_leaves
 from zcompile.cost.forecast import Checkpoint
 from zcompile.cost.hardware import Hardware, load_profile
-from zcompile.cost.mesh_plan import MeshPlan
+from zcompile.cost.mesh_plan import ChoiceTexts, MeshPlan
 from zcompile.errors import ModelError, OptionError, nearest
+from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_divided, tensor_parallel_plan
 from zcompile.pipelining.action_tables import SCHEDULES
 from zcompile.schedule.option_checks import bytes_of, check_stage
 from zcompile.tools.mesh_search import MeshSearch, MeshSpace
-from zcompile.tools.planner import RESERVED, Progress, low_precision
-from zcompile.tools.traced_units import TracedUnits
+from zcompile.tools.planner import RESERVED, Progress
+from zcompile.tools.traced_units import TracedUnits, check_no_group
 
 TIMES = (1, 2, 4)
 """Sizes of micro-batches that are compared, in those of the batch that is given."""
@@ -36,6 +37,7 @@ def plan_meshes(
     kwargs: Mapping[str, Any] | None = None,
     *,
     world: int,
+    loss_fn: Callable[..., Any] | None = None,
     global_batch: int | None = None,
     hardware: str | Hardware = "h100",
     memory_limit: int | str | None = None,
@@ -50,49 +52,52 @@ def plan_meshes(
 ) -> MeshPlan:
     """Find the fastest way to train `model` on `world` ranks that fits: a mesh, a schedule, and options beside it.
 
-    Nothing is run: no process group, no GPU, and no memory for a model on meta.
-
     Args:
-        model: A plain module whose forward gives the loss, on any device or on meta.
+        model: A plain module, on any device or on meta. Nothing is run: it takes no group, GPU or memory.
         args: Of a call with the smallest micro-batch. Tensors may be on meta.
         kwargs: Likewise.
         world: Ranks in all.
+        loss_fn: As of `zcompile.train_step`; by default the model's forward gives the loss.
         global_batch: Samples of a step, of all ranks; by default as many as `world` of these micro-batches have.
         hardware: A `Hardware`, the name of a profile that comes along ("h100"), or the path of one.
         memory_limit: Bytes, or "70 GB", of a rank; by default nine tenths of what the hardware's devices have.
-        tensor_parallel: A plan for `parallelize_module`; by default the model's own, if it has one.
+        tensor_parallel: A plan for `parallelize_module`; by default the model's own. An empty one: none.
         times: Sizes of micro-batches to compare, in those of the call.
-        schedules: Pipeline schedules to compare; likewise `stages` of ZeRO.
-        stages: The same.
+        schedules: Pipeline schedules to compare.
+        stages: ZeRO stages to compare.
         checkpoints: None and "unit", or one of them.
-        dtype: To compute in; None: the model's own; "auto": the hardware's low precision.
+        dtype: To compute in; None: the model's own; "auto": bfloat16 where the hardware has it.
         units: As for `zcompile.compile`.
         progress: Called with what is done next, how much is done, and how much there is.
 
     Raises:
-        OptionError: an option that cannot be meant.
-        ProfileError: no such profile, or one that cannot be meant.
+        OptionError: an option that is not valid, or what is computed is no loss.
+        ProfileError: there is no such profile, or it is not valid.
         ModelError, CaptureError: see `zcompile.tools.tracing.trace`; or the model is divided already.
         GroupError: there is a process group, and a plan of tensor parallelism.
     """
     began = time.perf_counter()
     device = load_profile(hardware) if isinstance(hardware, str) else hardware
     limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
-    _check(model, world, dtype, times, schedules, stages, checkpoints)
+    least = _rows_of(args, dict(kwargs or {}))
+    _check(model, world, dtype, global_batch, least)
+    _check_compared(times, schedules, stages, checkpoints)
     notes: list[str] = []
     plan = _plan_of(model, tensor_parallel, notes)
-    computed = low_precision(device) if isinstance(dtype, str) else dtype
-    least = _rows_of(args, dict(kwargs or {}))
-    traced = TracedUnits(model, args, dict(kwargs or {}), computed, units, device, plan)
+    computed = _low_precision(device, notes) if isinstance(dtype, str) else dtype
+    traced = TracedUnits(model, args, dict(kwargs or {}), computed, units, device, plan, loss_fn)
     compared = tuple(times), tuple(schedules), tuple(stages), tuple(checkpoints)
     space = MeshSpace(world, global_batch or world * least, least, *compared)
     search = MeshSearch(traced, space, device, limit, computed, progress or (lambda *_: None), notes)
     search.run()
-    return _planned(model, search, time.perf_counter() - began)
+    return _planned(search, tensor_parallel is not None, time.perf_counter() - began)
 
 
-def _planned(model: nn.Module, search: MeshSearch, took: float) -> MeshPlan:
-    """The plan that a search has found."""
+def _planned(search: MeshSearch, given: bool, took: float) -> MeshPlan:
+    """What a search has found; `given`: a plan of tensor parallelism was, which is in the lines to write."""
+    traced, own = search.traced, "tensor_parallel" if given else "zcompile.tensor_parallel_plan(model)"
+    texts = ChoiceTexts("None" if traced.loss_fn is None else "loss_fn", own, tuple(traced.units or ()))
+    model = traced.model
     return MeshPlan(
         type(model).__name__,
         sum(parameter.numel() for parameter in model.parameters()),
@@ -104,32 +109,45 @@ def _planned(model: nn.Module, search: MeshSearch, took: float) -> MeshPlan:
         None if search.best else search.smallest,
         search.searched,
         took,
-        notes=search.notes,
+        texts,
+        search.notes,
     )
 
 
-def _check(
-    model: nn.Module,
-    world: int,
-    dtype: torch.dtype | str | None,
-    times: Sequence[int],
-    schedules: Sequence[str],
-    stages: Sequence[int],
-    checkpoints: Sequence[Checkpoint],
-) -> None:
-    """Raise OptionError for what cannot be meant, and ModelError for a model that is divided already."""
+def _check(model: nn.Module, world: int, dtype: torch.dtype | str | None, global_batch: int | None, least: int) -> None:
+    """Raise OptionError for what is not valid, and ModelError for a model that cannot be planned."""
+    check_kinds(model)
     if check_divided(model) is not None:
         fix = "give the plain model, and what divides it as tensor_parallel="
         raise ModelError(type(model).__name__, "is divided by tensor parallelism already", fix)
     if isinstance(dtype, str) and dtype != "auto":
         raise OptionError("dtype", f"is {dtype!r}", "give a torch.dtype, None or 'auto'")
-    if world < 1:
-        raise OptionError("world", f"{world} is none", "give the number of ranks")
+    if dtype is torch.float16:
+        problem = "is float16, whose gradients want a GradScaler, which a pipeline does not have"
+        raise OptionError("dtype", problem, "give torch.bfloat16, or None")
+    _check_count("world", world)
+    if global_batch is not None:
+        _check_count("global_batch", global_batch)
+        if global_batch % least:
+            problem = f"is {global_batch}, and a micro-batch has {least} rows or a multiple of that"
+            raise OptionError("global_batch", problem, f"give a multiple of {least}")
+
+
+def _check_count(name: str, count: object) -> None:
+    """Raise OptionError for what is no number of things."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise OptionError(name, f"is {count!r}", "give a whole number, 1 or more")
+
+
+def _check_compared(
+    times: Sequence[int], schedules: Sequence[str], stages: Sequence[int], checkpoints: Sequence[Checkpoint]
+) -> None:
+    """Raise OptionError for what cannot be compared."""
     for name, given in (("times", times), ("schedules", schedules), ("stages", stages), ("checkpoints", checkpoints)):
         if not given:
             raise OptionError(name, "has nothing to compare", "give at least one")
-    if any(one < 1 for one in times):
-        raise OptionError("times", f"has {min(times)}", "give how many of the batch a micro-batch is: 1 or more")
+    for one in times:
+        _check_count("times", one)
     for schedule in schedules:
         if schedule not in SCHEDULES:
             raise OptionError("schedules", f"has {schedule!r}", nearest(str(schedule), SCHEDULES))
@@ -140,17 +158,30 @@ def _check(
             raise OptionError("checkpoints", f"has {checkpoint!r}", "pipelines have None and 'unit'")
 
 
+def _low_precision(hardware: Hardware, notes: list[str]) -> torch.dtype | None:
+    """The dtype of 16 bits to compute in."""
+    if "bfloat16" in hardware.flops:
+        return torch.bfloat16
+    notes.append(f"in the model's own dtype: {hardware.name} has no rate of bfloat16, and float16 wants a GradScaler")
+    return None
+
+
 def _plan_of(
     model: nn.Module, given: Mapping[str, ParallelStyle] | None, notes: list[str]
 ) -> Mapping[str, ParallelStyle] | None:
-    """The plan of tensor parallelism, if there is one."""
-    if given is not None:
-        return given
+    """The plan of tensor parallelism, if there is one.
+
+    Raises:
+        GroupError: there is, and a process group, too.
+    """
     try:
-        return tensor_parallel_plan(model)
+        plan = tensor_parallel_plan(model) if given is None else given
     except ModelError as error:
         notes.append(f"no tensor parallelism: {error.subject} {error.problem}")
         return None
+    if plan:
+        check_no_group()
+    return plan
 
 
 def _rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -161,6 +192,8 @@ def _rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     found = {tensor.shape[0] for tensor in tensors}
+    if found == {0}:
+        raise OptionError("args", "has tensors without rows", "give a batch of at least one sample")
     if len(found) != 1:
         problem = f"has tensors of {sorted(found)} rows, and micro-batches are cut along dimension 0"
         raise OptionError("args", problem, "let all that the model is given have a row for each sample")

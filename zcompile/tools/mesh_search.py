@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ import torch
 from zcompile.cost.forecast import Checkpoint
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.mesh_plan import MeshChoice, MeshForecast
-from zcompile.errors import OptionError, ZcompileError
+from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.axis import Axis, AxisKind, axes_of
 from zcompile.ir.layout import STAGES
@@ -57,7 +58,7 @@ class _Candidate:
     stages_per_rank: int
     checkpoint: Checkpoint
     bound: float
-    """Seconds of compute of the busiest rank: a step takes no less."""
+    """Seconds that a step takes at least."""
 
 
 @dataclass
@@ -73,8 +74,10 @@ class MeshSearch:
     notes: list[str]
     best: dict[tuple[int, int, int], MeshForecast] = field(default_factory=dict)
     searched: int = 0
-    _least: tuple[int, _Candidate, int] | None = None
-    """What takes least memory: bytes, and what it is, with the ZeRO stage."""
+    _tried: list[tuple[int, _Candidate, int]] = field(default_factory=list)
+    """What does not fit, with the ZeRO stage, and what it takes at least."""
+    _left_out: int = 0
+    """Candidates with more actions than are looked at."""
     _tables: dict[tuple[str, int, int, int], ActionTable | None] = field(default_factory=dict)
     _cuts: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
 
@@ -85,14 +88,18 @@ class MeshSearch:
             self.tell(f"tracing one of {tensor} part{'s' * (tensor > 1)}", done, len(tensors))
             try:
                 self._costs(tensor, self.space.times[0], None)
-            except ZcompileError as error:
+            except (CaptureError, ModelError) as error:
                 if tensor == 1:
                     raise
-                self.notes.append(f"not divided into {tensor} parts: {error.subject} {error.problem}")
+                what = f"no tensor parallelism over {tensor} ranks: one's part cannot be traced"
+                self.notes.append(f"{what}: {error.problem}")
                 continue
             for pipeline in _divisors(self.space.world // tensor):
                 self.tell(f"{pipeline} x {self.space.world // tensor // pipeline} x {tensor}", done, len(tensors))
                 self._mesh(pipeline, self.space.world // tensor // pipeline, tensor)
+        if self._left_out:
+            most = f"more than {ACTIONS // 2:,} times a micro-batch in a stage"
+            self.notes.append(f"{self._left_out} choices left out, which have {most}")
         self.tell("done", len(tensors), len(tensors))
 
     def _parts(self) -> Iterator[int]:
@@ -122,7 +129,7 @@ class MeshSearch:
                     if pipeline * per_rank > len(self._costs(tensor, times, None).names):
                         continue
                     if 2 * pipeline * per_rank * microbatches > ACTIONS:
-                        self._leave_out(pipeline * per_rank, microbatches)
+                        self._left_out += len(space.checkpoints)
                         continue
                     table = self._table(schedule, pipeline, microbatches, per_rank)
                     if table is None:
@@ -132,11 +139,6 @@ class MeshSearch:
                         unbounded = _Candidate(*shape, bound=0.0)
                         bound = least_seconds(self._divided(unbounded, 0))
                         yield replace(unbounded, bound=bound)
-
-    def _leave_out(self, stages: int, microbatches: int) -> None:
-        note = f"not looked at: {stages} pipeline stages with {microbatches} micro-batches, or more"
-        if not any(one.startswith("not looked at") for one in self.notes):
-            self.notes.append(note)
 
     def _table(self, schedule: str, ranks: int, microbatches: int, stages_per_rank: int) -> ActionTable | None:
         """The table of a schedule; None where it is not for so many."""
@@ -172,11 +174,10 @@ class MeshSearch:
         for stage in self._stages_for(one):
             self.searched += 1
             divided = self._divided(one, stage)
-            nbytes = state_bytes(divided)
-            nbytes = nbytes if nbytes > self.limit else peak_bytes(divided, self.limit)
-            if self._least is None or nbytes < self._least[0]:
-                self._least = nbytes, one, stage
-            if nbytes <= self.limit:
+            least = state_bytes(divided)
+            if least > self.limit or peak_bytes(divided, self.limit) > self.limit:
+                self._tried.append((least, one, stage))
+            else:
                 found, mesh = self._forecast(one, stage), (one.pipeline, one.data, one.tensor)
                 if mesh not in self.best or found.seconds < self.best[mesh].seconds:
                     self.best[mesh] = found
@@ -198,8 +199,13 @@ class MeshSearch:
 
     @property
     def smallest(self) -> MeshForecast | None:
-        """What takes least memory of all that was looked at."""
-        return None if self._least is None else self._forecast(*self._least[1:])
+        """What takes least memory of all that does not fit."""
+        found: tuple[float, _Candidate | None, int] = math.inf, None, 0
+        for least, one, stage in sorted(self._tried, key=lambda tried: tried[0]):
+            if least >= found[0]:
+                break
+            found = min(found, (peak_bytes(self._divided(one, stage), found[0]), one, stage), key=lambda some: some[0])
+        return None if found[1] is None else self._forecast(found[1], found[2])
 
 
 def _divisors(number: int) -> list[int]:

@@ -38,6 +38,10 @@ class Subject:
     model: nn.Module
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[..., Any] | None = None
+    """What gives the loss alone, where the model gives more; called with it first."""
+    loss: str = "None"
+    """The same as a text of Python."""
 
 
 def subject_of(name: str, *, batch: int, sequence: int) -> Subject:
@@ -92,7 +96,14 @@ def _hugging_face(path: Path, batch: int, sequence: int) -> Subject:
         problem = f"is no config of a causal language model: {type(error).__name__}: {error}"
         raise SubjectError(str(path), problem, "give the folder of one, or a factory that makes the model") from error
     tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
-    return Subject(str(path), model, (), {"input_ids": tokens, "labels": tokens})
+    given = {"input_ids": tokens, "labels": tokens}
+    return Subject(str(path), model, (), given, _loss, "lambda model, **batch: model(**batch).loss")
+
+
+def _loss(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
+    """The loss among what a Hugging Face model gives."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss
 
 
 def _made(name: str) -> Subject:

@@ -149,6 +149,7 @@ def _plan_meshes(context: typer.Context) -> None:
             subject.args,
             subject.kwargs,
             world=given["world"][0],
+            loss_fn=subject.loss_fn,
             global_batch=given["global_batch"],
             hardware=device,
             memory_limit=_limit(given["memory_limit"]),
@@ -158,7 +159,7 @@ def _plan_meshes(context: typer.Context) -> None:
             units=given["units"] or None,
             progress=progress,
         )
-    made = replace(made, model=subject.name)
+    made = replace(made, model=subject.name, texts=replace(made.texts, loss=subject.loss))
     if given["as_json"]:
         print(json.dumps(made.as_dict(), indent=1))
         made.best()

@@ -87,7 +87,7 @@ def plan(
     limit = bytes_of("memory_limit", memory_limit) or (1 - RESERVED) * device.memory
     check_worlds(worlds)
     divided = divisions_of(replicas, hybrids, (True, False) if whole else (False,))
-    choices = choices_of(dtypes or (None, low_precision(device)), stages, checkpoints, prefetches, divided)
+    choices = choices_of(dtypes or (None, _low_precision(device)), stages, checkpoints, prefetches, divided)
 
     def rewriter_in(dtype: torch.dtype | None) -> Rewriter:
         traced = trace(model, args, kwargs, dtype=dtype, units=units, whole=whole, device=device.device)
@@ -133,7 +133,7 @@ def _planned(
     return Plan(type(model).__name__, count, hardware, limit, forecasts, types, parts, whole)
 
 
-def low_precision(hardware: Hardware) -> torch.dtype:
+def _low_precision(hardware: Hardware) -> torch.dtype:
     """The dtype of 16 bits that a device computes in."""
     return torch.bfloat16 if "bfloat16" in hardware.flops else torch.float16
 

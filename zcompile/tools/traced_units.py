@@ -7,7 +7,7 @@ of each stands for it from then on: if it was traced, too, and has the same unit
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from zcompile._torch import tree_map_only
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.errors import GroupError, ModelError
 from zcompile.model.units import find_blocks
+from zcompile.pipelining.guard import check_traced
 from zcompile.planning.unit_costs import PipelineCosts, UnitStages, costs_of_model
 from zcompile.runtime.device import HOST
 from zcompile.tools.tracing import trace
@@ -39,6 +40,7 @@ class TracedUnits:
         units: As for `zcompile.compile`.
         hardware: What it runs on.
         plan: By what tensor parallelism divides it; None if it does not.
+        loss_fn: Called as `loss_fn(model, *args, **kwargs)`, it gives the loss; None: the model does.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class TracedUnits:
     units: Sequence[str] | None
     hardware: Hardware
     plan: Mapping[str, ParallelStyle] | None = None
+    loss_fn: Callable[..., Any] | None = None
     _whole: UnitStages | None = None
     """All units, of the first size that was asked for."""
     _kept: tuple[int, ...] = ()
@@ -59,7 +62,7 @@ class TracedUnits:
         """What the units of one of `parts` of the model take, for a micro-batch `times` as large.
 
         Raises:
-            CaptureError, OptionError: see `zcompile.tools.tracing.trace`.
+            CaptureError, OptionError: see `zcompile.tools.tracing.trace`; or what it gives is no loss.
             ModelError: see there; or it cannot be copied, or divided so.
             GroupError: there is a process group, and parts of a model are traced with one that stands for others.
         """
@@ -117,7 +120,9 @@ class TracedUnits:
 
         args, kwargs = tree_map_only(torch.Tensor, larger, (tuple(self.args), dict(self.kwargs)))
         with _divided(model, parts, self.plan):
-            traced = trace(model, args, kwargs, dtype=self.dtype, units=self.units, device=self.hardware.device)
+            device, loss_fn = self.hardware.device, self.loss_fn
+            traced = trace(model, args, kwargs, dtype=self.dtype, units=self.units, device=device, loss_fn=loss_fn)
+        check_traced(traced)
         return UnitStages.of(traced, CPU if self.hardware.device == HOST else GPU)
 
 
@@ -153,6 +158,13 @@ def _without(model: nn.Module, blocks: set[str]) -> nn.Module:
     return model
 
 
+def check_no_group() -> None:
+    """Raise GroupError where there is a process group already."""
+    if dist.is_initialized():
+        fix = "plan before init_process_group, in a process of its own, or without tensor parallelism"
+        raise GroupError("process group", "is there, and parts of a model are traced with one that is not real", fix)
+
+
 @contextmanager
 def _divided(model: nn.Module, parts: int, plan: Mapping[str, ParallelStyle] | None) -> Iterator[None]:
     """A model that tensor parallelism has divided, with a group that stands for other ranks.
@@ -164,9 +176,7 @@ def _divided(model: nn.Module, parts: int, plan: Mapping[str, ParallelStyle] | N
     if parts == 1:
         yield
         return
-    if dist.is_initialized():
-        fix = "plan before init_process_group, or in a process of its own"
-        raise GroupError("process group", "is there, and parts of a model are traced with one that is not real", fix)
+    check_no_group()
     dist.init_process_group("fake", rank=0, world_size=parts, store=dist.HashStore())
     try:
         mesh = init_device_mesh("cpu", (parts,), mesh_dim_names=("tp",))

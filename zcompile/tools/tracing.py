@@ -7,7 +7,8 @@ would compile is thrown away. So a model of any size on meta is traced in the me
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,8 +43,11 @@ def trace(
     units: Sequence[str] | None = None,
     whole: Sequence[str] | None = None,
     device: str = HOST,
+    loss_fn: Callable[..., Any] | None = None,
 ) -> Program:
     """The program of `model(*args, **kwargs)` and its backward, laid out for stage 3 in a world of one.
+
+    With a `loss_fn` it is that of `loss_fn(model, *args, **kwargs)`.
 
     The model, and tensors among the arguments, may be on meta: they are traced as if on the CPU, without values, and
     with a `dtype` of 16 bits in the dtypes that autocast chooses on a `device` of this kind. The model is left as it
@@ -61,10 +65,11 @@ def trace(
     _check_neighbours(check_divided(model))
     layout = make_layout(model, STAGES[3], axes_over(model, 1), units, Precision(dtype, reduce_dtype), whole)
 
-    signature = inspect.signature(type(model).forward)
+    signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
     _check_arguments(model, signature, args, dict(kwargs or {}))
     given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
-    called = Called(lambda *a, **k: model(*a, **k), given[0], given[1], tuple(signature.parameters)[1:])
+    call: Callable[..., Any] = model if loss_fn is None else partial(loss_fn, model)
+    called = Called(lambda *a, **k: call(*a, **k), given[0], given[1], tuple(signature.parameters)[1:])
     with autocast_of(device), autocast(HOST, dtype):
         program = trace_call(model, layout, called, torch.device(HOST), type(model).__name__)
     if not program.has_backward:
