@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import zcompile
 from tests.models import GPT
+from tests.ranks import Ranks
 from zcompile import GroupError, MeshForecast, ModelError, OptionError
-from zcompile.cost.hardware import GPU, Link, load_profile
+from zcompile.cost.hardware import CPU, GPU, Link, load_profile
 from zcompile.cost.memory import model_state, peak_bytes
 from zcompile.cost.simulator import simulate_pipeline
 from zcompile.ir.axis import Axis, AxisKind
@@ -264,6 +266,40 @@ def test_the_lines_run_on_the_mesh_that_they_name() -> None:
     ]
     assert lines[0] in "\n".join(plan.lines(best))
     assert plan.lines(plan.best())[-1] in str(plan)
+
+
+def runs(rank: int, lines: list[str]) -> list[float]:
+    """The losses of three steps on one batch."""
+    torch.manual_seed(0)
+    model = Llama(LlamaShape(2, 128, 256, 4, 2), 64)
+    names: dict[str, Any] = {
+        "zcompile": zcompile,
+        "torch": torch,
+        "model": model,
+        "init_device_mesh": init_device_mesh,
+        "parallelize_module": parallelize_module,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
+    }
+    if len(lines) == 3:  # the optimizer is made of what tensor parallelism leaves
+        lines = [*lines[:2], "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)", lines[2]]
+    exec("\n".join(lines), names)
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+    return [float(names["step"](tokens, tokens.roll(-1, 1))) for _ in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_group")
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 1), (1, 2, 2)])
+def test_what_is_printed_runs(ranks: Ranks, mesh: tuple[int, int, int]) -> None:
+    with torch.device("meta"):
+        model, tokens = Llama(LlamaShape(2, 128, 256, 4, 2), 64), torch.empty(1, 16, dtype=torch.int64)
+    given: dict[str, Any] = {"dtype": None, "memory_limit": "1 GB", "global_batch": 4, "times": [1]}
+    plan = zcompile.plan_meshes(model, (tokens, tokens), world=4, hardware=CPU, checkpoints=["unit"], **given)
+    lines = plan.lines(next(one for one in plan.forecasts if one.choice.mesh == mesh))
+    answers = ranks.run(4, runs, [*lines[:-1], lines[-1].removesuffix(")") + ", backend='eager')"])
+    assert all(answer == answers[0] for answer in answers) or mesh[1] > 1
+    for losses in answers:
+        assert losses[2] < losses[1] < losses[0]
 
 
 def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:

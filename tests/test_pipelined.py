@@ -577,7 +577,7 @@ MISTAKES: dict[str, Mistake] = {
     "loss": (Skips, not_scalar, {}, 8, "OptionError: loss_fn: gives a tensor of [2, 4, 2]"),
     "results": (Skips, two, {}, 8, "OptionError: loss_fn: gives 2 results"),
     "detached": (Skips, detached, {}, 8, "OptionError: loss_fn: gives a loss that depends on no parameter"),
-    "option": (Skips, loss_of, {"memory_limit": 2**30}, 8, "OptionError: memory_limit: is not combined with a pipe"),
+    "option": (Skips, loss_of, {"arenas": True}, 8, "OptionError: arenas: is not combined with a pipe"),
     "budget": (Skips, loss_of, {"checkpoint": 0.5}, 8, "OptionError: checkpoint: 0.5 is not combined with a pipeline"),
     "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is no option"),
     "half": (Skips, loss_of, {"dtype": torch.float16}, 8, "OptionError: dtype: is float16, whose gradients want"),
