@@ -4,11 +4,17 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from tests.passes.programs import check, parsed
 from zcompile.facts import PHASES_SPLIT
-from zcompile.ir.operation import Phase, data, set_data
+from zcompile.ir.operation import Phase, data, op_of, set_data
+from zcompile.ir.ops import Input, Kind
+from zcompile.passes.assign_units import assign_units
+from zcompile.passes.pipelining.cut_stages import cut_stages
 from zcompile.passes.split_phases import split_phases
+from zcompile.tools.llama import Llama, LlamaShape
+from zcompile.tools.tracing import trace
 
 HEAD = """
 axes = {"dp": "shard 2"}
@@ -240,3 +246,17 @@ def test_values_are_read_themselves_where_they_were_read_detached() -> None:
     assert "detach" in traced.text()
     assert [node.name for node in program.saved()] == ["y"]
     assert program.text().count("aten.detach.default") == 1, "of a result, which is a value of its own, it stays"
+
+
+def test_what_a_pipeline_stage_computes_again_waits_for_its_tangent() -> None:
+    """Torch's partitioner puts it in front of the whole backward where it does not know the tangents."""
+    with torch.device("meta"):
+        model, tokens = Llama(LlamaShape(4, 256, 512, 4, 2), 512), torch.empty(1, 64, dtype=torch.int64)
+    traced = trace(model, (tokens, tokens), dtype=torch.bfloat16, device="cuda")
+    stage, _ = cut_stages(traced, starts=["layers.3"])
+    program = assign_units(split_phases(stage.program, partition="min_cut"))
+    (tangent,) = [node for node in program.nodes(Input) if op_of(node, Input).kind is Kind.TANGENT]
+    body = program.body(Phase.BACKWARD)
+    first = min(body.index(user) for user in tangent.users)
+    assert {data(node).unit for node in body} >= {"layers.0", "layers.1", "layers.2"}
+    assert {data(node).unit for node in body[:first]} <= {"layers.2", ""}

@@ -17,7 +17,7 @@ from zcompile.planning.unit_layouts import UnitLayout
 
 def most_held(divided: DividedPipeline, rank: int, limit: float = math.inf) -> dict[MemoryKind, int]:
     """What a rank holds at the peak of a step, or as soon as that is more than the limit."""
-    held = HeldBytes(divided, rank)
+    held = _HeldBytes(divided, rank)
     for action in divided.table.rows[rank]:
         held.run(action)
         if sum(held.most.values()) > limit:
@@ -25,7 +25,7 @@ def most_held(divided: DividedPipeline, rank: int, limit: float = math.inf) -> d
     return held.most
 
 
-class HeldBytes:
+class _HeldBytes:
     """What a rank holds beside shards and moments, while its actions run."""
 
     def __init__(self, divided: DividedPipeline, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""A search over meshes: what can be meant, in an order in which most need not be forecast."""
+"""A search over meshes: all valid choices, in an order in which most need not be forecast."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class MeshSearch:
                 self.tell(f"{pipeline} x {self.space.world // tensor // pipeline} x {tensor}", done, len(tensors))
                 self._mesh(pipeline, self.space.world // tensor // pipeline, tensor)
         if self._left_out:
-            most = f"more than {ACTIONS // 2:,} times a micro-batch in a stage"
-            self.notes.append(f"{self._left_out} choices left out, which have {most}")
+            most = f"stages x micro-batches are more than {ACTIONS // 2:,}"
+            self.notes.append(f"{self._left_out} choices not compared: {most}")
         self.tell("done", len(tensors), len(tensors))
 
     def _parts(self) -> Iterator[int]:
