@@ -33,15 +33,12 @@ def sink_waits(program: Program, *, depth: int = 1, consumed: bool = False) -> P
         bounded = consumed or op_of(reduction, Reduce).scatter
         anchor = _later(reductions, index + depth, end) if bounded else end
         wait = _wait_of(reduction)
-        following = [user for user in wait.users if isinstance(data(user).op, ReduceOutside)]
-        for node in (wait, *following, *_sums_with(wait)):
+        for node in (wait, *_replicas_of(wait), *_sums_with(wait)):
             anchor.prepend(node)
     replicas = program.nodes(ReduceOutside)
     for index, reduction in enumerate(replicas):
         anchor = _later(replicas, index + depth, end) if consumed else end
-        wait = _wait_of(reduction)
-        for node in (wait, *_sums_with(wait)):
-            anchor.prepend(node)
+        anchor.prepend(_wait_of(reduction))
     return program
 
 
@@ -50,8 +47,14 @@ def _later(reductions: Sequence[fx.Node], index: int, end: fx.Node) -> fx.Node:
 
 
 def _sums_with(wait: fx.Node) -> list[fx.Node]:
-    """What adds these averages, of a further micro-batch, to earlier ones."""
-    return [user for user in wait.users if isinstance(data(user).op, SumAverages) and user.args[2] is wait]
+    """What adds these averages, of a further micro-batch, to earlier ones, and what the last sum is averaged by."""
+    sums = [user for user in wait.users if isinstance(data(user).op, SumAverages) and user.args[2] is wait]
+    return [node for one in sums for node in (one, *_replicas_of(one))]
+
+
+def _replicas_of(averages: fx.Node) -> list[fx.Node]:
+    """What starts averaging averages over replicas."""
+    return [user for user in averages.users if isinstance(data(user).op, ReduceOutside)]
 
 
 def _wait_of(reduction: fx.Node) -> fx.Node:

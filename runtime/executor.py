@@ -506,17 +506,31 @@ def accumulate(bound: BoundUnit, grads: list[torch.Tensor | None]) -> Gradients:
     return Gradients(bound.shards, tensors, held=True)
 
 
-def add(
-    bound: BoundUnit, sums: list[torch.Tensor | None] | Gradients, grads: list[torch.Tensor | None] | Gradients
-) -> list[torch.Tensor | None] | Gradients:
-    """Add gradients of a further micro-batch, in the memory of `sums`; gives these, and leaves both lists empty."""
+Summed = list[torch.Tensor | None] | Gradients | InsideAverages
+"""Gradients of a unit: this rank's own, or averages."""
+
+
+def add(bound: BoundUnit, sums: Summed, grads: Summed, *, dtype: torch.dtype | None = None) -> Summed:
+    """Add gradients of a further micro-batch, in the memory of `sums`; gives these, and leaves both lists empty.
+
+    With `dtype`, those whose sum the layout has in it are cast to it before.
+    """
     if isinstance(sums, Gradients):
         assert isinstance(grads, Gradients), "averages are added to averages"
         add_all([sums.tensors[name] for name in grads.tensors], list(grads.tensors.values()))
         grads.tensors.clear()
         return sums
+    if isinstance(sums, InsideAverages):
+        assert isinstance(grads, InsideAverages), "averages are added to averages"
+        mine_by_name, theirs = ({param.name: part for param, part in one.parts()} for one in (sums, grads))
+        add_all([mine_by_name[name] for name in theirs], list(theirs.values()))
+        grads.arrivals = []
+        return sums
     assert isinstance(grads, list), "this rank's own gradients are added to its own"
     mine, others = unbox(sums), unbox(grads)
+    if dtype is not None:
+        casts = [dtype if param.sum_dtype is dtype else None for param in bound.unit.params]
+        mine = [one if one is None or to is None else one.to(to) for one, to in zip(mine, casts, strict=True)]
     pairs = [(one, other) for one, other in zip(mine, others, strict=True) if one is not None and other is not None]
     if pairs:
         add_all(*map(list, zip(*pairs, strict=True)))
@@ -528,9 +542,9 @@ def write(buffer: torch.Tensor, value: torch.Tensor) -> None:
     buffer.copy_(value)
 
 
-def plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Their sum, in memory of its own."""
-    return one + other
+def plus(one: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Their sum, in memory of its own; `dtype`: in which it is, if not in theirs."""
+    return one + other if dtype is None else one.to(dtype) + other
 
 
 def update(bound: BoundUnit, grads: Gradients) -> None:

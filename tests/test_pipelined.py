@@ -156,8 +156,8 @@ def mesh_of(pipeline: int, data: int) -> DeviceMesh:
 class Reference:
     """Plain PyTorch on one device: the micro-batches of all data-parallel ranks, summed in the documented order."""
 
-    def __init__(self, name: str, stage: int, data: int) -> None:
-        self.name, self.stage, self.data, self.model = name, stage, data, model_of(name)
+    def __init__(self, name: str, stage: int, data: int, replicas: int = 1) -> None:
+        self.name, self.stage, self.data, self.model, self.replicas = name, stage, data, model_of(name), replicas
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
     def gradients(self, rank: int, step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], torch.Tensor]:
@@ -167,7 +167,8 @@ class Reference:
         parts = [one.chunk(MICROBATCHES) for one in batch_of(self.name, rank, step)]
         for x, y in zip(*parts, strict=True):
             model.zero_grad()
-            loss = loss_of(model, x, y)
+            with torch.autocast("cpu", torch.bfloat16, enabled=next(model.parameters()).dtype is torch.bfloat16):
+                loss = loss_of(model, x, y)
             (loss / MICROBATCHES).backward()
             named = {name: model.get_parameter(name) for name, _ in self.model.named_parameters()}
             found.append({name: None if p.grad is None else p.grad.clone() for name, p in named.items()})
@@ -186,12 +187,17 @@ class Reference:
                     row.append(in_order([one[name] for one in others]))
             if rows[0][0] is None:
                 parameter.grad = None
-            elif self.stage < 2:  # sums over micro-batches, averaged over ranks
-                parameter.grad = mean([in_order(row) for row in rows])
-            else:  # averages over ranks, summed over micro-batches
-                parameter.grad = in_order([mean(list(column)) for column in zip(*rows, strict=True)])
+            else:
+                size = len(rows) // self.replicas
+                parameter.grad = mean([self.inside(rows[at : at + size]) for at in range(0, len(rows), size)])
         self.optimizer.step()
         return [loss for *_, loss in ranks]
+
+    def inside(self, rows: list[list[Any]]) -> Any:
+        """Of the ranks of a replica: sums over micro-batches, averaged, or averages, summed over micro-batches."""
+        if self.stage < 2:
+            return mean([in_order(row) for row in rows])
+        return in_order([mean(list(column)) for column in zip(*rows, strict=True)])
 
 
 def in_order(tensors: list[Any]) -> Any:
@@ -206,11 +212,23 @@ def mean(tensors: list[Any]) -> Any:
 
 
 def trains(
-    rank: int, name: str, pipeline: int, data: int, schedule: str, stage: int, options: dict[str, Any]
+    rank: int,
+    name: str,
+    pipeline: int,
+    data: int,
+    schedule: str,
+    stage: int,
+    options: dict[str, Any],
+    replicas: int | None = None,
 ) -> list[str]:
     """What is not as in the reference after three steps."""
-    mesh = mesh_of(pipeline, data)
-    reference, model = Reference(name, stage, data), model_of(name)
+    if replicas is None:
+        mesh = mesh_of(pipeline, data)
+    else:
+        sizes, names = (pipeline, replicas, data // replicas), ("pp", "dp_replicate", "dp_shard")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    one_level = stage == 0 or options.get("shard") == "flat"
+    reference, model = Reference(name, stage, data, 1 if one_level else replicas or 1), model_of(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     options = {**UNITS.get(name, {}), **options}
     step = zcompile.train_step(
@@ -225,7 +243,7 @@ def trains(
         **options,
     )
     assert isinstance(step, PipelinedStep)
-    wrong, own = [], mesh["dp"].get_local_rank()
+    wrong, own = [], rank % data
     for number in range(3):
         loss, losses = step(*batch_of(name, own, number)), reference.train(number)
         if not torch.equal(loss, losses[own]):
@@ -302,6 +320,56 @@ def test_options_change_no_bit(ranks: Ranks, options: dict[str, Any], schedule: 
     if schedule == "zbvzerobubble" and "split" in options:
         options = {"split": ["down.1", "up.0", "up.1"]}
     assert ranks.run(4, trains, "skips", 2, 2, schedule, 3, options) == [[]] * 4
+
+
+def in_low_precision(rank: int, name: str, pipeline: int, data: int, stage: int, reduce_dtype: Any) -> list[str]:
+    """What is not as in plain PyTorch, with bfloat16 gradients that are added up in the dtype they are reduced in."""
+    reference, model = Reference(name, stage, data), model_of(name)
+    master = reference.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    low = {"dtype": torch.bfloat16, "reduce_dtype": reduce_dtype, "stage": stage, "backend": "eager"}
+    step = zcompile.train_step(
+        model, loss_of, optimizer, mesh=mesh_of(pipeline, data), microbatches=MICROBATCHES, **low
+    )
+    for number in range(3):
+        step(*batch_of(name, rank % data, number))
+        reference.model = copy.deepcopy(master).bfloat16()
+        ranks = [reference.gradients(of, number) for of in range(data)]
+        for parameter_name, parameter in master.named_parameters():
+            rows = [[one[parameter_name].to(reduce_dtype) for one in found] for found, _, _ in ranks]
+            for row, (_, others, _) in zip(rows, ranks, strict=True):
+                if parameter_name in others[0]:
+                    row.append(in_order([one[parameter_name].to(reduce_dtype) for one in others]))
+            if stage < 2:
+                parameter.grad = mean([in_order(row) for row in rows]).float()
+            else:
+                columns = zip(*rows, strict=True)
+                parameter.grad = in_order([mean(list(column)).float() for column in columns])
+        reference.optimizer.step()
+    wanted, full = dict(master.named_parameters()), dict[str, torch.Tensor]()
+    for parameter_name, one in model.named_parameters():
+        if not one.is_meta:
+            full[parameter_name] = one.full_tensor() if isinstance(one, DTensor) else one
+    assert full
+    return [name for name, value in full.items() if not torch.equal(value, wanted[name])]
+
+
+@quickly(
+    "name, pipeline, data, stage, reduce_dtype",
+    [
+        (name, pipeline, data, stage, dtype)
+        for name in ("gpt", "gpt tied")
+        for pipeline, data in ((2, 1), (2, 2))
+        for stage in range(4)
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    [("gpt", 2, 2, 1, torch.float32), ("gpt tied", 2, 1, 0, torch.float32), ("gpt tied", 2, 2, 3, torch.float32)],
+)
+def test_gradients_are_added_up_in_the_dtype_that_they_are_reduced_in(
+    ranks: Ranks, name: str, pipeline: int, data: int, stage: int, reduce_dtype: Any
+) -> None:
+    found = ranks.run(pipeline * data, in_low_precision, name, pipeline, data, stage, reduce_dtype)
+    assert found == [[]] * (pipeline * data)
 
 
 def gathers(rank: int) -> list[object]:

@@ -30,12 +30,24 @@ from zcompile.ir.program_graph import after_items
 
 
 def reduction_of(
-    program: Program, unit: Unit, grads: Sequence[fx.Node | None] | fx.Node, group: fx.Node | None, prefix: str = ""
+    program: Program, unit: Unit, grads: Sequence[fx.Node | None] | fx.Node, group: fx.Node | None
 ) -> fx.Node:
     """Reduce gradients of `unit`, also over the ranks of `group`, at the graph's insertion point; returns the wait.
 
     `grads`: one for each of its parameters, or their sum over several micro-batches.
     """
+    inside = averaged_inside(program, unit, grads, group)
+    return inside if group is None else averaged_outside(program, unit, inside, group)
+
+
+def averaged_inside(
+    program: Program,
+    unit: Unit,
+    grads: Sequence[fx.Node | None] | fx.Node,
+    group: fx.Node | None,
+    prefix: str = "",
+) -> fx.Node:
+    """Reduce gradients over the ranks that shard; `group`: those over which they are averaged then, if there are."""
     listed = grads if not isinstance(grads, fx.Node) else ()
     params = (
         op_of(grads, Sum).params
@@ -43,18 +55,23 @@ def reduction_of(
         else tuple(param.name for param, grad in zip(unit.params, listed, strict=True) if grad is not None)
     )
     shards, phase = shards_of(program, unit), _phase_of(program)
-    stem, scatter, dtype = f"{prefix}{shards.name}", program.layout.stage.optimizer_sharded, unit.reduction_dtype
-    meta = Data(Reduce(unit.name, params, scatter, dtype), phase, source=unit.name)
+    stem, scatter = f"{prefix}{shards.name}", program.layout.stage.optimizer_sharded
+    meta = Data(Reduce(unit.name, params, scatter, unit.reduction_dtype), phase, source=unit.name)
     given = grads if isinstance(grads, fx.Node) else list(grads)
     started = program.add((shards, given), meta, f"{stem}_reduce")
     waits = Data(WaitReduce(unit.name, params), phase, source=unit.name)
-    if group is None:
-        return program.add((started,), waits, f"{stem}_grads")
-    waited = program.add((started,), waits, f"{stem}_shard_grads")
-    axis, scatter = op_of(group, Group).axis, program.layout.has_secondary
-    outside = ReduceOutside(unit.name, params, axis, scatter, dtype, unit.outer_dtype)
-    averaged = program.add((shards, waited, group), Data(outside, phase, source=unit.name), f"{stem}_average")
-    return program.add((averaged,), waits, f"{stem}_grads")
+    return program.add((started,), waits, f"{stem}_grads" if group is None else f"{stem}_shard_grads")
+
+
+def averaged_outside(program: Program, unit: Unit, averages: fx.Node, group: fx.Node) -> fx.Node:
+    """Reduce what has been reduced inside over the ranks of `group`."""
+    params = data(averages).op.params  # type: ignore[attr-defined]
+    shards, phase, layout = shards_of(program, unit), _phase_of(program), program.layout
+    axis, dtypes = op_of(group, Group).axis, (unit.reduction_dtype, unit.outer_dtype)
+    meta = Data(ReduceOutside(unit.name, params, axis, layout.has_secondary, *dtypes), phase, source=unit.name)
+    averaged = program.add((shards, averages, group), meta, f"{shards.name}_average")
+    waits = Data(WaitReduce(unit.name, params), phase, source=unit.name)
+    return program.add((averaged,), waits, f"{shards.name}_grads")
 
 
 def shards_of(program: Program, unit: Unit) -> fx.Node:

@@ -15,11 +15,17 @@ Stages 2 and 3 reduce the gradients of each micro-batch as they come, and add up
     m1_a_grads = wait(m1_a_reduce)
     a_grads = add(a, m0_a_grads, m1_a_grads)
 
+Over replicas that sum is averaged once. Sums of full gradients are in the dtype in which these are averaged, which the
+first line of a sum says: `add(a, [m0_ga], [m1_ga], dtype=torch.float32)`.
+
 Either way they are added in the order of the micro-batches, so that bits do not depend on the schedule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import fx
 
 from zcompile.ir.layout import Unit
@@ -27,8 +33,16 @@ from zcompile.ir.operation import Data, Phase, data
 from zcompile.ir.ops import Sum, SumAverages
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
+from zcompile.ir.tensor_type import Dim, TensorType
 from zcompile.passes.common.axis_groups import group_of
-from zcompile.passes.common.reductions import next_line, owned, reduction_of, shards_of
+from zcompile.passes.common.reductions import (
+    averaged_inside,
+    averaged_outside,
+    next_line,
+    owned,
+    reduction_of,
+    shards_of,
+)
 
 
 def reduce_microbatches(program: Program) -> Program:
@@ -77,25 +91,42 @@ def _together(program: Program, unit: Unit, rows: list[Row], group: fx.Node | No
         with program.graph.inserting_before(next_line(program, last)):
             given = [owned(program, grad, unit) for grad in row] if number == 0 else row
             if number:
-                meta = Data(Sum(unit.name, params), Phase.STEP, source=unit.name)
+                dtype = _sum_dtype(unit, params) if number == 1 else None
+                meta = Data(Sum(unit.name, params, dtype), Phase.STEP, _sum_type(unit, params, dtype), unit.name)
                 total = program.add((shards, previous, given), meta, f"{shards.name}_sum")
             previous = given if total is None else total
     with program.graph.inserting_before(next_line(program, rows[-1][1])):
         return reduction_of(program, unit, previous, group)
 
 
+def _sum_dtype(unit: Unit, params: Sequence[str]) -> torch.dtype | None:
+    """In which the gradients of some parameters are summed, if not in their own."""
+    return next((param.sum_dtype for param in unit.params if param.name in params and param.sum_dtype), None)
+
+
+def _sum_type(unit: Unit, params: Sequence[str], dtype: torch.dtype | None) -> TensorType | None:
+    """What a sum takes that is not in the memory of the first gradients: those of its dtype, one behind the other."""
+    if dtype is None:
+        return None
+    numel = sum(param.numel for param in unit.params if param.name in params and param.sum_dtype is dtype)
+    return TensorType(dtype, (Dim(numel),))
+
+
 def _each(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) -> fx.Node:
-    """Reduce the gradients of each micro-batch, and add up the averages."""
+    """Reduce the gradients of each micro-batch, and add up the averages; over replicas, of all of them together."""
     shards, total = shards_of(program, unit), None
     for number, (row, last) in enumerate(rows):
         with program.graph.inserting_before(next_line(program, last)):
             prefix = f"m{number}_" if len(rows) > 1 else ""
-            waited = reduction_of(program, unit, [owned(program, grad, unit) for grad in row], group, prefix)
+            waited = averaged_inside(program, unit, [owned(program, grad, unit) for grad in row], group, prefix)
             if total is None:
                 total = waited
                 continue
             params = data(total).op.params  # type: ignore[attr-defined]
             meta = Data(SumAverages(unit.name, params), Phase.STEP, source=unit.name)
-            total = program.add((shards, total, waited), meta, f"{shards.name}_grads")
+            total = program.add((shards, total, waited), meta, f"{shards.name}_{'grads' if group is None else 'sum'}")
     assert total is not None, "a unit has gradients"
-    return total
+    if group is None:
+        return total
+    with program.graph.inserting_before(next_line(program, rows[-1][1])):
+        return averaged_outside(program, unit, total, group)

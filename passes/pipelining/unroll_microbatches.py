@@ -58,6 +58,7 @@ from zcompile.ir.ops import (
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
+from zcompile.ir.tensor_type import TensorType
 from zcompile.passes.common.boundary import Crossing, End, Lending, PipelineStage
 
 
@@ -312,14 +313,21 @@ class _Step:
         set_data(copied, replace(meta, phase=Phase.STEP, action=str(action)))
 
     def _line(
-        self, action: Action | str, args: tuple[object, ...], op: Operation, name: str, of: fx.Node | None = None
+        self,
+        action: Action | str,
+        args: tuple[object, ...],
+        op: Operation,
+        name: str,
+        of: fx.Node | None = None,
+        dtype: torch.dtype | None = None,
     ) -> fx.Node:
-        """Write a line that is in no stage's program; what it gives is of the type of `of`."""
-        type_, source = (data(of).type, data(of).source) if of is not None else (None, "")
+        """Write a line that is in no stage's program; what it gives is of the type of `of`, but in `dtype`."""
+        type_, source = (_type_in(dtype, of), data(of).source) if of is not None else (None, "")
         meta = Data(op, Phase.STEP, type_, source, view=isinstance(op, (Send, WaitReceive)), action=str(action))
         node = replace(self.merged, graph=self.given.graph).add(args, meta, name)
         if of is not None:
-            node.meta["val"] = of.meta.get("val")
+            value = of.meta.get("val")
+            node.meta["val"] = value if dtype is None or value is None else value.to(dtype)
         return node
 
     # -- between stages -------------------------------------------------------------------------------------------
@@ -345,13 +353,21 @@ class _Step:
         while message not in self.arriving:
             following = self.queues[sender].pop(0)
             of = self._placeholder(following)
-            op = Receive(self.axis, sender, str(following), _strides(of))
-            args = (self.given.group, str(data(of).type))
+            op, dtype = Receive(self.axis, sender, str(following), _strides(of)), self._sum_dtype(following)
+            args = (self.given.group, str(_type_in(dtype, of)))
             name = f"{following.prefix}{self._name_of(following, of)}_recv"
-            self.arriving[following] = self._line(action, args, op, name, of)
+            self.arriving[following] = self._line(action, args, op, name, of, dtype)
         of = self._placeholder(message)
         name = message.prefix + self._name_of(message, of)
-        return self._line(action, (self.arriving[message],), WaitReceive(), name, of)
+        return self._line(action, (self.arriving[message],), WaitReceive(), name, of, self._sum_dtype(message))
+
+    def _sum_dtype(self, message: StageMessage) -> torch.dtype | None:
+        """In which a sum of gradients is that a stage is given, if not in their own dtype."""
+        if message.microbatch is not None or self.table.microbatches == 1:
+            return None
+        stage = self.stages[message.to]
+        found = (one for one in stage.boundary.collects if collected(one, one.stage, stage.number) == message)
+        return next((stage.program.layout.param(one.param).sum_dtype for one in found), None)
 
     def _name_of(self, message: StageMessage, taken: fx.Node) -> str:
         """What a value that is received is called: as what takes it, where that is an input."""
@@ -401,7 +417,9 @@ class _Step:
         """Add the gradient of a parameter that another stage keeps to those before; the last sum is that stage's."""
         message = collected(lending, action.stage, lending.stage)
         if (total := self.totals.get(message)) is not None:
-            gradient = self._line(action, (total, gradient), Plus(), f"{message.value}_total", gradient)
+            dtype = self._sum_dtype(message)
+            op = Plus(dtype if data(total).type != _type_in(dtype, total) else None)
+            gradient = self._line(action, (total, gradient), op, f"{message.value}_total", gradient, dtype)
             set_data(gradient, replace(data(gradient), view=False))
         self.totals[message] = gradient
         if _is_last(action, self.table):
@@ -464,6 +482,12 @@ def _for_other_stages(program: Program, sent: int) -> set[fx.Node]:
             needed.update(node.all_input_nodes)
     calls = {node for node in needed if isinstance(data(node).op, Call)}
     return needed | {item for call in calls for item in items_of(call)}
+
+
+def _type_in(dtype: torch.dtype | None, value: fx.Node) -> TensorType | None:
+    """The type of a value, if that were of another dtype."""
+    type_ = data(value).type
+    return type_ if dtype is None or type_ is None else replace(type_, dtype=dtype)
 
 
 def _strides(placeholder: fx.Node) -> tuple[int, ...] | None:

@@ -114,7 +114,8 @@ def _mistaken_outside(program: Program, node: fx.Node, op: ReduceOutside) -> Ite
     shards, averages, group = given_to(node)
     if shards != Shards(op.unit):
         yield Violation(node, f"{node.name} names the unit {op.unit}, and is given the shards of {shards.unit}")
-    if averages != WaitReduce(op.unit, op.params) or group != Group(op.axis):
+    known = WaitReduce(op.unit, op.params), SumAverages(op.unit, op.params)
+    if averages not in known or group != Group(op.axis):
         yield Violation(node, f"{node.name} averages {op.params} over {op.axis}, and is given {averages} over {group}")
     if op.wire is not (wanted := program.layout.unit(op.unit).outer_dtype):
         yield Violation(node, f"{node.name} sends averages of {op.unit} as {op.wire}; want {wanted}")

@@ -94,6 +94,11 @@ class Param:
         return self.reduction_dtype or self.full_dtype
 
     @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """In which gradients are summed over micro-batches, if not in their own: in that of the average, if wider."""
+        return self.reduce_dtype if self.reduce_dtype.itemsize > self.full_dtype.itemsize else None
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 

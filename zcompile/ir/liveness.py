@@ -51,6 +51,8 @@ def _carries(node: fx.Node, user: fx.Node, alone: bool) -> bool:
     match data(user).op:
         case Averaging():
             return True  # its result arrives when it has been waited for
+        case Sum(dtype=dtype) if dtype is not None:
+            return node not in _added(user) and getattr(data(node).type, "dtype", dtype) is dtype
         case Sum() | SumAverages():
             return node not in _added(user)  # what it adds to is where the sum is
         case GatherInside():

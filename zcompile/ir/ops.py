@@ -387,6 +387,8 @@ class Sum(Operation):
 
     unit: str
     params: tuple[str, ...]
+    dtype: torch.dtype | None = None
+    """In which the sum is, where that is not the dtype of gradients: it has memory of its own then."""
 
 
 SUMMED = (*GRADIENTS, Sum)
@@ -494,7 +496,6 @@ class ReduceOutside(Averaging):
     """Over the ranks of `axis`: of averages over the ranks inside; `scatter`: each gets those of its primary shard."""
 
     functions = ("all_reduce", "reduce_scatter")
-    takes = ((Shards,), (WaitReduce,), (Group,))
 
     unit: str
     params: tuple[str, ...]
@@ -601,6 +602,7 @@ class SumAverages(Operation):
 AVERAGES = (WaitReduce, SumAverages)
 """An argument that is averaged gradients, of one micro-batch or the sum over several."""
 SumAverages.takes = ((Shards,), AVERAGES, (WaitReduce,))
+ReduceOutside.takes = ((Shards,), AVERAGES, (Group,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -639,6 +641,9 @@ class Plus(Operation):
     role = Role.VALUE
     functions = ("plus",)
     takes = (ANY, ANY)
+
+    dtype: torch.dtype | None = None
+    """In which the sum is, where that is not the dtype of gradients."""
 
 
 @dataclass(frozen=True, slots=True)

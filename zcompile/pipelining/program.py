@@ -155,7 +155,8 @@ def _shared(stages: Sequence[PipelineStage], own: Sequence[int]) -> tuple[Shared
                 if param in stages[number].boundary.summands
             }
             if {home.number, *readers}.intersection(own):
-                found.append(SharedParameter(param, value, home.number, tuple(readers), parts))
+                dtype = home.program.layout.param(param).sum_dtype
+                found.append(SharedParameter(param, value, home.number, tuple(readers), parts, dtype))
     return tuple(found)
 
 

@@ -12,9 +12,11 @@ from zcompile.errors import AgreementError, GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
 from zcompile.model.tensor_parallel import check_divided, model_parallel
 from zcompile.runtime.agreement import ALIKE, Agreement, first_difference
-from zcompile.runtime.groups import Communicator, as_one, default_device
+from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, data_axes, default_device
 from zcompile.runtime.stage_links import StageLinks
 from zcompile.runtime.tensors.placement import ModelParallel
+from zcompile.schedule.option_checks import check_axes, check_outer
+from zcompile.schedule.options import Options
 
 PIPELINE = "pp"
 """What the pipeline axis of a mesh is called."""
@@ -54,13 +56,18 @@ class PipelineRanks:
         return [everyone.index(rank) for rank in self.links.waits.ranks]
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> PipelineRanks:
+    def of(cls, model: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options) -> PipelineRanks:
         """Those of a mesh that `device_of` takes. Collective."""
-        onward, back, tensor = _with_data(mesh), _with_data(mesh), check_divided(model)
-        everyone, data = Communicator(as_one(onward), device), Communicator(onward[DATA], device)
+        tensor = check_divided(model)
+        onward, back = _with_data(mesh, tensor), _with_data(mesh, tensor)
+        shared = onward[_data_names(onward, tensor)]
+        everyone = Communicator(as_one(onward), device)
+        data = Communicator(as_one(shared) if options.has_one_axis else shared, device, options.hybrid)
         links = StageLinks(onward[PIPELINE], back[PIPELINE], everyone.waits, data)
-        parallel = None if tensor is None else model_parallel(model, mesh[DATA])
-        return cls(device, everyone, Agreement(everyone), data, links, _axes(onward, _name_of(tensor)), parallel)
+        parallel = None
+        if tensor is not None:
+            parallel = model_parallel(model, mesh[_data_names(mesh, tensor)], flat=options.divides_outside)
+        return cls(device, everyone, Agreement(everyone), data, links, _axes(onward, data.mesh, tensor), parallel)
 
     def compare(self, what: str, text: str) -> str:
         """The first rank's text, once all ranks came here with texts that fit.
@@ -101,23 +108,25 @@ class PipelineRanks:
 
 
 def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
-    """Where a model is trained on a mesh that has a dimension "pp", perhaps "dp", and that of tensor parallelism.
+    """Where a model is trained on a mesh with a dimension "pp", and perhaps others of data and tensor parallelism.
 
     Raises:
         GroupError: it has others, or is for another device than the model's.
         ModelError: tensor parallelism divides the model as a pipeline cannot have it.
     """
-    tensor, names = check_divided(model), mesh.mesh_dim_names or ()
-    known = [PIPELINE, DATA, *([] if tensor is None else [_name_of(tensor)])]
+    tensor, names = check_divided(model), list(mesh.mesh_dim_names or ())
+    data, parts = _data_names(mesh, tensor), [] if tensor is None else [_name_of(tensor)]
     kind = repr(mesh.device_type)
-    if others := [name for name in names if name not in known]:
-        problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, others))} so far"
-        fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp'))"
+    if data not in ((), (DATA,)) and not _says_what_for(mesh, data):
+        problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, data))}"
+        fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp')), or of two levels"
+        fix += " (stages, nodes, ranks) with ('pp', 'replicate', 'shard')"
         fix += "; for tensor parallelism call parallelize_module(model, mesh['tp'], ...) before"
         raise GroupError("mesh", problem, fix)
-    if [name for name in known if name in names] != list(names) or (tensor is not None and DATA not in names):
-        sizes = ("stages", "ranks", "parts")[: len(known)]
-        fix = f"give init_device_mesh({kind}, ({', '.join(sizes)}), mesh_dim_names={tuple(known)})"
+    if names != [PIPELINE, *data, *parts] or (parts and not data):
+        known = (PIPELINE, *(data or (DATA,)), *parts)
+        sizes = ("stages", *(("ranks",) if len(data) < 2 else ("nodes", "ranks")), *(("parts",) if parts else ()))
+        fix = f"give init_device_mesh({kind}, ({', '.join(sizes)}), mesh_dim_names={known})"
         divided = "" if tensor is None else f" of a model that is divided over {tensor}"
         raise GroupError("mesh", f"is {mesh}, which is not the order of dimensions, or lacks one{divided}", fix)
     first = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
@@ -128,24 +137,43 @@ def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
     return device
 
 
+def check_levels(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+    """Raise OptionError or GroupError if the data-parallel dimensions of a mesh are not what options are for."""
+    names = _data_names(mesh, check_divided(model))
+    levels = 1 if options.has_one_axis else max(len(names), 1)
+    check_outer(options.outer_dtype, levels)
+    check_axes(options.shard, levels)
+    if levels > 1:
+        check_inside(mesh[names], options.hybrid)
+
+
+def _data_names(mesh: DeviceMesh, tensor: DeviceMesh | None) -> tuple[str, ...]:
+    """The dimensions whose ranks have other data: all but those of stages and of tensor parallelism."""
+    return tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, _name_of(tensor)))
+
+
+def _says_what_for(mesh: DeviceMesh, data: tuple[str, ...]) -> bool:
+    """True for two dimensions, one of which repeats the shards that the other one divides."""
+    try:
+        return len(data) == 2 and bool(data_axes(mesh[data]))
+    except GroupError:
+        return False
+
+
 def _name_of(tensor: DeviceMesh | None) -> str:
     """What the dimension of tensor parallelism is called; empty if there is none."""
     return "" if tensor is None else (tensor.mesh_dim_names or ("tp",))[0]
 
 
-def _with_data(mesh: DeviceMesh) -> DeviceMesh:
+def _with_data(mesh: DeviceMesh, tensor: DeviceMesh | None) -> DeviceMesh:
     """A mesh of the same ranks with groups of its own, and a dimension of data, be it of size 1."""
     names, ranks = tuple(mesh.mesh_dim_names or ()), mesh.mesh
-    if DATA not in names:
+    if not _data_names(mesh, tensor):
         names, ranks = (*names, DATA), ranks.unsqueeze(-1)
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
 
 
-def _axes(mesh: DeviceMesh, tensor: str) -> tuple[Axis, ...]:
-    axes, stride = list[Axis](), 1
-    kinds = {PIPELINE: AxisKind.PIPELINE, DATA: AxisKind.SHARD, tensor: AxisKind.TENSOR}
-    for name in reversed(mesh.mesh_dim_names or ()):
-        size = mesh[name].size()
-        axes.insert(0, Axis(name, kinds[name], size, stride))
-        stride *= size
-    return tuple(axes)
+def _axes(mesh: DeviceMesh, data: DeviceMesh, tensor: DeviceMesh | None) -> tuple[Axis, ...]:
+    """The axes of a mesh with these data-parallel dimensions, the outermost first."""
+    stages = mesh[PIPELINE].size()
+    return (Axis(PIPELINE, AxisKind.PIPELINE, stages, mesh.size() // stages), *axes_of_mesh(data, tensor))

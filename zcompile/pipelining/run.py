@@ -17,7 +17,7 @@ from zcompile.engine.lowering import WRITTEN
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
 from zcompile.ir.operation import Phase, data, op_of
-from zcompile.ir.ops import AllGather, Group, Input, Kind, Shards
+from zcompile.ir.ops import AllGather, GatherOutside, Group, Input, Kind, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
@@ -69,7 +69,7 @@ class PipelinedRun:
         self._traced = [op_of(node, Input) for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
         self._draws = any(is_random(node) for node in traced.graph.nodes)
         """True if any rank draws random numbers in a step."""
-        self._keeps = any(op_of(node, AllGather).keep for node in program.nodes(AllGather))
+        self._keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
         self._digest = hashlib.sha256(common.encode(errors="backslashreplace")).hexdigest()
 
     def step(
@@ -139,8 +139,8 @@ class PipelinedRun:
         if isinstance(op, Shards):
             return BoundUnit(self.runtime.shards[op.unit], self.program.layout.unit(op.unit), updater)
         if isinstance(op, Group):
-            return self.ranks.links
-        assert isinstance(op, Input), "a step is given units, a group and inputs"
+            return self.ranks.links if op.axis == self.ranks.links.axis else self.ranks.data.outside
+        assert isinstance(op, Input), "a step is given units, groups and inputs"
         if op.kind is Kind.CONSTANT:
             return self.program.constants[node.name]
         if op.kind is Kind.TANGENT:

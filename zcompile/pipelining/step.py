@@ -38,7 +38,7 @@ from zcompile.pipelining.clipping import clip_together, deliver
 from zcompile.pipelining.division import divide_model
 from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
-from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, device_of
+from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
 from zcompile.pipelining.reports import PipelineCode, PipelineReports
 from zcompile.pipelining.run import PipelinedRun
 from zcompile.proof.ranks import check_texts
@@ -48,6 +48,7 @@ from zcompile.runtime.device import is_gpu
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import ranks_of
+from zcompile.schedule.option_checks import AUTO, check_gathered
 from zcompile.schedule.options import Options
 from zcompile.state.model_state import ModelState
 from zcompile.state.savable import Savable
@@ -55,6 +56,7 @@ from zcompile.state.savable import Savable
 LossFunction = Callable[..., torch.Tensor]
 Result = TypeVar("Result")
 _TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "memory_limit"})
+_TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype"}
 """Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
 
 
@@ -96,9 +98,10 @@ def pipelined_step(
         check_kinds(model)
         check_optimizers(optimizers, model)
         device = device_of(model, mesh)
+        check_levels(model, mesh, options)
         table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
     all_through(ranks_of(mesh), device, "a pipelined train step")
-    ranks = PipelineRanks.of(model, mesh, device)
+    ranks = PipelineRanks.of(model, mesh, device, options)
     if ranks.parallel is not None:
         ranks = replace(ranks, parallel=check_replicated(model, ranks.parallel, ranks.agreement, first=ranks.first))
     return PipelinedStep(model, loss_fn, optimizers, ranks, table, options, units, asked)
@@ -119,6 +122,8 @@ def _options_of(given: dict[str, Any]) -> Options:
     options = Options.among(given)
     if options.prefetch == "auto":
         raise OptionError("prefetch", "'auto' is not combined with a pipeline so far", "give a number of units")
+    if options.shard == AUTO:
+        raise OptionError("shard", "'auto' is not combined with a pipeline", "name one: 'hsdp', 'hfsdp', 'hpz', 'flat'")
     if options.checkpoint not in (None, "unit"):
         raise OptionError("checkpoint", f"{options.checkpoint!r} is not combined with a pipeline so far", "give 'unit'")
     return options
@@ -359,7 +364,9 @@ class PipelinedStep(Savable, Reported):
             CaptureError, OptionError: it is none that a pipeline can run.
         """
         ranks, options, what = self._ranks, self._options, type(self.model).__name__
-        layout = make_layout(self.model, STAGES[options.stage], ranks.axes, self._units, options.precision)
+        stage, precision, hybrid = STAGES[options.stage], options.precision, options.hybrid
+        layout = make_layout(self.model, stage, ranks.axes, self._units, precision, hybrid=hybrid)
+        check_gathered(layout, options.outer_gather_dtype)
         self._trace = StepTrace(self.model, layout, first, ranks.device, what, options.dtype)
         traced = self._trace.program
         check_traced(traced)

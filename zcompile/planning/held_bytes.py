@@ -39,6 +39,7 @@ class _HeldBytes:
         several = setting.size > 1  # alone, averages are in the gradients' own memory
         reduced = [one.gradients + (one.averages if several else 0) for one in divided.reductions_of(rank)]
         self.reducing = _most_of(reduced, self.depth) if self.zero.gradients_sharded else 0
+        self.several = table.microbatches > 1
         self.simple = table.stages == len(table.rows)
         self.coming = _messages_to(divided, rank, self.depth if setting.prefetch else 0)
         self.ahead, self.back = list[_Sent](), list[_Sent]()
@@ -72,7 +73,9 @@ class _HeldBytes:
 
     def _left(self, layouts: Iterable[UnitLayout]) -> int:
         """Bytes of gradients that a backward leaves: in full until a reduction behind the last, or what that leaves."""
-        return sum(one.averages if self.zero.gradients_sharded else one.gradients for one in layouts)
+        if self.zero.gradients_sharded:
+            return sum(one.averages for one in layouts)
+        return sum(one.sums if self.several else one.gradients for one in layouts)
 
     def _end_sending(self, action: Action) -> None:
         """Free what has arrived by now, as `unroll_microbatches` waits for it."""

@@ -21,6 +21,7 @@ class UnitLayout:
         moments: Of their optimizer state.
         full: Of the gathered parameters.
         gradients: Of the gradients that a backward gives.
+        sums: Of their sums over micro-batches.
         averages: Of what a reduction leaves this rank.
         gather: Seconds of the gather.
         reduce: Seconds of the reduction.
@@ -31,6 +32,7 @@ class UnitLayout:
     moments: int
     full: int
     gradients: int
+    sums: int
     averages: int
     gather: float
     reduce: float
@@ -54,7 +56,8 @@ class UnitLayout:
         full = sum(layout.gathered_bytes(unit.name) for unit in layout.units)
         trained = layout.trainable.values()
         gradients = sum(param.numel * param.full_dtype.itemsize for param in trained)
+        summed = sum(param.numel * (param.sum_dtype or param.full_dtype).itemsize for param in trained)
         averages = sum(param.padded_numel * param.reduce_dtype.itemsize // max(size, 1) for param in trained)
         averages = gradients if size == 1 else averages  # alone, a gradient is its own average
         update = UPDATE_BYTES * state.gradients / hardware.memory_bandwidth
-        return cls(state.parameters, state.moments, full, gradients, averages, gather, reduce, update)
+        return cls(state.parameters, state.moments, full, gradients, summed, averages, gather, reduce, update)

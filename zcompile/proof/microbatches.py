@@ -8,7 +8,8 @@
 The step was traced once, of one micro-batch. What a rank receives is taken to be the value of that name; what it sends
 must be it. So if this holds of all ranks, and what they send and receive fits together without a circle
 (`zcompile.proof.ranks`), all of them together compute what was traced. Gradients are sums over the micro-batches in
-their order: of averages over the ranks under stages 2 and 3, which are else averaged as a sum.
+their order: of averages over the ranks that shard under stages 2 and 3, else of gradients, in the dtype in which these
+are averaged; the sum is averaged over all others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from zcompile.ir.side_effects import is_opaque
 from zcompile.proof.difference import term_text
 from zcompile.proof.operations import UnknownOperationError
 from zcompile.proof.rules import Rule
-from zcompile.proof.steps import INPUT, StepTerms, average_of, sum_of
+from zcompile.proof.steps import INPUT, StepTerms, average_of, inside_of, outside_of, sum_of
 from zcompile.proof.terms import DRAW
 from zcompile.proof.values import TracedTerms
 
@@ -49,6 +50,7 @@ class SharedParameter:
         home: The stage that keeps it.
         readers: The others that read it.
         parts: By stage the values of the traced step whose sum is its gradient there, as far as it has one.
+        sum_dtype: In which gradients are summed over micro-batches, if not in their own dtype.
     """
 
     name: str
@@ -56,6 +58,7 @@ class SharedParameter:
     home: int
     readers: tuple[int, ...]
     parts: Mapping[int, tuple[str, ...]]
+    sum_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,8 @@ class RankValues:
             for reader in one.readers:
                 result[f"stage{reader}_{one.value}"] = self._term(one.value)
                 if reader in one.parts:
-                    result[f"stage{reader}_{one.value}_grad"] = sum_of(self.terms.step.terms, self._part(one, reader))
+                    total = sum_of(self.terms.step.terms, self._part(one, reader), one.sum_dtype)
+                    result[f"stage{reader}_{one.value}_grad"] = total
         return result
 
     def _part(self, shared: SharedParameter, stage: int) -> list[int]:
@@ -302,8 +306,9 @@ class RankValues:
         param, stage = self.layout.param(name), self.layout.stage
         terms = step.terms
         if stage.gradients_sharded:
-            return sum_of(terms, [average_of(terms, self.layout, param, gradient) for gradient in each])
-        return average_of(terms, self.layout, param, sum_of(terms, list(each)))
+            inside = [inside_of(terms, self.layout, param, gradient) for gradient in each]
+            return outside_of(terms, self.layout, param, sum_of(terms, inside))
+        return average_of(terms, self.layout, param, sum_of(terms, list(each), param.sum_dtype))
 
     def _compared(self, step: StepTerms, what: str, found: Any, wanted: int | None) -> Iterator[Violation]:
         term = step.term(found)

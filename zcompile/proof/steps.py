@@ -303,11 +303,16 @@ def _sum(step: StepTerms, node: fx.Node) -> Value:
     first, second = (_by_parameter(step, shards, one) for one in given)
     if first is None or second is None or not second.keys() <= first.keys():
         return None
-    return {**first, **{name: step.terms.make((SUM, first[name], term)) for name, term in second.items()}}
+    op = data(node).op
+    dtype = op.dtype if isinstance(op, ops.Sum) else None
+    params = step.program.layout.unit(op_of(shards, ops.Shards).unit).params
+    casts = {param.name: dtype if param.sum_dtype is dtype else None for param in params}
+    return {**first, **{name: sum_in(step.terms, casts[name], first[name], term) for name, term in second.items()}}
 
 
 def _plus(step: StepTerms, node: fx.Node) -> Value:
-    return step.terms.make((SUM, *map(step.term, node.args)))
+    first, second = map(step.term, node.args)
+    return sum_in(step.terms, op_of(node, ops.Plus).dtype, first, second)
 
 
 def _by_parameter(step: StepTerms, shards: fx.Node, given: Any) -> Mapping[str, int] | None:
@@ -320,21 +325,36 @@ def _by_parameter(step: StepTerms, shards: fx.Node, given: Any) -> Mapping[str, 
     return {param.name: _dense(step, gradient) for param, gradient in pairs if gradient is not None}
 
 
-def sum_of(terms: Terms, gradients: Sequence[int]) -> int:
-    """The sum of gradients of the micro-batches, in their order."""
+def sum_of(terms: Terms, gradients: Sequence[int], dtype: torch.dtype | None = None) -> int:
+    """The sum of gradients of the micro-batches, in their order, and in `dtype`, if not in their own."""
     total = gradients[0]
-    for gradient in gradients[1:]:
-        total = terms.make((SUM, total, gradient))
+    for number, gradient in enumerate(gradients[1:]):
+        total = sum_in(terms, None if number else dtype, total, gradient)
     return total
+
+
+def sum_in(terms: Terms, dtype: torch.dtype | None, one: int, other: int) -> int:
+    """The sum of two, of which the first one is cast to `dtype` before."""
+    return terms.make((SUM, "" if dtype is None else dtype_text(dtype), one, other))
 
 
 def average_of(terms: Terms, layout: Layout, param: Param, gradient: int) -> int:
     """What the ranks' averaging makes of a gradient."""
+    return outside_of(terms, layout, param, inside_of(terms, layout, param, gradient))
+
+
+def inside_of(terms: Terms, layout: Layout, param: Param, gradient: int) -> int:
+    """What averaging over the ranks that shard makes of a gradient."""
     how = "scattered" if layout.stage.optimizer_sharded and param.shards else "whole"
-    for axis in layout.averaged:
-        gradient = terms.make((MEAN, axis.name, how, str(param.reduce_dtype), gradient))
-        how = sent("scattered" if layout.has_secondary and param.shards else "whole", param.outer_dtype)
-    return gradient
+    return terms.make((MEAN, layout.sharded.name, how, str(param.reduce_dtype), gradient))
+
+
+def outside_of(terms: Terms, layout: Layout, param: Param, average: int) -> int:
+    """What averaging over replicas, where there are any, makes of an average inside."""
+    if layout.replicated is None:
+        return average
+    how = sent("scattered" if layout.has_secondary and param.shards else "whole", param.outer_dtype)
+    return terms.make((MEAN, layout.replicated.name, how, str(param.reduce_dtype), average))
 
 
 def _receive(step: StepTerms, node: fx.Node) -> Value:

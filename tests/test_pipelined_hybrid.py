@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import zcompile
+from tests.cases import quickly
+from tests.ranks import Ranks
+from tests.test_pipelined import MICROBATCHES, batch_of, loss_of, model_of, trains
+
+WAYS = [
+    (name, pipeline, replicas, shards, stage, shard)
+    for name in ("gpt", "skips", "gpt tied", "skips tied", "norms")
+    for pipeline, replicas, shards in ((1, 2, 2), (2, 2, 1), (2, 1, 2))
+    for stage in range(4)
+    for shard in (None, "hsdp", "hfsdp", "hpz", "flat")
+    if not (stage == 0 and shard is not None) and not ("tied" in name and pipeline == 1)
+]
+
+
+@quickly(
+    "name, pipeline, replicas, shards, stage, shard",
+    WAYS,
+    [
+        ("skips", 1, 2, 2, 2, None),
+        ("skips", 2, 2, 1, 1, "hsdp"),
+        ("gpt", 1, 2, 2, 3, "hfsdp"),
+        ("skips tied", 2, 2, 1, 3, "hpz"),
+        ("gpt", 2, 2, 1, 0, None),
+        ("skips", 2, 2, 1, 3, "flat"),
+    ],
+)
+def test_two_levels_of_data_train_as_one_process_bit_for_bit(
+    ranks: Ranks, name: str, pipeline: int, replicas: int, shards: int, stage: int, shard: str | None
+) -> None:
+    options = {} if shard is None else {"shard": shard}
+    found = ranks.run(4, trains, name, pipeline, replicas * shards, "1f1b", stage, options, replicas)
+    assert found == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zbvzerobubble"])
+@pytest.mark.parametrize("shard", ["hsdp", "hfsdp", "hpz"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_levels_of_data_on_eight_ranks(schedule: str, shard: str, stage: int) -> None:
+    pool = Ranks(8)
+    try:
+        assert pool.run(8, trains, "skips", 2, 4, schedule, stage, {"shard": shard}, 2) == [[]] * 8
+    finally:
+        pool.close()
+
+
+def with_wires(rank: int) -> list[float]:
+    """Losses of steps whose averages and shards travel as bytes between replicas."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "replicate", "shard"))
+    model = model_of("gpt")
+    step = zcompile.train_step(
+        model,
+        loss_of,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        mesh=mesh,
+        microbatches=MICROBATCHES,
+        stage=3,
+        shard="hfsdp",
+        outer_dtype=torch.int8,
+        outer_gather_dtype=torch.int8,
+        backend="eager",
+    )
+    losses = [float(step(*batch_of("gpt", rank % 2, 0))) for _ in range(6)]
+    units = len(step.program.layout.units)
+    assert str(step.program).count("wire=torch.int8") == 2 * units, "each is gathered, and averaged, once a step"
+    return losses
+
+
+def test_averages_between_replicas_travel_as_bytes(ranks: Ranks) -> None:
+    for losses in ranks.run(4, with_wires):
+        assert losses[-1] < losses[0]
+
+
+def refused(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any]) -> str:
+    mesh, model = init_device_mesh("cpu", sizes, mesh_dim_names=names), model_of("skips")
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zcompile.train_step(model, loss_of, optimizer, mesh=mesh, microbatches=4, backend="eager", **options)
+    except (zcompile.OptionError, zcompile.GroupError) as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "options", "message"),
+    [
+        (("pp", "replicate", "shard"), (2, 2, 1), {"shard": "auto"}, "shard: 'auto' is not combined with a pipeline"),
+        (("pp", "shard", "replicate"), (2, 2, 1), {"shard": "hpz"}, "mesh: is .* whose shards are not inside"),
+        (("pp", "dp"), (2, 2), {"shard": "hfsdp"}, "shard: is 'hfsdp', .* all ranks are along one"),
+        (("pp", "dp"), (2, 2), {"outer_dtype": torch.int8}, "outer_dtype: is for the outer dimension"),
+        (("pp", "up", "down"), (2, 2, 1), {}, "mesh: .*not combined with 'up', 'down'(?s:.*)'replicate', 'shard'"),
+        (("replicate", "pp", "shard"), (2, 2, 1), {}, "mesh: .*not the order of dimensions"),
+    ],
+)
+def test_levels_that_cannot_be_meant_are_refused(
+    ranks: Ranks, names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    for found in ranks.run(4, refused, names, sizes, options):
+        assert re.search(message, found), found
