@@ -9,9 +9,10 @@ result: no rank gathers alone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -44,6 +45,13 @@ class Freshness:
         """An optimizer has stepped parameters of these units; `idle`: it has found no gradient."""
         self.steps += 1
         self.idle += idle
+
+    @contextlib.contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Whatever optimizers do within is one step on all ranks, of which each has parameters of other optimizers."""
+        before = self.steps, self.idle
+        yield
+        self.steps, self.idle = before[0] + 1, before[1]
 
     def outgrow(self) -> bool:
         """Leave no copy as current that a step has outdated; returns whether any that is left may differ.

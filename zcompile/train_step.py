@@ -7,21 +7,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import backend_name, has_step_pre_hooks
 from zcompile.compiled import CompiledModule, compile
 from zcompile.engine.fragments import Fragment, Tree
+from zcompile.engine.loss_scaling import check_scaler, step_all, unscale
+from zcompile.engine.metrics import check_metrics, split_results, without_gradients
 from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
 from zcompile.ir.actions import ActionTable
 from zcompile.pipelining.ranks import is_pipelined
+from zcompile.pipelining.results import ResultsOn
 from zcompile.pipelining.step import PipelinedStep, PipelineOptions, pipelined_step
 from zcompile.report.explain import Break
 from zcompile.runtime.device import HOST, backend_of, gpu_kind
@@ -41,11 +45,13 @@ def train_step(
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     clip_grad_norm: float | None = None,
+    grad_scaler: GradScaler | None = None,
     offload_optimizer: str | None = None,
     schedule: str | ActionTable = "1f1b",
     microbatches: int = 1,
     split: Sequence[str] | None = None,
     stages_per_rank: int | None = None,
+    results: ResultsOn = "all",
     **options: Any,
 ) -> TrainStep | PipelinedStep:
     """Make a whole step of training one call: `step = zcompile.train_step(...)`, then `loss = step(*batch)`.
@@ -59,16 +65,20 @@ def train_step(
 
     Args:
         model: A plain module, which is compiled (`step.model` is the compiled one), or one that is compiled already.
-        loss_fn: Called as `loss_fn(model, *batch)`, it gives the loss; None: the model itself does.
+        loss_fn: Called as `loss_fn(model, *batch)`, it gives the loss, or `(loss, {name: tensor})` with metrics; None:
+            the model itself does.
         optimizer: One or several that treat each parameter by itself. Groups may change between steps, as by schedules.
         clip_grad_norm: The largest norm of all gradients together. It is known once the backward has ended: with it,
             gradients are kept until then, as in the loop.
+        grad_scaler: A `torch.amp.GradScaler` for gradients in float16, which are kept, too. Where they are not finite
+            on any rank, all skip the step and lower the scale.
         offload_optimizer: Where the optimizer's state is, fetched while the backward goes on: for a model on the CPU
             "disk:FOLDER", a file there, mapped into memory, which holds what fits; for one on a GPU "cpu".
         schedule: Of a pipeline, on a mesh with a dimension "pp": a name, or a table of actions (docs/pipelines.md).
         microbatches: Into how many parts a pipeline cuts a batch along dimension 0.
         split: The units with which its stages begin, but for the first; by default they compute about as long.
         stages_per_rank: How many of them a rank has, where the schedule leaves a choice.
+        results: Which ranks along the pipeline axis are given the loss and metrics: "all", or the "last" alone.
         options: Those of `zcompile.compile`, for a plain module.
 
     Raises:
@@ -79,14 +89,20 @@ def train_step(
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
         raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    pipelined = PipelineOptions(schedule, microbatches, split, stages_per_rank)
+    if results not in get_args(ResultsOn):
+        raise OptionError("results", f"{results!r} is unknown", "give 'all' or 'last'")
+    pipelined = PipelineOptions(schedule, microbatches, split, stages_per_rank, results=results)
     if is_pipelined(options.get("mesh")):
-        _check_alone(model, options.get("dtype"), offload_optimizer)
-        return pipelined_step(model, loss_fn, optimizers, replace(pipelined, clip_grad_norm=clip_grad_norm), options)
+        _check_alone(model, offload_optimizer)
+        scaler = check_scaler(grad_scaler, options.get("dtype"))
+        asked = replace(pipelined, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
+        return pipelined_step(model, loss_fn, optimizers, asked, options)
     _check_unpipelined(pipelined)
-    place = _place(offload_optimizer, clip_grad_norm)
+    scaler = check_scaler(grad_scaler, _dtype_of(model, options))
+    keeps = clip_grad_norm is not None or scaler is not None
+    place = _place(offload_optimizer, keeps=keeps)
     _check_compiled(model, options, place, clip_grad_norm)
-    updater = None if clip_grad_norm is not None else Updater(optimizers)
+    updater = None if keeps else Updater(optimizers)
     if not isinstance(model, CompiledModule):
         model = compile(model, optimizer=optimizers, **options)
     elif options:
@@ -94,24 +110,32 @@ def train_step(
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
     if place is not None and updater is not None:
         updater.states = _states(place, model, updater)
-    return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm)
+    return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm, scaler)
 
 
 def _check_unpipelined(given: PipelineOptions) -> None:
     """Raise OptionError for options of a pipeline, where there is none."""
     if given != PipelineOptions():
         problem = "are for a pipeline, and the mesh has no dimension 'pp'"
-        raise OptionError("schedule, microbatches, split, stages_per_rank", problem, "leave them out, or give mesh=")
+        names = "schedule, microbatches, split, stages_per_rank, results"
+        raise OptionError(names, problem, "leave them out, or give mesh=")
 
 
-def _check_alone(model: nn.Module, dtype: object, offload_optimizer: str | None) -> None:
+def _dtype_of(model: nn.Module, options: dict[str, Any]) -> torch.dtype | None:
+    """In which the model computes."""
+    if isinstance(model, CompiledModule):
+        return model._engine.runtime.options.dtype
+    dtype: torch.dtype | None = options.get("dtype")
+    return dtype
+
+
+def _check_alone(model: nn.Module, offload_optimizer: str | None) -> None:
     """Raise OptionError for what is not combined with a pipeline."""
     if isinstance(model, CompiledModule):
         fix = "give it the plain model"
         raise OptionError("model", "is compiled already, and a pipeline divides the model by itself", fix)
     if offload_optimizer is not None:
         raise OptionError("offload_optimizer", "is not combined with a pipeline so far", "leave it out")
-    _check_range(dtype)
 
 
 def _check_compiled(
@@ -125,26 +149,20 @@ def _check_compiled(
     if on_host and clip_grad_norm is not None:
         mesh = model._engine.runtime.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
         _check_reaches_host(mesh)
-    _check_range(asked.get("dtype"))
 
 
-def _check_range(dtype: object) -> None:
-    """Raise OptionError for a dtype whose gradients have to be scaled."""
-    if dtype is torch.float16:
-        problem = "is float16, whose gradients want a GradScaler, which looks at all of them before the step"
-        raise OptionError("dtype", problem, "give torch.bfloat16, or use the loop")
-
-
-def _place(offload: str | None, clip_grad_norm: float | None) -> Path | Literal["cpu"] | None:
+def _place(offload: str | None, *, keeps: bool) -> Path | Literal["cpu"] | None:
     """Where the optimizer's state is to be.
 
     Raises:
         OptionError: it is no place, or gradients are kept, so that the optimizer steps all at once.
     """
     place = offload_of("offload_optimizer", offload)
-    if place is not None and clip_grad_norm is not None:
-        problem = "streams the state unit by unit, and clipping by the global norm steps all units at once"
-        raise OptionError("offload_optimizer", problem, "leave clip_grad_norm out, or clip each gradient in a hook")
+    if place is not None and keeps:
+        problem = (
+            "streams the state unit by unit, and with clipping by the global norm, or a GradScaler, all step at once"
+        )
+        raise OptionError("offload_optimizer", problem, "leave these out, or clip each gradient in a hook")
     return place
 
 
@@ -194,8 +212,12 @@ class TrainStep:
         optimizers: Sequence[Optimizer],
         updater: Updater | None,
         clip_grad_norm: float | None,
+        grad_scaler: GradScaler | None,
     ) -> None:
         self.model, self.optimizers, self.clip_grad_norm = model, optimizers, clip_grad_norm
+        self.grad_norm: torch.Tensor | None = None
+        """With `clip_grad_norm=`, the norm of all gradients of the last step before it was clipped."""
+        self._scaler = grad_scaler
         self._parameters = dict(model.named_parameters())
         held = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
         if not any(id(param) in held for param in self._parameters.values()):
@@ -205,8 +227,10 @@ class TrainStep:
         self._engine = model._engine
         self._fragment = _Loss(model._tree, loss_fn, updater)
 
-    def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take one step; gives the loss, detached. It is this rank's own, of its own batch.
+
+        Where `loss_fn` gives metrics, too, so does this: `(loss, {name: tensor})`.
 
         Raises:
             OptionError: the loss is no scalar with a gradient, or this is within `no_sync`.
@@ -218,9 +242,9 @@ class TrainStep:
         lockstep = self._engine.runtime.lockstep
         lockstep.enter(RunKind.STEP, "0")
         with torch.enable_grad():
-            loss = _checked(self._fragment.tree.run(self._fragment, batch, named))
+            loss, metrics = _checked(self._fragment.tree.run(self._fragment, batch, named))
             if self._updater is None:
-                loss.backward()
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             else:
                 lockstep.check()  # the backward updates: behind it, it would be too late
                 with self._updater.updating():
@@ -233,14 +257,14 @@ class TrainStep:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.model.zero_grad()  # of what no optimizer holds
-        return loss.detach()
+        return loss.detach() if metrics is None else (loss.detach(), metrics)
 
     def _clip_and_step(self) -> None:
         """The optimizers' steps with gradients that were kept."""
-        assert self.clip_grad_norm is not None, "gradients are kept for clipping"
-        nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        if self.clip_grad_norm is not None:
+            unscale(self._scaler, self.optimizers)
+            self.grad_norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
+        step_all(self._scaler, self.optimizers)
 
     @property
     def states(self) -> States | None:
@@ -249,7 +273,7 @@ class TrainStep:
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        kept = "kept for clipping" if self._updater is None else "used as they arrive"
+        kept = "kept until all are there" if self._updater is None else "used as they arrive"
         return f"TrainStep({type(self.model).__name__} with {kinds}, gradients {kept})"
 
     def _check(self) -> None:
@@ -266,14 +290,18 @@ class TrainStep:
                 raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)
 
 
-def _checked(loss: object) -> torch.Tensor:
+def _checked(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
+    """The loss, and metrics if there are."""
+    loss, metrics = split_results(result)
+    if metrics is not None:
+        check_metrics({name: isinstance(one, torch.Tensor) for name, one in metrics.items()})
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         problem = f"gives {list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}"
         raise OptionError("loss_fn", problem, "return the loss, a tensor of one element")
     if not loss.requires_grad:
         problem = "gives a loss that depends on no parameter that is trained"
         raise OptionError("loss_fn", problem, "compute it from what model(...) gives, without detach() or no_grad()")
-    return loss
+    return loss, metrics
 
 
 class _Loss(Fragment):
@@ -285,7 +313,7 @@ class _Loss(Fragment):
         call: Callable[..., Any] = model if loss_fn is None else loss_fn
         self._signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
         first = () if loss_fn is None else (model,)
-        super().__init__(tree, model, "", lambda *args, **kwargs: call(*first, *args, **kwargs))
+        super().__init__(tree, model, "", lambda *args, **kwargs: without_gradients(call(*first, *args, **kwargs)))
 
     @property
     def names(self) -> Names:

@@ -49,21 +49,22 @@ class StepGuard:
                 raise ModelError(subject, f"is {flag} now, and was {self._flags.get(name)} at the first step", _AGAIN)
 
 
-def losses_of(traced: Program) -> tuple[Any, ...]:
-    """The results of a traced step that are not new values of buffers."""
+def results_of(traced: Program) -> tuple[Any, ...]:
+    """The results of a traced step that are not new values of buffers: the loss, and metrics."""
     return traced.results.outputs[len(written_results(traced)) :]
 
 
-def check_traced(traced: Program) -> None:
-    """Return if a pipeline can run a traced step.
+def check_traced(traced: Program, metrics: int = 0) -> None:
+    """Return if a pipeline can run a traced step, which gives so many metrics beside the loss.
 
     Raises:
         OptionError: what it gives is no loss that is trained, or something is trained that is no parameter.
         CaptureError: it writes to a tensor that is no buffer.
     """
-    outputs, fix = losses_of(traced), "return the loss, a tensor of one element"
+    outputs, fix = results_of(traced), "return the loss, a tensor of one element"
     loss = data(outputs[0]).type if outputs and isinstance(outputs[0], fx.Node) else None
-    if len(outputs) != 1:
+    if len(outputs) != 1 + metrics:
+        fix += ", or the loss and a dict of tensors, which are metrics"
         raise OptionError("loss_fn", f"gives {len(outputs)} results", fix)
     if loss is None or loss.shape not in ((), (1,)):
         raise OptionError("loss_fn", f"gives a tensor of {list(loss.shape)}" if loss else "gives no tensor", fix)

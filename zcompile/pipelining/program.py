@@ -55,6 +55,8 @@ class PipelinedProgram:
 
     program: Program
     stages: tuple[PipelineStage, ...]
+    results: tuple[tuple[int, int], ...]
+    """What the program returns, in order: which of the traced step's results, and of which micro-batch."""
     journal: Journal
     """What passes did to the program, once the actions of the rank were written out."""
 
@@ -108,7 +110,7 @@ def rewrite(
     depth = options.schedule.prefetch
     finish = of_steps(options.stage, prefetch=depth, bucket=bucket, updates=updates, memory_limit=limit)
     journal = Journal()
-    return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, journal)
+    return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, values.results, journal)
 
 
 def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStage], place: PipelinePlace) -> RankValues:

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 from zcompile._torch import prepare_inductor
 from zcompile.cost.line_calls import lines_of
 from zcompile.engine.lowering import WRITTEN
+from zcompile.engine.metrics import StepResult
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
 from zcompile.ir.operation import Phase, data, op_of
@@ -21,8 +21,8 @@ from zcompile.ir.ops import AllGather, GatherOutside, Group, Input, Kind, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
-from zcompile.pipelining.guard import losses_of
 from zcompile.pipelining.ranks import PipelineRanks
+from zcompile.pipelining.results import StepResults
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.loader import load
@@ -38,7 +38,7 @@ class PipelinedRun:
         program: This rank's.
         traced: The step of one micro-batch, the same on all ranks.
         model: Whose buffers it reads.
-        last: The place along the axis of the rank that has the last stage.
+        results: What makes the results of a step of what its program returns.
         common: What the step is called by all ranks.
     """
 
@@ -49,14 +49,10 @@ class PipelinedRun:
         runtime: ModelRuntime,
         ranks: PipelineRanks,
         model: nn.Module,
-        last: int,
+        results: StepResults,
         common: str,
     ) -> None:
-        self.program, self.runtime, self.ranks, self._model, self._last = program, runtime, ranks, model, last
-        (loss,) = losses_of(traced)
-        type_ = data(loss).type
-        assert type_ is not None, "a loss is a tensor"
-        self._loss = torch.zeros(type_.shape, dtype=type_.dtype, device=ranks.device)
+        self.program, self.runtime, self.ranks, self._model, self._results = program, runtime, ranks, model, results
         cache = RegionCache(runtime.options.backend, ranks.everyone.rank)
         if runtime.options.backend == "inductor":
             cache.ready = prepare_inductor(ranks.device)
@@ -73,13 +69,14 @@ class PipelinedRun:
         self._digest = hashlib.sha256(common.encode(errors="backslashreplace")).hexdigest()
 
     def step(
-        self, microbatches: Sequence[Sequence[Any]], updater: Updater | None
-    ) -> tuple[torch.Tensor, Sequence[Gradients]]:
-        """Run the program; gives the mean loss of the micro-batches, and the gradients that it has not used.
+        self, microbatches: Sequence[Sequence[Any]], updater: Updater | None, scale: torch.Tensor | None = None
+    ) -> tuple[StepResult | None, Sequence[Gradients]]:
+        """Run the program; gives the results of the step, and the gradients that it has not used.
 
         Args:
             microbatches: Of each what the call is given, containers taken apart.
             updater: What steps the optimizers, where the program updates.
+            scale: What the loss is multiplied by for the backward, [].
 
         Raises:
             GroupError: another rank failed or stayed away.
@@ -88,19 +85,21 @@ class PipelinedRun:
         self._enter()
         recorder = self.runtime.recorder
         recorder.begin_call(self.runtime.version(), trains=True)
-        tangent = torch.full_like(self._loss, 1 / len(microbatches))
+        tangent = torch.full_like(self._results.zero(), 1 / len(microbatches))
+        if scale is not None:
+            tangent *= scale
         self._buffers = dict(self._model.named_buffers())
         box = [self._value(node, microbatches, tangent, updater) for node in self._given]
         try:
             with torch.no_grad(), self._numbers(), updater.updating() if updater is not None else nullcontext():
-                losses, gradients = self._run(box)
+                outputs, gradients = self._run(box)
         except BaseException:
             self.ranks.data.order_all()
             self.ranks.links.order_all()
             raise
-        loss = self._shared(losses)
+        found = self._results.of(outputs)
         recorder.end_call(split=False)
-        return loss, gradients
+        return found, gradients
 
     def _numbers(self) -> AbstractContextManager[None]:
         """What the step draws random numbers under: each stage and each data-parallel rank its own."""
@@ -108,17 +107,6 @@ class PipelinedRun:
             return nullcontext()
         place = self.ranks.links.rank * self.ranks.data.size + self.ranks.data.rank
         return numbers_of_rank(place, self.ranks.device, others_draw=True)
-
-    def _shared(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean of the losses, which the rank with the last stage has, on all along the axis."""
-        total = torch.zeros_like(self._loss)
-        for loss in losses:
-            total += loss
-        mean = total / max(len(losses), 1)
-        if self.ranks.links.size > 1:
-            with self.ranks.links.waits.explained("the loss"):
-                dist.broadcast(mean, group=self.ranks.links.groups[0], group_src=self._last)
-        return mean
 
     def _enter(self) -> None:
         """Begin a run that all ranks number alike, with no copy of a parameter that a step has outdated."""

@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zcompile._torch import has_step_pre_hooks, tree_leaves, tree_map_only
 from zcompile.cost.hardware import CPU, GPU, Hardware
+from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
+from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import check_optimizers, watch_optimizers
 from zcompile.engine.reported import Reported
 from zcompile.engine.step_trace import Called, StepTrace
@@ -40,6 +43,7 @@ from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
 from zcompile.pipelining.reports import PipelineCode, PipelineReports
+from zcompile.pipelining.results import ResultPlaces, ResultsOn, StepResults
 from zcompile.pipelining.run import PipelinedRun
 from zcompile.proof.ranks import check_texts
 from zcompile.runtime.agreement import all_through, told_to_others
@@ -70,6 +74,8 @@ class PipelineOptions:
         split: The units with which stages begin, the first stage's left out; None: so that all compute about as long.
         stages_per_rank: None for as many as is usual for the schedule.
         clip_grad_norm: The largest 2-norm of all gradients together, of all stages.
+        grad_scaler: What scales the loss, for gradients in float16.
+        results: Which ranks along the pipeline axis are given the loss and metrics.
     """
 
     schedule: str | ActionTable = "1f1b"
@@ -77,6 +83,13 @@ class PipelineOptions:
     split: Sequence[str] | None = None
     stages_per_rank: int | None = None
     clip_grad_norm: float | None = None
+    grad_scaler: GradScaler | None = None
+    results: ResultsOn = "all"
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if all gradients are looked at before the first optimizer steps."""
+        return self.clip_grad_norm is not None or self.grad_scaler is not None
 
 
 def pipelined_step(
@@ -150,8 +163,10 @@ class PipelinedStep(Savable, Reported):
     ) -> None:
         self.model, self.optimizers, self.table = model, optimizers, table
         self._loss_fn, self._ranks, self._options, self._units, self._asked = loss_fn, ranks, options, units, asked
-        self._updater = Updater(optimizers) if asked.clip_grad_norm is None else None
+        self._updater = None if asked.keeps_gradients else Updater(optimizers)
         self._norm: torch.Tensor | None = None
+        self._flat = FlatResults()
+        self._overflow = None if asked.grad_scaler is None else Overflow(ranks.device)
         self._compared = False
         """True once ranks along the pipeline axis are known to be given the same batch."""
         self._run: PipelinedRun | None = None
@@ -160,10 +175,12 @@ class PipelinedStep(Savable, Reported):
         self._guard: StepGuard | None = None
         self._trace: StepTrace | None = None
 
-    def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take one step with a batch, which all ranks along the pipeline axis are given alike.
 
-        Gives the mean loss of the micro-batches of this data-parallel rank, detached.
+        Gives the mean loss of the micro-batches of this data-parallel rank, a detached tensor. Where `loss_fn` gives
+        metrics, too, `(loss, {name: tensor})`: of each metric the values of all micro-batches, [microbatches, ...].
+        With `results="last"` ranks other than that with the last stage are given None.
 
         Raises:
             OptionError: the batch cannot be cut into micro-batches, or is of another size than the first; or the loss
@@ -180,16 +197,19 @@ class PipelinedStep(Savable, Reported):
             self._ranks.compare_along("the first batch", _digest(batch, named), fix)
             self._compared = True
         others = self._check_unchanged(parts)
-        loss, gradients = run.step([[*part.leaves(), *others] for part in parts], self._updater)
+        scaler, device = self._asked.grad_scaler, self._ranks.device
+        scale = None if scaler is None else scale_of(scaler, device)
+        results, gradients = run.step([[*part.leaves(), *others] for part in parts], self._updater, scale)
         if self._updater is not None:
             self._updater.finish()
             run.runtime.freshness.step()
         else:
-            self._clip_and_step(gradients)
+            with run.runtime.freshness.one_step():
+                self._clip_and_step(gradients)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.model.zero_grad()  # of what no optimizer holds
-        return loss
+        return results
 
     def prepare(self, *batch: Any, **named: Any) -> None:
         """Do what the first call does before it takes a step, such as to load a checkpoint then. Collective.
@@ -205,10 +225,21 @@ class PipelinedStep(Savable, Reported):
 
     def _clip_and_step(self, gradients: Sequence[Gradients]) -> None:
         """The optimizers' steps with gradients that were kept."""
-        assert self._asked.clip_grad_norm is not None, "gradients are kept for clipping"
-        self._norm = clip_together(deliver(gradients), self._ranks.links, self._asked.clip_grad_norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        parameters, scaler, limit = deliver(gradients), self._asked.grad_scaler, self._asked.clip_grad_norm
+        optimizers = self.optimizers if scaler is None else self._checked_by(scaler, parameters)
+        if limit is not None:
+            unscale(scaler, optimizers)
+            self._norm = clip_together(parameters, self._ranks.links, limit)
+        step_all(scaler, optimizers)
+
+    def _checked_by(self, scaler: GradScaler, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
+        """The optimizers that have gradients here; `scaler` skips their steps, or none, as on all other ranks."""
+        assert self._overflow is not None, "gradients are scaled"
+        found, everyone = self._overflow.found(parameters), self._ranks.everyone
+        if everyone.size > 1:
+            with everyone.waits.explained("a comparison of float16 gradients"):
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=everyone.group)
+        return self._overflow.spread(scaler, self.optimizers, found)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -294,7 +325,7 @@ class PipelinedStep(Savable, Reported):
                 return tensor.chunk(count)[number] if tensor.dim() else tensor
 
             args, kwargs = tree_map_only(torch.Tensor, rows, (batch, named))
-            return Called(lambda *a, **k: _results(call(*first, *a, **k)), args, kwargs, names)
+            return Called(lambda *a, **k: self._flat(call(*first, *a, **k)), args, kwargs, names)
 
         return [part(number) for number in range(count)]
 
@@ -333,6 +364,8 @@ class PipelinedStep(Savable, Reported):
         traced = ranks.agreement.attempt("the traced step", lambda: self._traced(first))[0]
         asked = [str(options), *str(self.table).split("\n")]
         asked += [f"split {self._asked.split}", f"clip_grad_norm {self._asked.clip_grad_norm}"]
+        asked += [f"results {self._asked.results}", f"metrics {self._flat.names}"]
+        asked += [f"the scale of the loss {scaler.get_scale()}"] if (scaler := self._asked.grad_scaler) else []
         common = ranks.compare("the options and the traced step", "\n".join([*asked, str(traced)]))
         hardware = GPU if is_gpu(ranks.device) else CPU
         # Of tensor-parallel ranks each may have other sizes, by which it would cut elsewhere.
@@ -347,8 +380,9 @@ class PipelinedStep(Savable, Reported):
         say_statistics(self.model, traced)
         runtime, retired = divide_model(self.model, program, traced, ranks, options, self.optimizers)
         watch_optimizers(self, runtime, retired)
-        last = self.table.rank_of(self.table.stages - 1)
-        run = PipelinedRun(program, traced, runtime, ranks, self.model, last, common)
+        places = ResultPlaces.of(self._flat.names, traced, made, self.table)
+        results = StepResults(places, self.table.microbatches, ranks.links, self._asked.results)
+        run = PipelinedRun(program, traced, runtime, ranks, self.model, results, common)
         along = [texts[rank] for rank in ranks.along]
         code = PipelineCode([made.journal], run.regions, hardware, self.table, along)
         self._reports = PipelineReports(what, runtime, code)
@@ -369,7 +403,7 @@ class PipelinedStep(Savable, Reported):
         check_gathered(layout, options.outer_gather_dtype)
         self._trace = StepTrace(self.model, layout, first, ranks.device, what, options.dtype)
         traced = self._trace.program
-        check_traced(traced)
+        check_traced(traced, len(self._flat.names or ()))
         return traced
 
 
@@ -380,12 +414,3 @@ def _digest(batch: tuple[Any, ...], named: dict[str, Any]) -> str:
         if isinstance(leaf, torch.Tensor):
             found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _results(result: Any) -> Any:
-    """A tensor as it is; of anything else the tensors in it, in memory of their own, so that their number is seen."""
-    if isinstance(result, DTensor):
-        return result.full_tensor()
-    if isinstance(result, torch.Tensor):
-        return result
-    return tuple(leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))

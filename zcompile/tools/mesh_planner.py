@@ -123,7 +123,9 @@ def _check(model: nn.Module, world: int, dtype: torch.dtype | str | None, global
     if isinstance(dtype, str) and dtype != "auto":
         raise OptionError("dtype", f"is {dtype!r}", "give a torch.dtype, None or 'auto'")
     if dtype is torch.float16:
-        problem = "is float16, whose gradients want a GradScaler, which a pipeline does not have"
+        problem = (
+            "is float16, whose gradients want a GradScaler and are kept until all are there, which is not forecast"
+        )
         raise OptionError("dtype", problem, "give torch.bfloat16, or None")
     _check_count("world", world)
     if global_batch is not None:

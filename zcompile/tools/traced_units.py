@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from zcompile._torch import tree_map_only
 from zcompile.cost.hardware import CPU, GPU, Hardware
+from zcompile.engine.metrics import FlatResults
 from zcompile.errors import GroupError, ModelError
 from zcompile.model.units import find_blocks
 from zcompile.pipelining.guard import check_traced
@@ -120,9 +121,12 @@ class TracedUnits:
 
         args, kwargs = tree_map_only(torch.Tensor, larger, (tuple(self.args), dict(self.kwargs)))
         with _divided(model, parts, self.plan):
-            device, loss_fn = self.hardware.device, self.loss_fn
-            traced = trace(model, args, kwargs, dtype=self.dtype, units=self.units, device=device, loss_fn=loss_fn)
-        check_traced(traced)
+            device, results = self.hardware.device, FlatResults()
+            dtype, units, loss_fn = self.dtype, self.units, self.loss_fn
+            traced = trace(
+                model, args, kwargs, dtype=dtype, units=units, device=device, loss_fn=loss_fn, results=results
+            )
+        check_traced(traced, len(results.names or ()))
         return UnitStages.of(traced, CPU if self.hardware.device == HOST else GPU)
 
 

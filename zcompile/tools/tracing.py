@@ -44,10 +44,11 @@ def trace(
     whole: Sequence[str] | None = None,
     device: str = HOST,
     loss_fn: Callable[..., Any] | None = None,
+    results: Callable[[Any], Any] | None = None,
 ) -> Program:
     """The program of `model(*args, **kwargs)` and its backward, laid out for stage 3 in a world of one.
 
-    With a `loss_fn` it is that of `loss_fn(model, *args, **kwargs)`.
+    With a `loss_fn` it is that of `loss_fn(model, *args, **kwargs)`; with `results` that gives what these make of it.
 
     The model, and tensors among the arguments, may be on meta: they are traced as if on the CPU, without values, and
     with a `dtype` of 16 bits in the dtypes that autocast chooses on a `device` of this kind. The model is left as it
@@ -69,7 +70,8 @@ def trace(
     _check_arguments(model, signature, args, dict(kwargs or {}))
     given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
     call: Callable[..., Any] = model if loss_fn is None else partial(loss_fn, model)
-    called = Called(lambda *a, **k: call(*a, **k), given[0], given[1], tuple(signature.parameters)[1:])
+    names = tuple(signature.parameters)[1:]
+    called = Called(lambda *a, **k: results(call(*a, **k)) if results else call(*a, **k), given[0], given[1], names)
     with autocast_of(device), autocast(HOST, dtype):
         program = trace_call(model, layout, called, torch.device(HOST), type(model).__name__)
     if not program.has_backward:
