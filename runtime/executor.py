@@ -517,6 +517,7 @@ def add(bound: BoundUnit, sums: Summed, grads: Summed, *, dtype: torch.dtype | N
     """
     if isinstance(sums, Gradients):
         assert isinstance(grads, Gradients), "averages are added to averages"
+        bound.shards.memory.landed()
         add_all([sums.tensors[name] for name in grads.tensors], list(grads.tensors.values()))
         grads.tensors.clear()
         return sums

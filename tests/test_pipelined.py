@@ -959,3 +959,31 @@ def test_a_rank_that_leaves_in_the_middle_is_named(ranks: Ranks) -> None:
             assert "rank 1" in found
             assert seconds < AT_ONCE
             assert math.isfinite(seconds)
+
+
+# -- shards, optimizer state and activations elsewhere ----------------------------------------------------------------
+
+
+def on_disk(rank: int, folder: str, name: str, schedule: str, stage: int, options: dict[str, Any]) -> list[str]:
+    places = dict.fromkeys(options, f"disk:{folder}")
+    return trains(rank, name, 2, 2, schedule, stage, places)
+
+
+@quickly(
+    "name, schedule, stage, options",
+    [
+        (name, schedule, stage, options)
+        for name in ("gpt", "skips tied", "norms")
+        for schedule in ("1f1b", "interleavedzerobubble")
+        for stage in range(1, 4)
+        for options in (("offload_parameters",), ("offload_optimizer",), ("offload_parameters", "offload_optimizer"))
+    ],
+    [
+        ("skips tied", "1f1b", 3, ("offload_parameters", "offload_optimizer")),
+        ("gpt", "1f1b", 1, ("offload_optimizer",)),
+    ],
+)
+def test_what_is_on_a_disk_changes_no_bit(
+    ranks: Ranks, tmp_path: Any, name: str, schedule: str, stage: int, options: tuple[str, ...]
+) -> None:
+    assert ranks.run(4, on_disk, str(tmp_path), name, schedule, stage, options) == [[]] * 4

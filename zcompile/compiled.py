@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -25,6 +24,7 @@ from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.engine.reported import Reported
 from zcompile.engine.reports import Reports
+from zcompile.engine.state_places import shard_memory
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
@@ -46,18 +46,12 @@ from zcompile.runtime.groups import (
     ranks_of,
     resolve_mesh,
 )
-from zcompile.runtime.offload.host_shards import HostShards
-from zcompile.runtime.offload.shard_file import ShardFile
-from zcompile.runtime.shard_memory import ShardMemory
-from zcompile.runtime.shards import shard_bytes
 from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.schedule.option_checks import (
     AUTO,
     check_axes,
     check_gathered,
     check_outer,
-    check_place,
-    offload_of,
 )
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pass, Pipeline
@@ -180,7 +174,8 @@ def _compiled(
     # What can fail comes before the model is touched.
     if read is not None:
         _check_weights(read, model, agreement)
-    memory = _shard_memory(asked, layout, agreement)
+    rank = communicator.dividing.rank
+    memory = shard_memory(asked, layout, communicator.device, rank, agreement)
     layout = replace(layout, away=memory.is_away)
     runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
     runtime.remarks += remarks
@@ -249,19 +244,6 @@ def _communicator(
     device = _device(model, mesh)
     mesh = resolve_mesh(mesh, device, None if parallel is None else parallel.mesh)
     return Communicator(as_one(mesh) if asked.has_one_axis else mesh, device, asked.hybrid)
-
-
-def _shard_memory(asked: Options, layout: Layout, agreement: Agreement) -> ShardMemory:
-    """Where the shards are to be; an error on one rank is an error on all."""
-    device, place = agreement.communicator.device, offload_of("offload_parameters", asked.offload_parameters)
-    if place is None:
-        return ShardMemory(device)
-    check_place("offload_parameters", place, device)
-    rank = agreement.communicator.dividing.rank
-    sizes = {unit.name: shard_bytes(unit, rank) for unit in layout.units}
-    if not isinstance(place, Path):
-        return agreement.attempt("the memory of parameters", lambda: HostShards(device, sizes))[0]
-    return agreement.together("the file of parameters", str(place), lambda: ShardFile(place, sizes))
 
 
 def _checked_parallel(

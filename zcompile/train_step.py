@@ -21,6 +21,7 @@ from zcompile.compiled import CompiledModule, compile
 from zcompile.engine.fragments import Fragment, Tree
 from zcompile.engine.loss_scaling import check_scaler, step_all, unscale
 from zcompile.engine.metrics import check_metrics, split_results, without_gradients
+from zcompile.engine.state_places import optimizer_states
 from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
 from zcompile.ir.actions import ActionTable
@@ -31,8 +32,6 @@ from zcompile.report.explain import Break
 from zcompile.runtime.device import HOST, backend_of, gpu_kind
 from zcompile.runtime.gradients.updates import States, Updater
 from zcompile.runtime.lockstep import RunKind
-from zcompile.runtime.offload.optimizer_file import StateFile
-from zcompile.runtime.offload.optimizer_host import HostState
 from zcompile.schedule.option_checks import check_place, offload_of
 
 LossFunction = Callable[..., torch.Tensor]
@@ -93,9 +92,12 @@ def train_step(
         raise OptionError("results", f"{results!r} is unknown", "give 'all' or 'last'")
     pipelined = PipelineOptions(schedule, microbatches, split, stages_per_rank, results=results)
     if is_pipelined(options.get("mesh")):
-        _check_alone(model, offload_optimizer)
+        _check_plain(model)
         scaler = check_scaler(grad_scaler, options.get("dtype"))
         asked = replace(pipelined, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
+        place = _place(offload_optimizer, keeps=asked.keeps_gradients)
+        _check_compiled(model, options, place, clip_grad_norm)
+        asked = replace(asked, offload_optimizer=place)
         return pipelined_step(model, loss_fn, optimizers, asked, options)
     _check_unpipelined(pipelined)
     scaler = check_scaler(grad_scaler, _dtype_of(model, options))
@@ -109,7 +111,7 @@ def train_step(
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
     if place is not None and updater is not None:
-        updater.states = _states(place, model, updater)
+        updater.states = optimizer_states(place, model._engine.runtime, updater)
     return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm, scaler)
 
 
@@ -129,13 +131,11 @@ def _dtype_of(model: nn.Module, options: dict[str, Any]) -> torch.dtype | None:
     return dtype
 
 
-def _check_alone(model: nn.Module, offload_optimizer: str | None) -> None:
-    """Raise OptionError for what is not combined with a pipeline."""
+def _check_plain(model: nn.Module) -> None:
+    """Raise OptionError for a model that is compiled already."""
     if isinstance(model, CompiledModule):
         fix = "give it the plain model"
         raise OptionError("model", "is compiled already, and a pipeline divides the model by itself", fix)
-    if offload_optimizer is not None:
-        raise OptionError("offload_optimizer", "is not combined with a pipeline so far", "leave it out")
 
 
 def _check_compiled(
@@ -189,17 +189,6 @@ def _check_reaches_host(mesh: DeviceMesh | None) -> None:
         both = ",".join(f"{kind}:{backend_of(kind)}" for kind in (HOST, gpu_kind()))
         fix = f"initialise one beside NCCL: init_process_group({both!r})"
         raise GroupError("process group", problem, fix) from error
-
-
-def _states(place: Path | Literal["cpu"], model: CompiledModule, updater: Updater) -> States:
-    """What keeps the state of this rank; an error on one rank is an error on all."""
-    device, agreement = model._engine.runtime.communicator.device, model._engine.runtime.agreement
-    check_place("offload_optimizer", place, device)
-    units = {name: list(shards.parameters.values()) for name, shards in model._engine.runtime.shards.items()}
-    if not isinstance(place, Path):
-        return HostState(device, updater.optimizers, units, updater.slots)
-    what = "the file of the optimizer's state"
-    return agreement.together(what, str(place), lambda: StateFile(place, updater.optimizers, units, updater.slots))
 
 
 class TrainStep:

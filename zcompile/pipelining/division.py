@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zcompile._torch import buffers_of, give_up, local_tensor, parameters_of
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards
+from zcompile.engine.state_places import shard_memory
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
@@ -43,7 +44,10 @@ def divide_model(
     runtime = ModelRuntime(
         program.layout, ranks.data, agreement, options, ranks.parallel, ranks.agreement, in_step=ranks.everyone
     )
-    shards, _, retired = shard_model(model, program.layout, ranks.data, parallel=ranks.parallel, whole=traced.layout)
+    memory = shard_memory(options, program.layout, ranks.device, ranks.data.dividing.rank, ranks.agreement)
+    shards, _, retired = shard_model(
+        model, program.layout, ranks.data, parallel=ranks.parallel, memory=memory, whole=traced.layout
+    )
     runtime.extend((), shards)
     point_at_shards(optimizers, shards.values(), retired)
     _leave_parameters(model, {id(p) for unit in shards.values() for p in unit.parameters.values()}, optimizers)

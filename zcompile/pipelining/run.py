@@ -96,7 +96,9 @@ class PipelinedRun:
         except BaseException:
             self.ranks.data.order_all()
             self.ranks.links.order_all()
+            self.runtime.settle()
             raise
+        self.runtime.settle()
         found = self._results.of(outputs)
         recorder.end_call(split=False)
         return found, gradients

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
 from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import check_optimizers, watch_optimizers
 from zcompile.engine.reported import Reported
+from zcompile.engine.state_places import optimizer_states
 from zcompile.engine.step_trace import Called, StepTrace
 from zcompile.errors import (
     AgreementError,
@@ -60,7 +62,7 @@ from zcompile.state.savable import Savable
 LossFunction = Callable[..., torch.Tensor]
 Result = TypeVar("Result")
 _TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "memory_limit"})
-_TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype"}
+_TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "offload_parameters"}
 """Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
 
 
@@ -76,6 +78,7 @@ class PipelineOptions:
         clip_grad_norm: The largest 2-norm of all gradients together, of all stages.
         grad_scaler: What scales the loss, for gradients in float16.
         results: Which ranks along the pipeline axis are given the loss and metrics.
+        offload_optimizer: Where the optimizers' state is; None: where shards are.
     """
 
     schedule: str | ActionTable = "1f1b"
@@ -85,6 +88,7 @@ class PipelineOptions:
     clip_grad_norm: float | None = None
     grad_scaler: GradScaler | None = None
     results: ResultsOn = "all"
+    offload_optimizer: Path | Literal["cpu"] | None = None
 
     @property
     def keeps_gradients(self) -> bool:
@@ -108,6 +112,9 @@ def pipelined_step(
     mesh, units = given.pop("mesh"), given.pop("units", None)
     with told_to_others(lambda: ranks_of(mesh), every=True):
         options = _options_of(given)
+        if asked.grad_scaler is not None and options.offload_parameters == "cpu":
+            problem = "is 'cpu', and a GradScaler's flags for the host are read before they are there"
+            raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
         check_kinds(model)
         check_optimizers(optimizers, model)
         device = device_of(model, mesh)
@@ -380,6 +387,8 @@ class PipelinedStep(Savable, Reported):
         say_statistics(self.model, traced)
         runtime, retired = divide_model(self.model, program, traced, ranks, options, self.optimizers)
         watch_optimizers(self, runtime, retired)
+        if self._asked.offload_optimizer is not None and self._updater is not None:
+            self._updater.states = optimizer_states(self._asked.offload_optimizer, runtime, self._updater)
         places = ResultPlaces.of(self._flat.names, traced, made, self.table)
         results = StepResults(places, self.table.microbatches, ranks.links, self._asked.results)
         run = PipelinedRun(program, traced, runtime, ranks, self.model, results, common)
@@ -400,6 +409,7 @@ class PipelinedStep(Savable, Reported):
         ranks, options, what = self._ranks, self._options, type(self.model).__name__
         stage, precision, hybrid = STAGES[options.stage], options.precision, options.hybrid
         layout = make_layout(self.model, stage, ranks.axes, self._units, precision, hybrid=hybrid)
+        layout = replace(layout, away=options.offload_parameters == "cpu")
         check_gathered(layout, options.outer_gather_dtype)
         self._trace = StepTrace(self.model, layout, first, ranks.device, what, options.dtype)
         traced = self._trace.program
