@@ -21,7 +21,7 @@ from tests.ranks import AT_ONCE, Ranks
 from zcompile.cost.memory import peak_bytes
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.operation import op_of
-from zcompile.ir.ops import AllGather, Reduce, Send, Sum, SumAverages
+from zcompile.ir.ops import AllGather, Offload, Reduce, Send, Sum, SumAverages
 from zcompile.pipelining.step import PipelinedStep
 
 MICROBATCHES = 4
@@ -987,3 +987,52 @@ def test_what_is_on_a_disk_changes_no_bit(
     ranks: Ranks, tmp_path: Any, name: str, schedule: str, stage: int, options: tuple[str, ...]
 ) -> None:
     assert ranks.run(4, on_disk, str(tmp_path), name, schedule, stage, options) == [[]] * 4
+
+
+def activations(rank: int, folder: str, limit: str | None, options: dict[str, Any]) -> tuple[list[str], int, int, int]:
+    """What differs where activations are on a disk; how many go there; what the step holds without that, and with."""
+    steps, models = list[PipelinedStep](), list[nn.Module]()
+    for away in (None, f"disk:{folder}"):
+        torch.manual_seed(0)
+        model = GPT(layers=6, width=64, heads=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        made: dict[str, Any] = {"mesh": mesh_of(2, 1), "microbatches": 4, "backend": "eager"}
+        made["offload_activations"] = away
+        if away is not None:
+            made["memory_limit"] = limit
+        step = zcompile.train_step(model, loss_of, optimizer, **{**made, **options})
+        assert isinstance(step, PipelinedStep)
+        for number in range(3):
+            step(*batch_of("gpt", 0, number, rows=64))
+        steps.append(step)
+        models.append(model)
+    programs = [step.program for step in steps]
+    assert programs[0] is not None
+    assert programs[1] is not None
+    pairs = zip(models[0].named_parameters(), models[1].parameters(), strict=True)
+    wrong = [name for (name, one), other in pairs if not one.is_meta and not torch.equal(whole(one), whole(other))]
+    return wrong, len(programs[1].nodes(Offload)), *map(peak_bytes, programs)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@quickly(
+    "limit, options",
+    [
+        (None, {"schedule": "1f1b"}),
+        (None, {"schedule": "gpipe", "checkpoint": "unit"}),
+        (None, {"schedule": "interleavedzerobubble", "stage": 1}),
+        ("6.5 MB", {"schedule": "1f1b", "stage": 3}),
+    ],
+    [("6.5 MB", {"schedule": "1f1b", "stage": 3}), (None, {"schedule": "gpipe", "checkpoint": "unit"})],
+)
+def test_activations_on_a_disk_change_no_bit(
+    ranks: Ranks, tmp_path: Any, limit: str | None, options: dict[str, Any]
+) -> None:
+    (first, moved, before, after), (last, *_) = ranks.run(2, activations, str(tmp_path), limit, options)
+    assert first == last == []
+    assert moved > 0
+    assert after < before
+    assert limit is None or after <= 6.5e6 < before

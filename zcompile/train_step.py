@@ -85,25 +85,20 @@ def train_step(
         OptimizerError: the optimizer holds none of the model's parameters, or its step is for all of them at once.
         Others: as `zcompile.compile`; StateError: the folder cannot be written, or has no room for the state.
     """
-    if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
-        raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    if results not in get_args(ResultsOn):
-        raise OptionError("results", f"{results!r} is unknown", "give 'all' or 'last'")
-    pipelined = PipelineOptions(schedule, microbatches, split, stages_per_rank, results=results)
-    if is_pipelined(options.get("mesh")):
-        _check_plain(model)
-        scaler = check_scaler(grad_scaler, options.get("dtype"))
-        asked = replace(pipelined, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
-        place = _place(offload_optimizer, keeps=asked.keeps_gradients)
-        _check_compiled(model, options, place, clip_grad_norm)
-        asked = replace(asked, offload_optimizer=place)
-        return pipelined_step(model, loss_fn, optimizers, asked, options)
-    _check_unpipelined(pipelined)
+    pipelined, asked = (
+        is_pipelined(options.get("mesh")),
+        PipelineOptions(schedule, microbatches, split, stages_per_rank),
+    )
+    asked = replace(asked, results=results)
+    _check_asked(model, asked, clip_grad_norm, pipelined=pipelined)
     scaler = check_scaler(grad_scaler, _dtype_of(model, options))
     keeps = clip_grad_norm is not None or scaler is not None
     place = _place(offload_optimizer, keeps=keeps)
     _check_compiled(model, options, place, clip_grad_norm)
+    if pipelined:
+        asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler, offload_optimizer=place)
+        return pipelined_step(model, loss_fn, optimizers, asked, options)
     updater = None if keeps else Updater(optimizers)
     if not isinstance(model, CompiledModule):
         model = compile(model, optimizer=optimizers, **options)
@@ -115,9 +110,16 @@ def train_step(
     return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm, scaler)
 
 
-def _check_unpipelined(given: PipelineOptions) -> None:
-    """Raise OptionError for options of a pipeline, where there is none."""
-    if given != PipelineOptions():
+def _check_asked(model: nn.Module, asked: PipelineOptions, clip_grad_norm: float | None, *, pipelined: bool) -> None:
+    """Raise OptionError for what cannot be meant, with or without a pipeline."""
+    if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
+        raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
+    if asked.results not in get_args(ResultsOn):
+        raise OptionError("results", f"{asked.results!r} is unknown", "give 'all' or 'last'")
+    if pipelined and isinstance(model, CompiledModule):
+        fix = "give it the plain model"
+        raise OptionError("model", "is compiled already, and a pipeline divides the model by itself", fix)
+    if not pipelined and asked != PipelineOptions():
         problem = "are for a pipeline, and the mesh has no dimension 'pp'"
         names = "schedule, microbatches, split, stages_per_rank, results"
         raise OptionError(names, problem, "leave them out, or give mesh=")
@@ -129,13 +131,6 @@ def _dtype_of(model: nn.Module, options: dict[str, Any]) -> torch.dtype | None:
         return model._engine.runtime.options.dtype
     dtype: torch.dtype | None = options.get("dtype")
     return dtype
-
-
-def _check_plain(model: nn.Module) -> None:
-    """Raise OptionError for a model that is compiled already."""
-    if isinstance(model, CompiledModule):
-        fix = "give it the plain model"
-        raise OptionError("model", "is compiled already, and a pipeline divides the model by itself", fix)
 
 
 def _check_compiled(

@@ -11,7 +11,6 @@ from zcompile.ir.liveness import may_show
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Call, Item
 from zcompile.ir.program import Program
-from zcompile.ir.region import Region
 
 
 def maker_of(program: Program, node: fx.Node) -> fx.Node | None:
@@ -24,15 +23,16 @@ def maker_of(program: Program, node: fx.Node) -> fx.Node | None:
     call = node.all_input_nodes[0] if isinstance(meta.op, Item) else node
     if meta.phase is not Phase.FORWARD or not isinstance(data(call).op, Call) or not meta.nbytes:
         return None
-    if _is_random_state(program.regions[op_of(call, Call).region], node):
+    if is_random_state(program, node):
         return None
     shown = any(may_show(program, other, node) for other in (*call.users, *node.users) if other is not node)
     last = program.nodes(Call, phase=Phase.FORWARD)[-1]
     return None if shown or call is last or node in program.results.outputs else call
 
 
-def _is_random_state(region: Region, node: fx.Node) -> bool:
-    """True for the first result of what saves the state of a random number generator and draws."""
+def is_random_state(program: Program, node: fx.Node) -> bool:
+    """True for the first result of what saves the state of a random number generator and draws; `node`: of a region."""
     op = data(node).op
+    region = program.regions[op_of(node.all_input_nodes[0] if isinstance(op, Item) else node, Call).region]
     made = region.outputs[op.index if isinstance(op, Item) else 0]
     return made.target is operator.getitem and made.args[1] == 0 and made.all_input_nodes[0].target is saved_random

@@ -75,7 +75,7 @@ class ModelRuntime:
         self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
         self.arenas = Arenas(communicator.device)
         shared = self.tensor if options.partition_activations else None
-        self.offloads = make_offloads(options, communicator, agreement, shared)
+        self.offloads = make_offloads(options, communicator, self.everyone, shared)
         self.graphs = make_graphs(options, communicator.device)
         origin = Origin(communicator.waits.rank, communicator.dividing.rank, options.backend, communicator.device)
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]

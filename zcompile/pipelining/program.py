@@ -108,7 +108,8 @@ def rewrite(
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
     limit = bytes_of("memory_limit", options.memory_limit)
     depth = options.schedule.prefetch
-    finish = of_steps(options.stage, prefetch=depth, bucket=bucket, updates=updates, memory_limit=limit)
+    away = options.offload_activations is not None
+    finish = of_steps(options.stage, prefetch=depth, bucket=bucket, updates=updates, memory_limit=limit, away=away)
     journal = Journal()
     return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, values.results, journal)
 

@@ -17,7 +17,7 @@ from zcompile.engine.metrics import StepResult
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
 from zcompile.ir.operation import Phase, data, op_of
-from zcompile.ir.ops import AllGather, GatherOutside, Group, Input, Kind, Shards
+from zcompile.ir.ops import AllGather, Away, GatherOutside, Group, Input, Kind, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
@@ -130,7 +130,9 @@ class PipelinedRun:
             return BoundUnit(self.runtime.shards[op.unit], self.program.layout.unit(op.unit), updater)
         if isinstance(op, Group):
             return self.ranks.links if op.axis == self.ranks.links.axis else self.ranks.data.outside
-        assert isinstance(op, Input), "a step is given units, groups and inputs"
+        if isinstance(op, Away):
+            return self.runtime.offloads[op]
+        assert isinstance(op, Input), "a step is given units, groups, a place for activations and inputs"
         if op.kind is Kind.CONSTANT:
             return self.program.constants[node.name]
         if op.kind is Kind.TANGENT:

@@ -62,7 +62,7 @@ from zcompile.state.savable import Savable
 LossFunction = Callable[..., torch.Tensor]
 Result = TypeVar("Result")
 _TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "memory_limit"})
-_TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "offload_parameters"}
+_TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "offload_parameters", "offload_activations"}
 """Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
 
 

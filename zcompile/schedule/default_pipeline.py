@@ -28,6 +28,7 @@ from zcompile.passes.pack_small import pack_small
 from zcompile.passes.partition_activations import partition_activations as partition_activations_pass
 from zcompile.passes.pipelining.divide_backward import divide_backward
 from zcompile.passes.pipelining.keep_between_actions import keep_between_actions
+from zcompile.passes.pipelining.offload_microbatches import offload_microbatches
 from zcompile.passes.pipelining.receive_ahead import receive_ahead
 from zcompile.passes.pipelining.reduce_microbatches import reduce_microbatches
 from zcompile.passes.plan_memory import plan_memory
@@ -157,6 +158,7 @@ def of_steps(
     bucket: int,
     updates: bool = True,
     memory_limit: int | None = None,
+    away: bool = False,
 ) -> tuple[Pass, ...]:
     """The passes that a step of several micro-batches goes through, once the actions of a rank are written out.
 
@@ -168,6 +170,7 @@ def of_steps(
         updates: Let the optimizer use gradients as soon as they are there.
         memory_limit: Bytes that the step may hold beside shards and optimizer state; as far as it allows, units stay
             full from one action to a later one.
+        away: Keep what is saved from action to action elsewhere; with a limit as much of it as is needed.
     """
     _, pieces = _messages(small, bucket)
     _, ahead, sink = _schedule(prefetch, bounded=False, consumed=updates)
@@ -175,6 +178,9 @@ def of_steps(
     passes += [pieces, ahead, sink] if STAGES[stage].optimizer_sharded else [sink]
     receive = Pass("receive_ahead", partial(receive_ahead, depth=max(prefetch, 1)), traits=Trait.SCHEDULES)
     behind = [*(UPDATES[:1] if updates else ()), *([receive] if prefetch else [])]
+    if away:
+        move = partial(offload_microbatches, ahead=max(prefetch, 1), memory_limit=memory_limit)
+        behind.append(Pass("offload_microbatches", move, (facts.WAITS_SUNK,), traits=Trait.SCHEDULES))
     if memory_limit is not None:
         between, fits = partial(keep_between_actions, memory_limit=memory_limit), facts.memory_bounded(memory_limit)
         behind.append(Pass("keep_between_actions", between, (facts.WAITS_SUNK,), (fits,), _FULL))
