@@ -86,20 +86,16 @@ def train_step(
         Others: as `zcompile.compile`; StateError: the folder cannot be written, or has no room for the state.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    pipelined, asked = (
-        is_pipelined(options.get("mesh")),
-        PipelineOptions(schedule, microbatches, split, stages_per_rank),
-    )
-    asked = replace(asked, results=results)
+    pipelined = is_pipelined(options.get("mesh"))
+    asked = PipelineOptions(schedule, microbatches, split, stages_per_rank, results=results)
     _check_asked(model, asked, clip_grad_norm, pipelined=pipelined)
     scaler = check_scaler(grad_scaler, _dtype_of(model, options))
-    keeps = clip_grad_norm is not None or scaler is not None
-    place = _place(offload_optimizer, keeps=keeps)
+    asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
+    place = _place(offload_optimizer, keeps=asked.keeps_gradients)
     _check_compiled(model, options, place, clip_grad_norm)
     if pipelined:
-        asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler, offload_optimizer=place)
-        return pipelined_step(model, loss_fn, optimizers, asked, options)
-    updater = None if keeps else Updater(optimizers)
+        return pipelined_step(model, loss_fn, optimizers, replace(asked, offload_optimizer=place), options)
+    updater = None if asked.keeps_gradients else Updater(optimizers)
     if not isinstance(model, CompiledModule):
         model = compile(model, optimizer=optimizers, **options)
     elif options:
