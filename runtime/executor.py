@@ -146,8 +146,11 @@ class Reduction:
     ranks: AxisCommunicator
     """Those over which it averages."""
 
-    def wait(self) -> Gradients | InsideAverages:
-        """The averaged gradients; of two axes those over the inner one, until they have been averaged over both."""
+    def wait(self, *, added: bool = False) -> Gradients | InsideAverages:
+        """The averaged gradients; of two axes those over the inner one, until they have been averaged over both.
+
+        `added`: they are on the device, in the dtypes of their parameters, to be added up there.
+        """
         unit, communicator = self.bound.unit, self.bound.shards.communicator
         inside = self.ranks is communicator.inside
         divided = inside or communicator.parts > 1
@@ -164,12 +167,19 @@ class Reduction:
         self.arrivals = []
         if inside and communicator.outside is not None:
             return InsideAverages(self.bound, landed, self.scattered, communicator.parts if self.scattered else 1)
-        return InsideAverages(self.bound, landed, self.scattered).gradients()
+        averages = InsideAverages(self.bound, landed, self.scattered)
+        if not added:
+            return averages.gradients()
+        averages.cast()
+        return averages
 
 
 @dataclass
 class InsideAverages:
-    """Averaged gradients of a unit, per message as they were sent; they may be those over the inner one of two axes."""
+    """Averaged gradients of a unit on the device, per message as they were sent.
+
+    They are those over the inner one of two axes, or of micro-batches that are added up.
+    """
 
     bound: BoundUnit
     arrivals: Sequence[tuple[list[int], torch.Tensor]]
@@ -193,10 +203,15 @@ class InsideAverages:
                     yield param, part_of(arrived, offset, param, rank if scattered else None)
                 offset += param.kept_numel(rank) if scattered else param.numel
 
+    def cast(self) -> None:
+        """Be in the dtypes of the parameters."""
+        params = self.bound.unit.params
+        self.arrivals = [(message, arrived.to(params[message[0]].dtype)) for message, arrived in self.arrivals]
+
     def gradients(self) -> Gradients:
         """The averages over all ranks, in the dtypes of their parameters, where these are."""
-        params, home = self.bound.unit.params, self.bound.shards.memory.home
-        self.arrivals = [(message, arrived.to(params[message[0]].dtype)) for message, arrived in self.arrivals]
+        self.cast()
+        home = self.bound.shards.memory.home
         return Gradients(self.bound.shards, {param.name: home(part) for param, part in self.parts()})
 
 
@@ -517,7 +532,6 @@ def add(bound: BoundUnit, sums: Summed, grads: Summed, *, dtype: torch.dtype | N
     """
     if isinstance(sums, Gradients):
         assert isinstance(grads, Gradients), "averages are added to averages"
-        bound.shards.memory.landed()
         add_all([sums.tensors[name] for name in grads.tensors], list(grads.tensors.values()))
         grads.tensors.clear()
         return sums
@@ -548,19 +562,21 @@ def plus(one: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtype | None = 
     return one + other if dtype is None else one.to(dtype) + other
 
 
-def update(bound: BoundUnit, grads: Gradients) -> None:
+def update(bound: BoundUnit, grads: Gradients | InsideAverages) -> None:
     """Step the optimizer for the parameters of a unit; the memory of their gradients is free when this returns."""
     assert bound.updater is not None, "programs with updates are run by a train step"
+    if isinstance(grads, InsideAverages):
+        grads = grads.gradients()
     bound.shards.memory.landed()
     bound.updater(grads)
     grads.tensors.clear()
 
 
 def wait(
-    started: Gather | OutsideGather | Reduction | Arrival | Receiving | Sending,
+    started: Gather | OutsideGather | Reduction | Arrival | Receiving | Sending, *, added: bool = False
 ) -> Full | Gradients | InsideAverages | torch.Tensor | None:
     """What a gather brings, averaged gradients in the dtype of their shards, an activation, what a stage has sent."""
-    return started.wait()
+    return started.wait(added=True) if added and isinstance(started, Reduction) else started.wait()
 
 
 def release(full: Full) -> None:

@@ -69,8 +69,7 @@ def train_step(
         optimizer: One or several that treat each parameter by itself. Groups may change between steps, as by schedules.
         clip_grad_norm: The largest norm of all gradients together. It is known once the backward has ended: with it,
             gradients are kept until then, as in the loop.
-        grad_scaler: A `torch.amp.GradScaler` for gradients in float16, which are kept, too. Where they are not finite
-            on any rank, all skip the step and lower the scale.
+        grad_scaler: A `torch.amp.GradScaler`, for float16: where gradients overflow on any rank, all skip the step.
         offload_optimizer: Where the optimizer's state is, fetched while the backward goes on: for a model on the CPU
             "disk:FOLDER", a file there, mapped into memory, which holds what fits; for one on a GPU "cpu".
         schedule: Of a pipeline, on a mesh with a dimension "pp": a name, or a table of actions (docs/pipelines.md).

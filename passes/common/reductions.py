@@ -46,8 +46,13 @@ def averaged_inside(
     grads: Sequence[fx.Node | None] | fx.Node,
     group: fx.Node | None,
     prefix: str = "",
+    *,
+    added: bool = False,
 ) -> fx.Node:
-    """Reduce gradients over the ranks that shard; `group`: those over which they are averaged then, if there are."""
+    """Reduce gradients over the ranks that shard; `group`: those over which they are averaged then, if there are.
+
+    `added`: see `WaitReduce`.
+    """
     listed = grads if not isinstance(grads, fx.Node) else ()
     params = (
         op_of(grads, Sum).params
@@ -59,7 +64,7 @@ def averaged_inside(
     meta = Data(Reduce(unit.name, params, scatter, unit.reduction_dtype), phase, source=unit.name)
     given = grads if isinstance(grads, fx.Node) else list(grads)
     started = program.add((shards, given), meta, f"{stem}_reduce")
-    waits = Data(WaitReduce(unit.name, params), phase, source=unit.name)
+    waits = Data(WaitReduce(unit.name, params, added), phase, source=unit.name)
     return program.add((started,), waits, f"{stem}_grads" if group is None else f"{stem}_shard_grads")
 
 

@@ -115,10 +115,11 @@ def _sum_type(unit: Unit, params: Sequence[str], dtype: torch.dtype | None) -> T
 def _each(program: Program, unit: Unit, rows: list[Row], group: fx.Node | None) -> fx.Node:
     """Reduce the gradients of each micro-batch, and add up the averages; over replicas, of all of them together."""
     shards, total = shards_of(program, unit), None
+    added = program.layout.away and group is None and len(rows) > 1
     for number, (row, last) in enumerate(rows):
         with program.graph.inserting_before(next_line(program, last)):
-            prefix = f"m{number}_" if len(rows) > 1 else ""
-            waited = averaged_inside(program, unit, [owned(program, grad, unit) for grad in row], group, prefix)
+            prefix, own = f"m{number}_" if len(rows) > 1 else "", [owned(program, grad, unit) for grad in row]
+            waited = averaged_inside(program, unit, own, group, prefix, added=added)
             if total is None:
                 total = waited
                 continue

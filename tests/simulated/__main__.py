@@ -31,10 +31,10 @@ def main() -> None:
     if reason := library.unavailable():
         sys.exit(reason)
     warnings.simplefilter("ignore")
-    gpus, console = Ranks(1, simulated=True), Console(width=100)
-    ways = table("A step of a GPT of three blocks on the first of four ranks, regions eager")
+    gpus, console = Ranks(2, simulated=True), Console(width=100)
+    ways = table("A step of a GPT of three blocks on the first of four ranks, of pipelines of two, regions eager")
     for name, scenario in SCENARIOS.items():
-        ways.add_row(*row(name, *gpus.run(scenario.world or 4, scenarios.run, name)))
+        ways.add_row(*row(name, gpus.run(scenario.world or 4, scenarios.run, name)[0]))
     console.print(ways)
     beside = table("Stage 3 beside FSDP2")
     for world in WORLDS:

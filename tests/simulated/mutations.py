@@ -12,12 +12,15 @@ import argparse
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WORLD = 4
@@ -48,6 +51,7 @@ AWAY, PUT, STATE = (f"runtime/offload/{name}.py" for name in ("host_shards", "ac
 EXECUTOR, GPUS, WORK = (f"runtime/{name}.py" for name in ("executor", "backend_collectives", "async_work"))
 DELIVERY, UPDATES = (f"runtime/gradients/{name}.py" for name in ("delivery", "updates"))
 ARENA, PARTS = "runtime/arena.py", "runtime/offload/activation_shards.py"
+LINKS = "runtime/stage_links.py"
 UNLESS_IT_FAILS = "except NotImplementedError:\n            raise\n        else:"
 """In place of `finally:`."""
 
@@ -133,6 +137,12 @@ MUTATIONS = (
              ("train step, stage 3, optimizer, update fails",)),
     Mutation(UPDATES, "finally:\n            if self.states", f"{UNLESS_IT_FAILS}\n            if self.states",
              ("train step, stage 3, optimizer, update fails",)),
+    # messages between pipeline stages
+    Mutation(LINKS, "StreamWork(work.wait, (tensor,), waits=self.waits)",
+             "StreamWork(lambda: None, (tensor,), waits=self.waits)", ("pipeline, stage 3",)),
+    Mutation(LINKS, "StreamWork(work.wait, (tensor,), waits=self.waits)",
+             "StreamWork(work.wait, (), waits=self.waits)", ("pipeline, stage 3",),
+             "torch holds the tensors of a message itself until it is waited for"),
     # arenas
     Mutation(ARENA, "if block.is_free and block.stream == stream)", "if block.is_free)",
              ("stage 3, arenas, apart",)),
@@ -157,15 +167,21 @@ def findings_of(mutation: Mutation) -> list[str]:
         (Path(folder) / inside).write_text(source.replace(mutation.line, mutation.instead))
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", __name__.replace("__main__", __spec__.name), "--run", *mutation.scenarios]
-        ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
-    lines = ended.stdout.strip().splitlines()
-    if ended.returncode:
-        raise RuntimeError(f"{mutation} cannot run:\n{ended.stderr[-2000:]}")
+        there = range(2 if mutation.scenarios[0].startswith("pipeline") else 1)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started = [
+            subprocess.Popen([*command, "--rank", str(rank)], env=environment, cwd=folder, **pipes) for rank in there
+        ]
+        ended = [(*one.communicate(timeout=200), one.returncode) for one in started]
+    for _, errors, code in ended:
+        if code:
+            raise RuntimeError(f"{mutation} cannot run:\n{errors[-2000:]}")
+    lines = [line for printed, *_ in ended for line in printed.strip().splitlines()]
     return [finding for line in lines if line.startswith("[") for finding in json.loads(line)]
 
 
-def run(names: list[str]) -> None:
-    """Run scenarios in this process, and print their findings."""
+def run(names: list[str], rank: int) -> None:
+    """Run scenarios in this process, and print their findings; ranks of pipelines are all there."""
     device = importlib.import_module("tests.simulated.device")  # it has to be there before torch
     import torch.distributed as dist
 
@@ -174,8 +190,12 @@ def run(names: list[str]) -> None:
 
     device.ROOTS.append(f"{Path(zcompile.__file__).parent}/")
     for name in names:
-        nccl.pretend(scenarios.SCENARIOS[name].world or WORLD)
-        print(json.dumps(scenarios.run(0, name).findings), flush=True)
+        if scenarios.SCENARIOS[name].by == "pipeline":
+            store = re.sub("[^a-z0-9]+", "_", name)  # in the folder of the copy, where both ranks are
+            nccl.join(f"{os.getcwd()}/{store}", rank, scenarios.SCENARIOS[name].world, timedelta(seconds=60))
+        else:
+            nccl.pretend(scenarios.SCENARIOS[name].world or WORLD)
+        print(json.dumps(scenarios.run(rank, name).findings), flush=True)
         dist.destroy_process_group()
 
 
@@ -183,9 +203,10 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", default="", metavar="TEXT", help="mutations with this in their text")
     options.add_argument("--run", nargs="+", metavar="SCENARIO", help=argparse.SUPPRESS)
+    options.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.run:
-        run(given.run)
+        run(given.run, given.rank)
         # A thread of autograd's that frees a tensor while the interpreter ends would abort the process.
         os._exit(0)
     missed = 0

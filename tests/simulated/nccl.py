@@ -12,7 +12,6 @@ from importlib.machinery import ExtensionFileLoader
 from types import ModuleType
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -62,9 +61,8 @@ def join(store: str, rank: int, world: int, timeout: timedelta) -> None:
     """Begin as a rank of a world that is there; its ranks meet in a file."""
     ProcessGroupNCCL.made.clear()
     shared = dist.FileStore(store, world)
-    dist.init_process_group(
-        "nccl", store=shared, rank=rank, world_size=world, timeout=timeout, device_id=torch.device("cuda", 0)
-    )
+    # Without device_id: torch would split the group for the dimensions of a mesh, which this NCCL does not do.
+    dist.init_process_group("nccl", store=shared, rank=rank, world_size=world, timeout=timeout)
     dist.barrier()
 
 

@@ -38,7 +38,7 @@ class Scenario:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str = "gpt"
-    by: Literal["loop", "train step", "torch.compile"] = "loop"
+    by: Literal["loop", "train step", "torch.compile", "pipeline"] = "loop"
     accumulates: bool = False
     evaluates: bool = False
     streams: Streams = "default"
@@ -68,6 +68,10 @@ class Scenario:
 
     def placed(self) -> tuple[nn.Module, Mapping[str, Any]]:
         """The model, divided if it is to be, and the options with the mesh over which it is sharded."""
+        if self.by == "pipeline":
+            shape = (2, dist.get_world_size() // 2)
+            mesh = init_device_mesh("cuda", shape, mesh_dim_names=("pp", "dp"))
+            return self.begin(), {**self.options, "mesh": mesh, "microbatches": 4}
         if self.replicas > 1:
             shape, names = (self.replicas, dist.get_world_size() // self.replicas), ("replicate", "shard")
             return self.begin(), {**self.options, "mesh": init_device_mesh("cuda", shape, mesh_dim_names=names)}
@@ -103,6 +107,11 @@ def step(stage: int, **given: Any) -> Scenario:
 def named(stage: int, **given: Any) -> Scenario:
     """By `torch.compile(backend="zcompile")`."""
     return replace(loop(stage, **given), by="torch.compile")
+
+
+def pipelined(stage: int, schedule: str = "1f1b", **given: Any) -> Scenario:
+    """By `zcompile.train_step` with two pipeline stages' ranks; these are there, both of them."""
+    return replace(step(stage, schedule=schedule, **given), by="pipeline", world=2)
 
 
 BF16 = torch.bfloat16
@@ -257,6 +266,25 @@ SCENARIOS: dict[str, Scenario] = {
     "train step, stage 3, optimizer, gather fails": step(3, offload_optimizer="cpu", fails="gather of the backward"),
     "train step, stage 3, optimizer, update fails": step(3, offload_optimizer="cpu", loads=True, fails="update"),
     "train step, stage 3, parameters, update fails": step(3, offload_parameters="cpu", writes=True, fails="update"),
+    "pipeline, stage 0": pipelined(0),
+    "pipeline, stage 1": pipelined(1),
+    "pipeline, stage 2, gpipe": pipelined(2, "gpipe"),
+    "pipeline, stage 3": pipelined(3),
+    "pipeline, stage 1, interleaved": pipelined(1, "interleaved1f1b"),
+    "pipeline, stage 3, zero bubbles": pipelined(3, "interleavedzerobubble"),
+    "pipeline, stage 1, v of zero bubbles": pipelined(1, "zbvzerobubble"),
+    "pipeline, stage 2, bf16, checkpoint": pipelined(2, dtype=BF16, checkpoint="unit"),
+    "pipeline, stage 1, bf16": pipelined(1, dtype=BF16),
+    "pipeline, prefetch 0": pipelined(3, prefetch=0),
+    "pipeline, prefetch 4": pipelined(3, prefetch=4),
+    "pipeline, activations": pipelined(3, "gpipe", offload_activations="cpu"),
+    "pipeline, activations, checkpoint": pipelined(1, offload_activations="cpu", checkpoint="unit"),
+    "pipeline, parameters": pipelined(3, offload_parameters="cpu"),
+    "pipeline, parameters, gradients summed": pipelined(2, offload_parameters="cpu"),
+    "pipeline, optimizer": pipelined(1, offload_optimizer="cpu"),
+    "pipeline, clipping": pipelined(1, clip=1.0),
+    "pipeline, float16, scaling": pipelined(1, dtype=torch.float16, scales=True),
+    "pipeline, alternating": pipelined(3, streams="alternating"),
 }
 
 
@@ -292,6 +320,16 @@ def run(rank: int, name: str, more: Mapping[str, Any] | None = None) -> Report:
     scenario = SCENARIOS[name]
     scenario = replace(scenario, options={**scenario.options, **(more or {})})
     return _watched(scenario, _trainer(scenario))
+
+
+def losses(rank: int, name: str) -> list[float]:
+    """Of the steps of a pipeline, on a simulated device."""
+    scenario = SCENARIOS[name]
+    model, options = scenario.placed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _, once = _steps(scenario, model, optimizer, {"backend": "eager", **options})
+    found: Any = [once(scenario.batch(number)) for number in range(STEPS)]
+    return [float(loss) for loss in found]
 
 
 def run_fsdp2(rank: int) -> Report:
@@ -335,7 +373,7 @@ def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
     """A step, and what is done to the model behind it, whether it has failed or not."""
     model, options = scenario.placed()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    begin = _steps if scenario.by == "train step" else _loop
+    begin = _steps if scenario.by in ("train step", "pipeline") else _loop
     model, once = begin(scenario, model, optimizer, {"backend": "eager", **options})
 
     def train(batch: list[torch.Tensor]) -> None:
@@ -354,7 +392,8 @@ Steps = tuple[nn.Module, Callable[[list[torch.Tensor]], object]]
 
 
 def _steps(scenario: Scenario, model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Steps:
-    whole = zcompile.train_step(model, None, optimizer, clip_grad_norm=scenario.clip, **options)
+    scaler = torch.amp.GradScaler("cuda") if scenario.scales else None
+    whole = zcompile.train_step(model, None, optimizer, clip_grad_norm=scenario.clip, grad_scaler=scaler, **options)
     return whole.model, lambda batch: whole(*batch)
 
 

@@ -15,6 +15,9 @@ QUICK = (
     "stage 3, graph breaks",
     "stage 3, graphs, bf16, checkpoint",
     "train step, stage 3, alternating",
+    "pipeline, stage 1, v of zero bubbles",
+    "pipeline, activations, checkpoint",
+    "pipeline, parameters",
     # other ways to train, and steps that fail
     "stage 3, parameters, reduction fails",
     "tensor parallel, stage 3",
@@ -24,7 +27,7 @@ QUICK = (
     "owners, bf16, arenas, checkpoint",
     "train step, stage 3, optimizer, update fails",
 )
-WAITS = {
+WAITS: dict[str, int | tuple[int, ...]] = {
     # Copies to the device have to end before the host may write to shards, those of gradients before it steps.
     "stage 2, parameters": 2,
     "stage 3, parameters": 2,
@@ -52,6 +55,10 @@ WAITS = {
     "train step, stage 3, optimizer, loading": 1,
     "train step, stage 3, optimizer, gather fails": 1,
     "train step, stage 3, optimizer, update fails": 1,
+    # The same of a pipeline, whose ranks have three units and two.
+    "pipeline, parameters": (3, 2),
+    "pipeline, parameters, gradients summed": (3, 2),
+    "pipeline, optimizer": 1,
     # Each of two evaluations, and what writes to shards.
     "stage 3, parameters, evaluating": 4,
     "one rank, parameters": 2,
@@ -59,17 +66,29 @@ WAITS = {
     "train step, stage 3, writing": 1,
     # GradScaler asks the device whether a gradient has overflowed.
     "stage 3, float16, scaling": 1,
+    "pipeline, float16, scaling": 1,
     "hfsdp, float16, scaling": 1,
 }
-"""How often the host waits for the device in one step, where it does."""
+"""How often the host waits for the device in one step, where it does; where ranks differ, of each."""
 
 
 @pytest.mark.filterwarnings("ignore")
 @quickly("name", list(SCENARIOS), QUICK)
 def test_everything_is_ordered(gpus: Ranks, name: str) -> None:
-    (report,) = gpus.run(SCENARIOS[name].world or 4, scenarios.run, name)
-    assert report.findings == []
-    assert sum(report.waits.values()) == WAITS.get(name, 0), report.waits
+    for rank, report in enumerate(gpus.run(SCENARIOS[name].world or 4, scenarios.run, name)):
+        assert report.findings == []
+        waits = WAITS.get(name, 0)
+        assert sum(report.waits.values()) == (waits if isinstance(waits, int) else waits[rank]), report.waits
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["activations", "parameters", "optimizer", "stage 2, gpipe", "v of zero bubbles"])
+def test_pipelines_give_the_same_losses_wherever_things_are(gpus: Ranks, name: str) -> None:
+    names = {"v of zero bubbles": "pipeline, stage 1, v of zero bubbles", "stage 2, gpipe": "pipeline, stage 2, gpipe"}
+    found = gpus.run(2, scenarios.losses, names.get(name, f"pipeline, {name}"))
+    assert found == gpus.run(2, scenarios.losses, "pipeline, stage 3")
+    assert found[0] == found[1]
+    assert len({*found[0]}) > 1
 
 
 @pytest.mark.slow

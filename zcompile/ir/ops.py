@@ -483,6 +483,8 @@ class WaitReduce(Operation):
 
     unit: str
     params: tuple[str, ...]
+    added: bool = False
+    """True of averages that are added up before they go where their shards are, if that is elsewhere."""
 
     def memory(self, node: fx.Node, layout: Layout) -> int:
         """What has been averaged inside is freed, where the ranks outside have got parts of it."""

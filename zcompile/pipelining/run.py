@@ -23,7 +23,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
 from zcompile.pipelining.ranks import PipelineRanks
 from zcompile.pipelining.results import StepResults
-from zcompile.runtime.executor import BoundUnit, Gradients
+from zcompile.runtime.executor import BoundUnit, Gradients, InsideAverages
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import RunKind
@@ -70,7 +70,7 @@ class PipelinedRun:
 
     def step(
         self, microbatches: Sequence[Sequence[Any]], updater: Updater | None, scale: torch.Tensor | None = None
-    ) -> tuple[StepResult | None, Sequence[Gradients]]:
+    ) -> tuple[StepResult | None, Sequence[Gradients | InsideAverages]]:
         """Run the program; gives the results of the step, and the gradients that it has not used.
 
         Args:

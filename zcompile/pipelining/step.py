@@ -51,7 +51,7 @@ from zcompile.proof.ranks import check_texts
 from zcompile.runtime.agreement import all_through, told_to_others
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.device import is_gpu
-from zcompile.runtime.executor import Gradients
+from zcompile.runtime.executor import Gradients, InsideAverages
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import ranks_of
 from zcompile.schedule.option_checks import AUTO, check_gathered
@@ -230,7 +230,7 @@ class PipelinedStep(Savable, Reported):
         """
         self._ready(self._asked_for(batch, named)[0])
 
-    def _clip_and_step(self, gradients: Sequence[Gradients]) -> None:
+    def _clip_and_step(self, gradients: Sequence[Gradients | InsideAverages]) -> None:
         """The optimizers' steps with gradients that were kept."""
         parameters, scaler, limit = deliver(gradients), self._asked.grad_scaler, self._asked.clip_grad_norm
         optimizers = self.optimizers if scaler is None else self._checked_by(scaler, parameters)

@@ -13,6 +13,7 @@
 #include <torch/extension.h>
 
 #include <functional>
+#include <map>
 
 using at::Tensor;
 using c10d::Backend;
@@ -33,7 +34,7 @@ void* record(c10::Stream stream) {
   return event;
 }
 
-class StreamWork final : public Work {
+class StreamWork : public Work {
  public:
   StreamWork(int rank, c10d::OpType type, c10::Stream stream, Tensors held)
       : Work(rank, type), stream_(stream), end_(record(stream)), held_(std::move(held)) {
@@ -64,6 +65,31 @@ class StreamWork final : public Work {
   void* end_;
   Tensors held_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// A message from one rank to one other, whose bytes arrive when they do: the host waits for them where the current
+// stream would. Nobody waits for what was sent: a copy of it is on its way.
+class MessageWork final : public StreamWork {
+ public:
+  MessageWork(int rank, c10d::OpType type, c10::Stream stream, Tensors held, c10::intrusive_ptr<Work> arriving)
+      : StreamWork(rank, type, stream, std::move(held)), arriving_(std::move(arriving)) {}
+  // Of one that nobody waited for, the bytes arrive in memory that is still there.
+  ~MessageWork() override {
+    static auto* left = new std::vector<std::pair<Tensors, c10::intrusive_ptr<Work>>>;
+    if (arriving_) left->emplace_back(result(), std::move(arriving_));
+  }
+  void synchronize() override {
+    arrive();
+    StreamWork::synchronize();
+  }
+
+ private:
+  void arrive() {
+    if (arriving_) arriving_->wait();
+    arriving_.reset();
+  }
+
+  c10::intrusive_ptr<Work> arriving_;
 };
 
 class Nccl final : public Backend {
@@ -197,6 +223,30 @@ class Nccl final : public Backend {
                });
   }
 
+  c10::intrusive_ptr<Work> send(Tensors& tensors, int peer, int tag) override {
+    if (transport_) {
+      simulated::Quiet silence;
+      Tensors copies;
+      for (const Tensor& tensor : tensors) copies.push_back(simulated::on_host(tensor).clone());
+      sent_.emplace_back(copies, transport_->send(copies, peer, tag));
+    }
+    return message({"send", c10d::OpType::SEND, true}, peer, tensors, {}, {});
+  }
+
+  // In a world that is not there zeros arrive.
+  c10::intrusive_ptr<Work> recv(Tensors& tensors, int peer, int tag) override {
+    c10::intrusive_ptr<Work> arriving;
+    {
+      simulated::Quiet silence;
+      at::NoGradGuard no_grad;
+      Tensors hosts;
+      for (const Tensor& tensor : tensors) hosts.push_back(simulated::on_host(tensor));
+      if (transport_) arriving = transport_->recv(hosts, peer, tag);
+      else for (Tensor& host : hosts) host.zero_();
+    }
+    return message({"recv", c10d::OpType::RECV, true}, peer, {}, tensors, std::move(arriving));
+  }
+
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
     if (transport_) transport_->barrier(opts)->wait();
     device().synchronizeDevice(0);
@@ -291,6 +341,23 @@ class Nccl final : public Backend {
     return c10::make_intrusive<StreamWork>(rank_, launch.call.type, stream, std::move(held));
   }
 
+  // Each pair of ranks has a stream of its own, on which its messages follow each other.
+  c10::intrusive_ptr<Work> message(
+      Call call, int peer, const Tensors& read, const Tensors& written, c10::intrusive_ptr<Work> arriving) {
+    note(call.name, read.empty() ? written : read);
+    auto found = pairs_.find(peer);
+    if (found == pairs_.end()) found = pairs_.emplace(peer, device().getStreamFromGlobalPool(DEVICE, false)).first;
+    c10::Stream stream = found->second;
+    void* begin = record(device().getStream(DEVICE));
+    device().block(begin, stream);
+    device().destroyEvent(begin, 0);
+    std::vector<simulated::Access> accesses;
+    for (const Tensor& tensor : read) simulated::touch(accesses, tensor, false);
+    for (const Tensor& tensor : written) simulated::touch(accesses, tensor, true);
+    simulated::launched((std::string("nccl::") + call.name).c_str(), stream.id(), accesses);
+    return c10::make_intrusive<MessageWork>(rank_, call.type, stream, joined(written, read), std::move(arriving));
+  }
+
   void note(const char* name, const Tensors& tensors) {
     std::string call = name;
     for (const Tensor& tensor : tensors) call += c10::str(" ", tensor.dtype().name(), tensor.sizes());
@@ -300,6 +367,8 @@ class Nccl final : public Backend {
   c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<Backend> transport_;
   c10::Stream stream_;
+  std::map<int, c10::Stream> pairs_;
+  std::vector<std::pair<Tensors, c10::intrusive_ptr<Work>>> sent_;  // kept for the life of the group: a test's is short
   std::optional<Launch> coalescing_;
   std::vector<std::string> calls_;
 };
