@@ -38,6 +38,7 @@ def recompute_activations(
     fuses: bool = True,
     whole: bool = True,
     at_once: bool = True,
+    others: int = 0,
 ) -> Program:
     """A program whose backward computes values of the forward again in place of reading them.
 
@@ -49,6 +50,7 @@ def recompute_activations(
         fuses: Of what compiles the regions, see `zcompile.cost.fusion`.
         whole: False for a part of a model, which may have nothing to save.
         at_once: False if other micro-batches run between its forward and its backward.
+        others: With a budget, how many of them hold what they save meanwhile.
 
     Raises:
         OptionError: the budget is too small for any choice, or there is nothing to compute again.
@@ -63,7 +65,7 @@ def recompute_activations(
             problem = f"{checkpoint!r} has no effect: no unit but the last computes anything that can be computed again"
             raise OptionError("checkpoint", problem, "give smaller units=, or leave it out")
     else:
-        selection, result = _within(Budget(turn, finish, fused=fuses), checkpoint)
+        selection, result = _within(Budget(turn, finish, fused=fuses, others=others), checkpoint)
     return replace(result, notes=(*program.notes, _note(program, result, selection)))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -646,10 +647,22 @@ MISTAKES: dict[str, Mistake] = {
     "results": (Skips, two, {}, 8, "OptionError: loss_fn: gives 2 results"),
     "detached": (Skips, detached, {}, 8, "OptionError: loss_fn: gives a loss that depends on no parameter"),
     "option": (Skips, loss_of, {"arenas": True}, 8, "OptionError: arenas: is not combined with a pipe"),
-    "budget": (Skips, loss_of, {"checkpoint": 0.5}, 8, "OptionError: checkpoint: 0.5 is not combined with a pipeline"),
+    "budget": (
+        Skips,
+        loss_of,
+        {"checkpoint": "auto"},
+        8,
+        "OptionError: checkpoint: 'auto' is not combined with a pipe",
+    ),
     "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is no option"),
     "half": (Skips, loss_of, {"dtype": torch.float16}, 8, "OptionError: dtype: is float16, whose gradients want"),
-    "offload": (Skips, loss_of, {"offload_optimizer": "disk:x"}, 8, "OptionError: offload_optimizer: is not combined"),
+    "offload": (
+        Skips,
+        loss_of,
+        {"offload_optimizer": "cpu"},
+        8,
+        "OptionError: offload_optimizer: is 'cpu', and the model",
+    ),
 }
 
 
@@ -1036,3 +1049,70 @@ def test_activations_on_a_disk_change_no_bit(
     assert moved > 0
     assert after < before
     assert limit is None or after <= 6.5e6 < before
+
+
+# -- budgets of activation checkpoints --------------------------------------------------------------------------------
+
+
+def within(rank: int, schedule: str, stage: int, share: float) -> tuple[list[str], list[int]]:
+    """What differs in bits where a share of the peak is given, and as many bytes; what steps hold: at first without."""
+    peaks, models = list[int](), list[nn.Module]()
+    for checkpoint in (None, share, -1):
+        torch.manual_seed(0)
+        model = GPT(layers=6, width=64, heads=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        made: dict[str, Any] = {"mesh": mesh_of(2, 1), "microbatches": 4, "backend": "eager", "schedule": schedule}
+        if checkpoint == -1:
+            limit = torch.tensor(int(share * peaks[0]))
+            dist.all_reduce(limit, dist.ReduceOp.MAX)  # one for all ranks
+            checkpoint = int(limit)
+        made |= {"stage": stage, "checkpoint": checkpoint}
+        step = zcompile.train_step(model, loss_of, optimizer, **made)
+        assert isinstance(step, PipelinedStep)
+        for number in range(2):
+            step(*batch_of("gpt", 0, number, rows=64))
+        assert step.program is not None
+        peaks.append(peak_bytes(step.program))
+        models.append(model)
+    wrong = [
+        name
+        for name, one in models[0].named_parameters()
+        for other in models[1:]
+        if not one.is_meta and not torch.equal(whole(one), whole(other.get_parameter(name)))
+    ]
+    return wrong, peaks
+
+
+@quickly(
+    "schedule, stage, share",
+    [
+        (schedule, stage, share)
+        for schedule in ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble")
+        for stage in (1, 3)
+        for share in (0.9, 0.75)
+    ],
+    [("1f1b", 1, 0.75)],
+)
+def test_steps_hold_no_more_than_a_budget(ranks: Ranks, schedule: str, stage: int, share: float) -> None:
+    found, most = ranks.run(2, within, schedule, stage, share), 0
+    for wrong, (before, *after) in found:
+        assert wrong == []
+        assert after[0] <= share * before
+        most = max(before, most)
+    assert all(peak <= share * most for _, (*_, peak) in found)
+
+
+def too_small(rank: int) -> str:
+    model = GPT(layers=6, width=64, heads=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = {"mesh": mesh_of(2, 1), "microbatches": 4, "backend": "eager", "checkpoint": "100 KiB"}
+    try:
+        zcompile.train_step(model, loss_of, optimizer, **made).prepare(*batch_of("gpt", 0, 0, rows=64))
+    except zcompile.OptionError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_budget_that_is_too_small_says_how_much_it_takes(ranks: Ranks) -> None:
+    for found in ranks.run(2, too_small):
+        assert re.match(r"checkpoint: 100 KiB is less than the .* that this step takes at the least", found), found

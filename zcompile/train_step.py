@@ -90,19 +90,32 @@ def train_step(
     _check_asked(model, asked, clip_grad_norm, pipelined=pipelined)
     scaler = check_scaler(grad_scaler, _dtype_of(model, options))
     asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
-    place = _place(offload_optimizer, keeps=asked.keeps_gradients)
-    _check_compiled(model, options, place, clip_grad_norm)
-    if pipelined:
-        return pipelined_step(model, loss_fn, optimizers, replace(asked, offload_optimizer=place), options)
+    asked = replace(asked, offload_optimizer=_place(offload_optimizer, keeps=asked.keeps_gradients))
+    _check_compiled(model, options, asked.offload_optimizer, clip_grad_norm)
+    return (pipelined_step if pipelined else _unpipelined)(model, loss_fn, optimizers, asked, options)
+
+
+def _unpipelined(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizers: Sequence[Optimizer],
+    asked: PipelineOptions,
+    options: dict[str, Any],
+) -> TrainStep:
+    """A train step without a pipeline.
+
+    Raises:
+        As `train_step`.
+    """
     updater = None if asked.keeps_gradients else Updater(optimizers)
     if not isinstance(model, CompiledModule):
         model = compile(model, optimizer=optimizers, **options)
     elif options:
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
-    if place is not None and updater is not None:
-        updater.states = optimizer_states(place, model._engine.runtime, updater)
-    return TrainStep(model, loss_fn, optimizers, updater, clip_grad_norm, scaler)
+    if asked.offload_optimizer is not None and updater is not None:
+        updater.states = optimizer_states(asked.offload_optimizer, model._engine.runtime, updater)
+    return TrainStep(model, loss_fn, optimizers, updater, asked.clip_grad_norm, asked.grad_scaler)
 
 
 def _check_asked(model: nn.Module, asked: PipelineOptions, clip_grad_norm: float | None, *, pipelined: bool) -> None:

@@ -28,6 +28,7 @@ from zcompile.cost.fusion import fuses, is_stored
 from zcompile.cost.hardware import CPU
 from zcompile.cost.memory import live_bytes
 from zcompile.cost.roofline import aten_cost, operation_seconds
+from zcompile.ir.actions import ActionKind
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Call, values_of
 from zcompile.ir.program import Program
@@ -99,10 +100,16 @@ def by_unit(turn: Turn, *, at_once: bool = True) -> RecomputeChoice:
 
 
 class Problem:
-    """The choice of a program as a mixed-integer program; see the module for its variables and constraints."""
+    """The choice of a program as a mixed-integer program; see the module for its variables and constraints.
 
-    def __init__(self, turn: Turn, *, fused: bool = True) -> None:
-        self.turn, self.fused = turn, fused
+    Args:
+        turn: What crosses the turn from forward to backward.
+        fused: Of what compiles the regions, see `zcompile.cost.fusion`.
+        others: How many other micro-batches there are that hold what they save, all the time.
+    """
+
+    def __init__(self, turn: Turn, *, fused: bool = True, others: int = 0) -> None:
+        self.turn, self.fused, self.others = turn, fused, others
         reached = self._reached()
         self.saved = {value: column for column, value in enumerate(dict.fromkeys(value for value, _ in reached))}
         """Columns of s."""
@@ -158,13 +165,17 @@ class Problem:
     def held(self, selection: RecomputeChoice) -> dict[int, int]:
         """Bytes of what each run holds of saved values and of what it computes again, as this problem counts them."""
         count = {run.index: 0 for run in self.turn.runs}
-        for value, end in self.ends.items():
-            for run in range(self.turn.home[value], end + 1) if value in selection.saved else ():
-                count[run] += self.saved_bytes(value)
+        for value in self.ends:
+            for run in count if value in selection.saved else ():
+                count[run] += self._copies(value, run) * self.saved_bytes(value)
         for operation, run in self.again:
             if selection.runs_again(operation, run):
                 count[run] += self.again_bytes(operation)
         return count
+
+    def _copies(self, value: fx.Node, run: int) -> int:
+        """How often a value that is saved is held in a run: of this micro-batch, and of others."""
+        return self.others + (self.turn.home[value] <= run <= self.ends[value])
 
     # -- solving --------------------------------------------------------------------------------------------------
 
@@ -216,8 +227,9 @@ class Problem:
         peak = len(self.saved) + len(self.again)
         held: dict[int, dict[int, float]] = {run.index: {peak: 1.0} for run in self.turn.runs}
         for value, column in self.saved.items():
-            for run in range(self.turn.home[value], self.ends[value] + 1):
-                held[run][column] = -self.saved_bytes(value) / self._unit
+            for run in held:
+                if copies := self._copies(value, run):
+                    held[run][column] = -copies * self.saved_bytes(value) / self._unit
         for (operation, run), column in self.again.items():
             held[run][column] = -self.again_bytes(operation) / self._unit
         rows = _Rows(peak + 1)
@@ -263,12 +275,25 @@ class Outcome:
     """Bytes that each run holds at most of what was not chosen."""
 
 
+_BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+
+
+def _phase_of(call: fx.Node) -> Phase:
+    """Of a program, or of the step that a pipeline makes of it."""
+    kind = data(call).action.strip("0123456789")
+    if not kind:
+        return data(call).phase
+    return Phase.BACKWARD if kind in _BACKWARD else Phase.FORWARD
+
+
 class Budget:
     """Choices measured against the program that comes of them."""
 
-    def __init__(self, turn: Turn, finish: Callable[[Program], Program], *, fused: bool = True) -> None:
-        """`finish` rewrites a program as the passes do that follow the choice."""
-        self.turn, self.finish, self.problem = turn, finish, Problem(turn, fused=fused)
+    def __init__(
+        self, turn: Turn, finish: Callable[[Program], Program], *, fused: bool = True, others: int = 0
+    ) -> None:
+        """`finish` rewrites a program as the passes do that follow the choice; for the others see `Problem`."""
+        self.turn, self.finish, self.problem = turn, finish, Problem(turn, fused=fused, others=others)
 
     def outcome(self, selection: RecomputeChoice) -> Outcome:
         """What a run holds beside what is chosen (full parameters, gradients, values that come and go) is read off."""
@@ -278,7 +303,7 @@ class Budget:
         peaks: dict[tuple[Phase, str], int] = {}
         for call in finished.nodes(Call):
             for unit in op_of(call, Call).units:
-                key = data(call).phase, unit
+                key = _phase_of(call), unit
                 peaks[key] = max(live[call], peaks.get(key, 0))
         held = self.problem.held(selection)
         beside = {run.index: peaks.get((run.phase, run.unit), 0) - held[run.index] for run in self.turn.runs}

@@ -59,6 +59,13 @@ class Action:
         """True if it gives what the stage before it waits for."""
         return self.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
+    @property
+    def change(self) -> int:
+        """By how many there are more micro-batches behind it whose forward has run and whose backward has not ended."""
+        if self.kind is ActionKind.FORWARD:
+            return 1
+        return 0 if self.kind is ActionKind.BACKWARD_INPUT else -1
+
 
 _SUBJECT = "schedule"
 _SPELLING = "write one line of actions for each rank, such as 0F0, 0F1, 0B0: stage, F, B, I or W, and micro-batch"
@@ -125,10 +132,7 @@ class ActionTable:
         """The most micro-batches, of all stages of a rank, whose forward has run and whose backward has not."""
         most = now = 0
         for action in self.rows[rank]:
-            if action.kind is ActionKind.FORWARD:
-                now += 1
-            elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-                now -= 1
+            now += action.change
             most = max(most, now)
         return most
 

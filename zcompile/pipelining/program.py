@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from zcompile.cost.hardware import CPU, Hardware
 from zcompile.cost.roofline import bucket_for, operation_seconds
@@ -19,10 +20,11 @@ from zcompile.passes.common.boundary import Crossing, PipelineStage, written_res
 from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
 from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 from zcompile.pipelining.balance import balanced
+from zcompile.pipelining.checkpoints import others_in_flight, within_budget
 from zcompile.proof.microbatches import RankValues, SharedParameter
 from zcompile.proof.values import TracedTerms
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps
-from zcompile.schedule.option_checks import bytes_of
+from zcompile.schedule.option_checks import bytes_of, checkpoint_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import ALWAYS, Journal, Pass, Verified
 
@@ -99,19 +101,50 @@ def rewrite(
         ProgramError, PipelineError: a pass went wrong.
     """
     bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
-    partition: Partition = "min_cut" if options.backend == "inductor" else "default"
+    limit, depth = bytes_of("memory_limit", options.memory_limit), options.schedule.prefetch
+    steps = partial(of_steps, options.stage, prefetch=depth, bucket=bucket, updates=updates)
     cut = cut_stages(traced, starts=place.starts)
-    passes = partial(of_stages, partition=partition, bucket=bucket, checkpoints=options.checkpoint is not None)
-    stages = tuple(_rewritten(one, place.table, passes) if one.number in place.own else one for one in cut)
+    stages = _rewritten(cut, place, options, bucket, steps())
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
-    limit = bytes_of("memory_limit", options.memory_limit)
-    depth = options.schedule.prefetch
-    away = options.offload_activations is not None
-    finish = of_steps(options.stage, prefetch=depth, bucket=bucket, updates=updates, memory_limit=limit, away=away)
-    journal = Journal()
+    finish, journal = steps(memory_limit=limit, away=options.offload_activations is not None), Journal()
     return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, values.results, journal)
+
+
+def _rewritten(
+    cut: Sequence[PipelineStage], place: PipelinePlace, options: Options, bucket: int, finish: Sequence[Pass]
+) -> tuple[PipelineStage, ...]:
+    """The stages, this rank's rewritten; `finish`: what steps go through when their actions are written out."""
+    table, budget = place.table, checkpoint_of(options.checkpoint)
+    partition: Partition = "min_cut" if options.backend == "inductor" else "default"
+
+    def rewritten(
+        stage: PipelineStage, checkpoint: Literal["unit"] | int | None, step: Callable[[Program], Program] | None = None
+    ) -> PipelineStage:
+        passes = of_stages(
+            partition=partition,
+            sent=stage.boundary.sent_back if table.divides_backward else None,
+            bucket=bucket,
+            checkpoint=checkpoint,
+            at_once=stage.number in table.at_once,
+            others=others_in_flight(table, stage.number),
+            step=step,
+        )
+        lent = stage.lent and Verified.traced(stage.lent).after(of_stages(partition=partition, bucket=bucket)).program
+        return replace(stage, program=Verified.traced(stage.program).after(passes).program, lent=lent)
+
+    if budget is None or budget == "unit":
+        return tuple(rewritten(one, budget) if one.number in place.own else one for one in cut)
+    assert budget != "auto", "it is refused before"
+
+    def step_of(stages: Sequence[PipelineStage]) -> Program:
+        step = unroll_microbatches(stages, table=table, rank=place.rank, axis=place.axis)
+        for one in finish:
+            step = one(step)
+        return step
+
+    return within_budget(cut, place.own, rewritten, step_of, budget)
 
 
 def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStage], place: PipelinePlace) -> RankValues:
@@ -161,11 +194,3 @@ def _shared(stages: Sequence[PipelineStage], own: Sequence[int]) -> tuple[Shared
                 dtype = home.program.layout.param(param).sum_dtype
                 found.append(SharedParameter(param, value, home.number, tuple(readers), parts, dtype))
     return tuple(found)
-
-
-def _rewritten(stage: PipelineStage, table: ActionTable, passes: Callable[..., Sequence[Pass]]) -> PipelineStage:
-    sent = stage.boundary.sent_back if table.divides_backward else None
-    at_once = stage.number in table.at_once
-    program = Verified.traced(stage.program).after(passes(sent=sent, at_once=at_once)).program
-    lent = stage.lent and Verified.traced(stage.lent).after(passes()).program
-    return replace(stage, program=program, lent=lent)

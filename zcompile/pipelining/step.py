@@ -144,8 +144,8 @@ def _options_of(given: dict[str, Any]) -> Options:
         raise OptionError("prefetch", "'auto' is not combined with a pipeline so far", "give a number of units")
     if options.shard == AUTO:
         raise OptionError("shard", "'auto' is not combined with a pipeline", "name one: 'hsdp', 'hfsdp', 'hpz', 'flat'")
-    if options.checkpoint not in (None, "unit"):
-        raise OptionError("checkpoint", f"{options.checkpoint!r} is not combined with a pipeline so far", "give 'unit'")
+    if options.checkpoint == "auto":
+        raise OptionError("checkpoint", "'auto' is not combined with a pipeline so far", "give 'unit', or a size")
     return options
 
 

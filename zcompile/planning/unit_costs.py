@@ -179,7 +179,13 @@ def costs_of_model(
 
 def _measured(units: UnitStages, hardware: Hardware, partition: Partition, *, checkpoint: bool) -> list[_Measured]:
     """Of each stage; equal ones are rewritten once."""
-    make = partial(of_stages, partition=partition, bucket=bucket_for(hardware), checkpoints=checkpoint, at_once=False)
+    make = partial(
+        of_stages,
+        partition=partition,
+        bucket=bucket_for(hardware),
+        checkpoint="unit" if checkpoint else None,
+        at_once=False,
+    )
     done: dict[str, _Measured] = {}
     for stage, key in zip(units.stages, units.keys, strict=True):
         if key not in done:

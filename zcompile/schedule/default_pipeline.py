@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from zcompile import facts
 from zcompile.cost.hardware import CPU
@@ -126,8 +126,10 @@ def of_stages(
     sent: int | None = None,
     small: int = SMALL_BYTES,
     bucket: int,
-    checkpoints: bool = False,
+    checkpoint: Literal["unit"] | int | None = None,
     at_once: bool = True,
+    others: int = 0,
+    step: Callable[[Program], Program] | None = None,
 ) -> tuple[Pass, ...]:
     """The passes that the program of each pipeline stage goes through, for one micro-batch.
 
@@ -136,18 +138,26 @@ def of_stages(
         sent: Where the schedule runs gradients of weights apart, how many gradients of inputs other stages wait for.
         small: See `pipeline`.
         bucket: The same.
-        checkpoints: Save the input of each unit alone, and compute the rest again.
+        checkpoint: What is computed again: all of a unit but its input ("unit"), or what makes the step hold at most so
+            many bytes.
         at_once: False if other micro-batches run between the forward of a stage and its backward.
+        others: The most of them that hold what they save at a time.
+        step: With a number of bytes, what makes the step of the finished program.
     """
     split, outline = _regions(partition)
-    again = partial(
-        recompute_activations, checkpoint="unit", fuses=partition == "min_cut", whole=False, at_once=at_once
-    )
-    passes = [split, ASSIGN]
-    passes += [Pass("recompute_activations", again, (facts.UNITS_ASSIGNED,))] if checkpoints else []
+    following = [outline, _messages(small, bucket)[0]]
     if sent is not None:
-        passes.append(Pass("divide_backward", partial(divide_backward, sent=sent), (facts.UNITS_ASSIGNED,)))
-    return (*passes, outline, _messages(small, bucket)[0])
+        following.insert(0, Pass("divide_backward", partial(divide_backward, sent=sent), (facts.UNITS_ASSIGNED,)))
+    if checkpoint is None:
+        return (split, ASSIGN, *following)
+
+    def finish(program: Program) -> Program:
+        finished = _run(following, program)
+        return finished if step is None else step(finished)
+
+    common: dict[str, Any] = {"fuses": partition == "min_cut", "whole": False, "at_once": at_once, "others": others}
+    again = partial(recompute_activations, checkpoint=checkpoint, finish=finish, **common)
+    return (split, ASSIGN, Pass("recompute_activations", again, (facts.UNITS_ASSIGNED,)), *following)
 
 
 def of_steps(
@@ -185,6 +195,13 @@ def of_steps(
         between, fits = partial(keep_between_actions, memory_limit=memory_limit), facts.memory_bounded(memory_limit)
         behind.append(Pass("keep_between_actions", between, (facts.WAITS_SUNK,), (fits,), _FULL))
     return (*passes, *behind)
+
+
+def _run(passes: Sequence[Pass], program: Program) -> Program:
+    """What a program becomes, without any proof."""
+    for step in passes:
+        program = step(program)
+    return program
 
 
 def _regions(partition: Partition) -> tuple[Pass, Pass]:
@@ -254,10 +271,6 @@ def _recomputes(
     if checkpoint == "auto":
         raise OptionError("checkpoint", "'auto' wants to know a device", "give it to zcompile.compile, or a size here")
 
-    def finish(program: Program) -> Program:
-        for step in following:
-            program = step(program)
-        return program
-
+    finish = partial(_run, following)
     place = partial(recompute_activations, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
     return [Pass("recompute_activations", place, (facts.UNITS_ASSIGNED,))]
