@@ -201,7 +201,7 @@ def _in_pipelines() -> str:
     axes = Axis("pp", AxisKind.PIPELINE, pipeline, data), Axis("dp", AxisKind.SHARD, data)
     for stage in STAGES:
         laid_out = replace(traced, layout=make_layout(model, stage, axes))
-        place = PipelinePlace(table, 0, "pp", choose_starts(laid_out, pipeline, None))
+        place = PipelinePlace(table, 0, "pp", choose_starts(laid_out, table, None))
         options = Options(stage=stage.number, prefetch=PREFETCH)
         program = rewrite(laid_out, place, options).program
         counts = [len(program.nodes(kind)) for kind in (AllGather, Reduce)]

@@ -72,7 +72,7 @@ def programs_of(case: Case) -> list[Program]:
     layout = make_layout(model, STAGES[stage], axes, None, Precision(torch.bfloat16))
     step = replace(step, layout=layout)
     table = action_table(schedule, ranks, microbatches)
-    starts = choose_starts(step, table.stages, None, H100)
+    starts = choose_starts(step, table, None, H100)
     options = Options(stage=stage, dtype=torch.bfloat16, checkpoint="unit" if checkpoint else None, prefetch=2)
     places = [PipelinePlace(table, rank, "pp", starts) for rank in range(ranks)]
     return [rewrite(step, place, options, H100).program for place in places]
@@ -81,7 +81,7 @@ def programs_of(case: Case) -> list[Program]:
 def divided(case: Case) -> DividedPipeline:
     kind, schedule, ranks, microbatches, stage, checkpoint, data = case
     table, found = action_table(schedule, ranks, microbatches), costs(kind, checkpoint)
-    names = choose_starts(traced(kind)[1], table.stages, None, H100)
+    names = choose_starts(traced(kind)[1], table, None, H100)
     axis = Axis("pp", AxisKind.PIPELINE, ranks, data)
     setting = PipelineSetting(found, H100, STAGES[stage], (Axis("dp", AxisKind.SHARD, data),), axis)
     return setting.at(table, [0, *map(found.names.index, names)])
@@ -209,7 +209,7 @@ def test_the_fastest_that_fits_is_found_by_looking_at_everything() -> None:
                 if ranks * per_rank > 8 or (ranks == 1 and schedule != "1f1b"):
                     continue
                 table = action_table(schedule, ranks, 8 // data, per_rank)
-                names = choose_starts(traced("llama")[1], table.stages, None, GPU)
+                names = choose_starts(traced("llama")[1], table, None, GPU)
                 units = costs("llama", checkpoint)
                 axes = (Axis("dp", AxisKind.SHARD, data),)
                 pipe = Axis("pp", AxisKind.PIPELINE, ranks, data)

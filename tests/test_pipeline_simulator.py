@@ -38,7 +38,7 @@ def programs_of(schedule: str, ranks: int = RANKS, microbatches: int = MICROBATC
     axes = (Axis("pp", AxisKind.PIPELINE, ranks), Axis("dp", AxisKind.SHARD, 1))
     traced = replace(traced, layout=replace(traced.layout, axes=axes))
     table = action_table(schedule, ranks, microbatches)
-    starts = choose_starts(traced, table.stages, None)
+    starts = choose_starts(traced, table, None)
     places = [PipelinePlace(table, rank, "pp", starts) for rank in range(ranks)]
     return [rewrite(traced, place, Options(stage=0, backend="eager"), updates=False).program for place in places]
 

@@ -61,10 +61,15 @@ def work_of_units(program: Program, work: Callable[[fx.Node], float]) -> dict[st
 
     So what computes with parameters of an earlier unit, as a tied head does, counts where it stands.
     """
+    names, assignment = each_unit_apart(program)
+    return {name: sum(map(work, own)) for name, own in zip(names, assignment.own, strict=True)}
+
+
+def each_unit_apart(program: Program) -> tuple[list[str], StageAssignment]:
+    """The units of a traced step in order, and what each of them computes if it is a stage of its own."""
     program = assign_units(program)
     names = list(begins_of_units(program))
-    assignment = StageAssignment(program, tuple(names[1:]))
-    return {name: sum(map(work, own)) for name, own in zip(names, assignment.own, strict=True)}
+    return names, StageAssignment(program, tuple(names[1:]))
 
 
 @dataclass

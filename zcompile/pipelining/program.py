@@ -21,12 +21,15 @@ from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, wo
 from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 from zcompile.pipelining.balance import balanced
 from zcompile.pipelining.checkpoints import others_in_flight, within_budget
+from zcompile.pipelining.stage_memory import stage_memory
 from zcompile.proof.microbatches import RankValues, SharedParameter
 from zcompile.proof.values import TracedTerms
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps
 from zcompile.schedule.option_checks import bytes_of, checkpoint_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import ALWAYS, Journal, Pass, Verified
+
+_DEFAULT = Options()
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,20 @@ class PipelinedProgram:
 
 
 def choose_starts(
-    traced: Program, stages: int, split: Sequence[str] | None, hardware: Hardware = CPU
+    traced: Program,
+    table: ActionTable,
+    split: Sequence[str] | None,
+    hardware: Hardware = CPU,
+    options: Options = _DEFAULT,
 ) -> tuple[str, ...]:
     """The units with which stages begin: those of `split`, or so that all stages have about as much to compute.
+
+    With a memory limit among the options: of the cuts that are within it as far as that can be told beforehand.
 
     Raises:
         OptionError: there are fewer units than stages, or `split` is not for so many.
     """
-    units = units_in_order(traced)
+    units, stages = units_in_order(traced), table.stages
     if split is not None:
         if len(split) != stages - 1:
             problem = f"has {len(split)} units, and {stages} stages begin with {stages - 1}, the first one left out"
@@ -81,7 +90,10 @@ def choose_starts(
         problem = f"has {stages} stages, and the model {len(units)} units: {', '.join(units)}"
         raise OptionError("schedule", problem, "use fewer ranks along the pipeline axis, or name more units by units=")
     seconds = work_of_units(traced, lambda node: operation_seconds(node, hardware))
-    return tuple(units[index] for index in balanced([seconds[unit] for unit in units], stages))
+    limit, memory = bytes_of("memory_limit", options.memory_limit), None
+    if limit is not None:
+        memory = stage_memory(traced, table, limit, by_unit=options.checkpoint == "unit")
+    return tuple(units[index] for index in balanced([seconds[unit] for unit in units], stages, memory))
 
 
 def rewrite(

@@ -398,7 +398,7 @@ class PipelinedStep(Savable, Reported):
         return run
 
     def _starts(self, traced: Program, hardware: Hardware) -> tuple[str, ...]:
-        return choose_starts(traced, self.table.stages, self._asked.split, hardware)
+        return choose_starts(traced, self.table, self._asked.split, hardware, self._options)
 
     def _traced(self, first: Called) -> Program:
         """The step of one micro-batch.
