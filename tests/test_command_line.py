@@ -202,6 +202,23 @@ def test_inspect_writes_the_program_after_every_pass(run: Run, tmp_path: Path) -
     assert zcompile.parse(text).text(regions=True) == text
 
 
+def test_inspect_writes_the_steps_of_all_stages_of_a_pipeline(run: Run, tmp_path: Path) -> None:
+    asked = ("--mesh", "2x1", "--microbatches", "4", "--stage", "1", "-s", "16", "--schedule", "interleavedzerobubble")
+    code, out, _ = run("inspect", "gpt:4x64", *asked, "--split", "blocks.2", "-o", "dump")
+    assert code == 0
+    assert "2 pipeline stages on 2 ranks, 4 micro-batches" in out
+    for rank in range(2):
+        step = (tmp_path / f"dump/rank_{rank}/program_0/step.py").read_text()
+        assert f"# {rank}F3\n" in step.replace("    #", "#")
+        assert ("W3" in step) == (rank == 1), (
+            "the gradients of weights are apart, where others wait for those of inputs"
+        )
+        assert "lane" in (tmp_path / f"dump/rank_{rank}/report.html").read_text()
+    code, out, err = run("prove", "dump")
+    assert (code, err) == (0, "")
+    assert "fit" in out
+
+
 def test_inspect_runs_a_script_until_its_model_is_traced(run: Run, tmp_path: Path) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -358,6 +375,11 @@ def test_an_inspected_train_step_has_its_updates(run: Run, tmp_path: Path) -> No
         (["plan", "fac.py:misfit"], "Linear: cannot be computed with these arguments: RuntimeError("),
         (["plan", "fac.py::one:"], "fac.py::one:: cannot be imported"),
         (["inspect", "script.py", "--stage", "1"], "stage: means nothing here: the script says its own"),
+        (["inspect", "script.py", "--mesh", "2x1"], "mesh: means nothing here: the script says its own"),
+        (["inspect", "gpt:2x64", "--mesh", "2"], "mesh: '2' is none"),
+        (["inspect", "gpt:2x64", "--mesh", "2x1", "--world", "3"], "world: means nothing here: --mesh says it"),
+        (["inspect", "gpt:2x64", "--split", "blocks.1"], "split: means nothing here: it is of a pipeline"),
+        (["inspect", "gpt:2x64", "--mesh", "9x1"], "schedule: has 9 stages, and the model 4 units"),
         (["doctor", "--ranks", "2"], "ranks: measure, and nothing is measured"),
         (["inspect", "fac.py:make", "--", "--steps"], "--steps: means nothing here"),
         (["inspect", "fac.py:make", "-o", "fac.py"], "fac.py: cannot be written: File exists"),

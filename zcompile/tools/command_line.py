@@ -15,26 +15,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zcompile.cost.hardware import DTYPES, load_profile, profile_text
+from zcompile.cost.hardware import profile_text
 from zcompile.errors import OptionError, ProofError, ZcompileError
 from zcompile.proof.dumps import MANIFEST, TRUSTED, prove_dump, rank_folders
 from zcompile.proof.ranks import check_folders
 from zcompile.recording.archive import Archive
-from zcompile.schedule.options import Options
-from zcompile.tools import doctor, inspection
+from zcompile.tools import doctor
 from zcompile.tools.arguments import (
-    OWN,
-    Batch,
-    Hardware_,
-    Sequence_,
-    Units,
-    Whole,
     check_target,
-    checkpoint_of,
-    dtype_of,
     progress_bar,
 )
-from zcompile.tools.named_models import subject_of
+from zcompile.tools.inspect_command import inspect_command
 from zcompile.tools.plan_command import plan_command
 from zcompile.tools.replay import Replay
 from zcompile.tools.replay_report import ReplayReport, overview
@@ -56,6 +47,7 @@ def _version(wanted: bool) -> None:
 
 
 app.command("plan")(plan_command)
+app.command("inspect", context_settings={"allow_extra_args": True})(inspect_command)
 
 
 @app.callback()
@@ -66,54 +58,6 @@ def command(
     ] = False,
 ) -> None:
     """A compiler for distributed training: plan it, look into it, check the machine."""
-
-
-@app.command("inspect", context_settings={"allow_extra_args": True})
-def inspect_command(
-    context: typer.Context,
-    subject: Annotated[str, typer.Argument(help="A script that trains, or what `plan` takes.", show_default=False)],
-    folder: Annotated[Path, typer.Option("--dump", "-o", help="Where to write.")] = Path("zcompile_dump"),
-    world: Annotated[int, typer.Option("--world", "-w", min=1, help="Ranks to lay the program out for.")] = 2,
-    stage: Annotated[int, typer.Option("--stage", help="Of a model; a script says its own.")] = 3,
-    prefetch: Annotated[int, typer.Option("--prefetch", help="Likewise.")] = 2,
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", help="Likewise; 'none', 'unit', a size or a share.")
-    ] = "none",
-    dtype: Annotated[str, typer.Option("--dtype", help=f"Likewise; '{OWN}' or one of {', '.join(DTYPES)}.")] = OWN,
-    batch: Batch = 1,
-    sequence: Sequence_ = 128,
-    units: Units = [],  # noqa: B006
-    whole: Whole = [],  # noqa: B006
-    hardware: Hardware_ = "h100",
-    code: Annotated[
-        bool, typer.Option("--code", help="Also what Inductor makes of each region, compiled here.")
-    ] = False,
-) -> None:
-    """Write the program of a model after every pass, without training; print what `explain()` says.
-
-    A script runs, with the arguments behind `--`, until it calls a compiled model for the first time. What training
-    measures is taken from the profile: prefetch="auto", and the memory of checkpoint="auto".
-    """
-    device = load_profile(hardware)
-    if subject.endswith(".py"):
-        for name in ("stage", "prefetch", "checkpoint", "dtype", "batch", "sequence", "units", "whole"):
-            source = context.get_parameter_source(name)
-            if source is not None and source.name != "DEFAULT":
-                raise OptionError(name, "means nothing here: the script says its own", "leave it out")
-        journal = inspection.of_script(Path(subject), context.args, world, device)
-    else:
-        if context.args:
-            fix = "leave it out; only a script takes arguments of its own"
-            raise OptionError(context.args[0], "means nothing here", fix)
-        options = Options(stage=stage, prefetch=prefetch, checkpoint=checkpoint_of(checkpoint), dtype=dtype_of(dtype))
-        given = subject_of(subject, batch=batch, sequence=sequence)
-        journal = inspection.of_subject(given, options, world, device, units or None, whole or None)
-    text, notes = inspection.write(journal, folder, subject, device, code=code)
-    print(text)
-    print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")
-    print("regions, and a trace for ui.perfetto.dev.")
-    for note in notes:
-        print(note)
 
 
 @app.command("prove")

@@ -1,0 +1,129 @@
+"""The command `zcompile inspect`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zcompile.cost.hardware import DTYPES, load_profile
+from zcompile.errors import OptionError
+from zcompile.pipelining.action_tables import SCHEDULES
+from zcompile.schedule.options import Options
+from zcompile.tools import inspection
+from zcompile.tools.arguments import (
+    OWN,
+    Batch,
+    Hardware_,
+    Sequence_,
+    Units,
+    Whole,
+    checkpoint_of,
+    dtype_of,
+)
+from zcompile.tools.named_models import subject_of
+from zcompile.tools.pipeline_inspection import of_pipeline
+
+Mesh = Annotated[
+    str | None, typer.Option("--mesh", help="STAGESxRANKS: of a pipeline's mesh ('pp', 'dp'), such as 4x2.")
+]
+Schedule = Annotated[str, typer.Option("--schedule", help=f"With --mesh, one of {', '.join(SCHEDULES)}.")]
+Microbatches = Annotated[
+    int, typer.Option("--microbatches", min=1, help="With --mesh, how many there are of --batch sequences each.")
+]
+Split = Annotated[list[str], typer.Option("--split", help="With --mesh, units with which stages begin; repeat.")]
+Limit = Annotated[str | None, typer.Option("--memory-limit", "-m", help="Of a model, such as '20 GB'.")]
+
+
+def inspect_command(
+    context: typer.Context,
+    subject: Annotated[str, typer.Argument(help="A script that trains, or what `plan` takes.", show_default=False)],
+    folder: Annotated[Path, typer.Option("--dump", "-o", help="Where to write.")] = Path("zcompile_dump"),
+    world: Annotated[int, typer.Option("--world", "-w", min=1, help="Ranks to lay the program out for.")] = 2,
+    stage: Annotated[int, typer.Option("--stage", help="Of a model; a script says its own.")] = 3,
+    prefetch: Annotated[int, typer.Option("--prefetch", help="Likewise.")] = 2,
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="Likewise; 'none', 'unit', a size or a share.")
+    ] = "none",
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Likewise; '{OWN}' or one of {', '.join(DTYPES)}.")] = OWN,
+    batch: Batch = 1,
+    sequence: Sequence_ = 128,
+    units: Units = [],  # noqa: B006
+    whole: Whole = [],  # noqa: B006
+    hardware: Hardware_ = "h100",
+    memory_limit: Limit = None,
+    mesh: Mesh = None,
+    schedule: Schedule = "1f1b",
+    microbatches: Microbatches = 8,
+    split: Split = [],  # noqa: B006
+    code: Annotated[
+        bool, typer.Option("--code", help="Also what Inductor makes of each region, compiled here.")
+    ] = False,
+) -> None:
+    """Write the program of a model after every pass, without training; print what `explain()` says.
+
+    A script runs, with the arguments behind `--`, until it calls a compiled model for the first time. What training
+    measures is taken from the profile: prefetch="auto", and the memory of checkpoint="auto". With --mesh it is the
+    step of a pipeline, and each rank with stages of its own has a folder.
+    """
+    device = load_profile(hardware)
+    _check_given(context, is_script=subject.endswith(".py"), pipelined=mesh is not None)
+    if subject.endswith(".py"):
+        journal = inspection.of_script(Path(subject), context.args, world, device)
+        _tell(*inspection.write(journal, folder, subject, device, code=code), folder)
+        return
+    options = Options(
+        stage=stage,
+        prefetch=prefetch,
+        checkpoint=checkpoint_of(checkpoint),
+        dtype=dtype_of(dtype),
+        memory_limit=memory_limit,
+    )
+    given = subject_of(subject, batch=batch, sequence=sequence)
+    if mesh is not None:
+        asked = schedule, microbatches, split or None
+        pipeline = of_pipeline(given, options, _sizes(mesh), asked, device, units or None)
+        _tell(*pipeline.write(folder, subject, code=code), folder)
+        return
+    journal = inspection.of_subject(given, options, world, device, units or None, whole or None)
+    _tell(*inspection.write(journal, folder, subject, device, code=code), folder)
+
+
+def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) -> None:
+    """Raise OptionError for what means nothing to what is inspected."""
+    own = ("stage", "prefetch", "checkpoint", "dtype", "batch", "sequence", "units", "whole", "memory_limit", "mesh")
+    unasked = dict.fromkeys(own, "the script says its own") if is_script else {}
+    if pipelined:
+        unasked |= {"world": "--mesh says it", "whole": "a pipeline does not have it"}
+    else:
+        unasked |= dict.fromkeys(("schedule", "microbatches", "split"), "it is of a pipeline, which --mesh asks for")
+    for name, why in unasked.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise OptionError(name, f"means nothing here: {why}", "leave it out")
+    if context.args and not is_script:
+        fix = "leave it out; only a script takes arguments of its own"
+        raise OptionError(context.args[0], "means nothing here", fix)
+
+
+def _sizes(mesh: str) -> tuple[int, int]:
+    """The stages' ranks and the data-parallel ones of a mesh.
+
+    Raises:
+        OptionError: it is none.
+    """
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", mesh)
+    if match is None:
+        raise OptionError("mesh", f"{mesh!r} is none", "give STAGESxRANKS, such as 4x2")
+    return int(match[1]), int(match[2])
+
+
+def _tell(text: str, notes: Sequence[str], folder: Path) -> None:
+    print(text)
+    print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")
+    print("regions, and a trace for ui.perfetto.dev.")
+    for note in notes:
+        print(note)
