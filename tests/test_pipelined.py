@@ -308,6 +308,7 @@ def test_a_pipeline_trains_as_one_process_bit_for_bit(
     "options",
     [
         {"prefetch": 0},
+        {"prefetch": "auto"},
         {"bucket": 64},
         {"split": ["up.0"]},
         {"units": ["down.*", "up.*"]},

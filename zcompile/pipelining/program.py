@@ -11,7 +11,9 @@ from functools import partial
 from typing import Literal
 
 from zcompile.cost.hardware import CPU, Hardware
+from zcompile.cost.memory import peak_bytes
 from zcompile.cost.roofline import bucket_for, operation_seconds
+from zcompile.cost.simulator import step_seconds
 from zcompile.errors import OptionError
 from zcompile.facts import verify
 from zcompile.ir.actions import ActionKind, ActionTable
@@ -24,10 +26,11 @@ from zcompile.pipelining.checkpoints import others_in_flight, within_budget
 from zcompile.pipelining.stage_memory import stage_memory
 from zcompile.proof.microbatches import RankValues, SharedParameter
 from zcompile.proof.values import TracedTerms
-from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps
+from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps, run_passes
 from zcompile.schedule.option_checks import bytes_of, checkpoint_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import ALWAYS, Journal, Pass, Verified
+from zcompile.schedule.prefetch import DEPTHS, WORTH
 
 _DEFAULT = Options()
 
@@ -124,6 +127,25 @@ def rewrite(
     return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, values.results, journal)
 
 
+def choose_prefetch(traced: Program, place: PipelinePlace, options: Options, hardware: Hardware) -> int:
+    """The least prefetch with which the rank's step, the others taken to send at once, is about as short as with any.
+
+    Further units cost memory, and so do messages that are received ahead; what is beyond a memory limit is no choice.
+    """
+    bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
+    steps, limit = partial(of_steps, options.stage, bucket=bucket), bytes_of("memory_limit", options.memory_limit)
+    cut = cut_stages(traced, starts=place.starts)
+    stages = _rewritten(cut, place, replace(options, prefetch=0), bucket, steps(prefetch=0))
+    step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
+    seconds = {}
+    for depth in DEPTHS:
+        program = run_passes(steps(prefetch=depth), step)
+        if depth == 0 or limit is None or peak_bytes(program) <= limit:
+            seconds[depth] = step_seconds(program, hardware)
+    enough = min(seconds.values()) * (1 + WORTH)
+    return next(depth for depth in seconds if seconds[depth] <= enough)
+
+
 def _rewritten(
     cut: Sequence[PipelineStage], place: PipelinePlace, options: Options, bucket: int, finish: Sequence[Pass]
 ) -> tuple[PipelineStage, ...]:
@@ -151,10 +173,7 @@ def _rewritten(
     assert budget != "auto", "it is refused before"
 
     def step_of(stages: Sequence[PipelineStage]) -> Program:
-        step = unroll_microbatches(stages, table=table, rank=place.rank, axis=place.axis)
-        for one in finish:
-            step = one(step)
-        return step
+        return run_passes(finish, unroll_microbatches(stages, table=table, rank=place.rank, axis=place.axis))
 
     return within_budget(cut, place.own, rewritten, step_of, budget)
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from zcompile._torch import has_step_pre_hooks, tree_leaves, tree_map_only
 from zcompile.cost.hardware import CPU, GPU, Hardware
+from zcompile.engine.calibration import measure
 from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
 from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import check_optimizers, watch_optimizers
@@ -42,7 +43,7 @@ from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.clipping import clip_together, deliver
 from zcompile.pipelining.division import divide_model
 from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
-from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
+from zcompile.pipelining.program import PipelinePlace, choose_prefetch, choose_starts, rewrite
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
 from zcompile.pipelining.reports import PipelineCode, PipelineReports
 from zcompile.pipelining.results import ResultPlaces, ResultsOn, StepResults
@@ -53,7 +54,7 @@ from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.executor import Gradients, InsideAverages
 from zcompile.runtime.gradients.updates import Updater
-from zcompile.runtime.groups import ranks_of
+from zcompile.runtime.groups import Communicator, ranks_of
 from zcompile.schedule.option_checks import AUTO, check_gathered
 from zcompile.schedule.options import Options
 from zcompile.state.model_state import ModelState
@@ -140,8 +141,6 @@ def _options_of(given: dict[str, Any]) -> Options:
         if name not in _TAKEN and value != known[name].default:
             raise OptionError(name, "is not combined with a pipeline so far", "leave it out")
     options = Options.among(given)
-    if options.prefetch == "auto":
-        raise OptionError("prefetch", "'auto' is not combined with a pipeline so far", "give a number of units")
     if options.shard == AUTO:
         raise OptionError("shard", "'auto' is not combined with a pipeline", "name one: 'hsdp', 'hfsdp', 'hpz', 'flat'")
     if options.checkpoint == "auto":
@@ -379,6 +378,7 @@ class PipelinedStep(Savable, Reported):
         chosen = ranks.agreement.attempt("the stages", lambda: self._starts(traced, hardware), shown=True)[1]
         starts = tuple(chosen[0])
         place = PipelinePlace(self.table, ranks.links.rank, ranks.links.axis, starts)
+        options = self._with_prefetch(traced, place, options)
         make = partial(rewrite, traced, place, options, hardware, updates=self._updater is not None)
         made = ranks.agreement.attempt("the program", make)[0]
         program = made.program
@@ -396,6 +396,20 @@ class PipelinedStep(Savable, Reported):
         code = PipelineCode([made.journal], run.regions, hardware, self.table, along)
         self._reports = PipelineReports(what, runtime, code)
         return run
+
+    def _with_prefetch(self, traced: Program, place: PipelinePlace, options: Options) -> Options:
+        """The options with a number of units to gather ahead, if that is to be chosen: the most that a rank wants.
+
+        Within a memory limit it is the least: more might be beyond it there.
+        """
+        ranks = self._ranks
+        if options.prefetch != "auto":
+            return options
+        tensor = None if ranks.parallel is None else Communicator(ranks.parallel.mesh, ranks.device)
+        measured = measure(ranks.data, options.dtype or torch.float32, tensor)
+        choose = partial(choose_prefetch, traced, place, options, measured)
+        depths = ranks.agreement.attempt("the schedule of gathers", choose, shown=True)[1]
+        return replace(options, prefetch=max(depths) if options.memory_limit is None else min(depths))
 
     def _starts(self, traced: Program, hardware: Hardware) -> tuple[str, ...]:
         return choose_starts(traced, self.table, self._asked.split, hardware, self._options)

@@ -152,7 +152,7 @@ def of_stages(
         return (split, ASSIGN, *following)
 
     def finish(program: Program) -> Program:
-        finished = _run(following, program)
+        finished = run_passes(following, program)
         return finished if step is None else step(finished)
 
     common: dict[str, Any] = {"fuses": partition == "min_cut", "whole": False, "at_once": at_once, "others": others}
@@ -197,7 +197,7 @@ def of_steps(
     return (*passes, *behind)
 
 
-def _run(passes: Sequence[Pass], program: Program) -> Program:
+def run_passes(passes: Sequence[Pass], program: Program) -> Program:
     """What a program becomes, without any proof."""
     for step in passes:
         program = step(program)
@@ -271,6 +271,6 @@ def _recomputes(
     if checkpoint == "auto":
         raise OptionError("checkpoint", "'auto' wants to know a device", "give it to zcompile.compile, or a size here")
 
-    finish = partial(_run, following)
+    finish = partial(run_passes, following)
     place = partial(recompute_activations, checkpoint=checkpoint, finish=finish, fuses=fuses, whole=whole)
     return [Pass("recompute_activations", place, (facts.UNITS_ASSIGNED,))]
