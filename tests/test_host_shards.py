@@ -72,13 +72,13 @@ class WatchedHost(HostShards):
         self._sent = {unit: room.clone() for unit, room in self._room.items()} if written else self._sent
 
 
-def watched(asked: object, layout: Layout, agreement: Agreement) -> WatchedHost:
+def watched(asked: object, layout: Layout, device: torch.device, rank: int, agreement: Agreement) -> WatchedHost:
     return WatchedHost(torch.device("cpu"), {unit.name: shard_bytes(unit, 0) for unit in layout.units})
 
 
 def on_host(*, away: bool = True) -> AbstractContextManager[object]:
     """Within this, compiled models have their shards on a watched host."""
-    return mock.patch.object(compiling, "_shard_memory", watched) if away else contextlib.nullcontext()
+    return mock.patch.object(compiling, "shard_memory", watched) if away else contextlib.nullcontext()
 
 
 def memory_of(compiled: zcompile.CompiledModule) -> WatchedHost:

@@ -55,7 +55,7 @@ def step_of(
     """The program of a rank, and what it has to compute."""
     traced = traced_step(stage, model)
     table = action_table(schedule, 2, microbatches)
-    place = PipelinePlace(table, rank, "pp", choose_starts(traced, table.stages, None))
+    place = PipelinePlace(table, rank, "pp", choose_starts(traced, table, None))
     made = rewrite(traced, place, Options(stage=stage, backend="eager", prefetch=1))
     return made.program, values_of_rank(traced, made.program, made.stages, place)
 

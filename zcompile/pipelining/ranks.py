@@ -118,7 +118,8 @@ def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
     data, parts = _data_names(mesh, tensor), [] if tensor is None else [_name_of(tensor)]
     kind = repr(mesh.device_type)
     if data not in ((), (DATA,)) and not _says_what_for(mesh, data):
-        problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, data))}"
+        others = [name for name in data if name != DATA]
+        problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, others))}"
         fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp')), or of two levels"
         fix += " (stages, nodes, ranks) with ('pp', 'replicate', 'shard')"
         fix += "; for tensor parallelism call parallelize_module(model, mesh['tp'], ...) before"
