@@ -50,8 +50,10 @@ class Freshness:
     def one_step(self) -> Iterator[None]:
         """Whatever optimizers do within is one step on all ranks, of which each has parameters of other optimizers."""
         before = self.steps, self.idle
-        yield
-        self.steps, self.idle = before[0] + 1, before[1]
+        try:
+            yield
+        finally:
+            self.steps, self.idle = before[0] + 1, before[1]
 
     def outgrow(self) -> bool:
         """Leave no copy as current that a step has outdated; returns whether any that is left may differ.

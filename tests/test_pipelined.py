@@ -657,6 +657,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is no option"),
     "half": (Skips, loss_of, {"dtype": torch.float16}, 8, "OptionError: dtype: is float16, whose gradients want"),
+    "both": (
+        Skips,
+        loss_of,
+        {"checkpoint": 0.5, "offload_activations": "disk:/tmp"},
+        8,
+        "OptionError: checkpoint: is a budget, which does not count on what is offloaded",
+    ),
     "offload": (
         Skips,
         loss_of,
@@ -1061,12 +1068,14 @@ def test_activations_on_a_disk_change_no_bit(
 # -- budgets of activation checkpoints --------------------------------------------------------------------------------
 
 
-def within(rank: int, schedule: str, stage: int, share: float) -> tuple[list[str], list[int]]:
+def within(rank: int, schedule: str, stage: int, share: float, tied: bool) -> tuple[list[str], list[int]]:
     """What differs in bits where a share of the peak is given, and as many bytes; what steps hold: at first without."""
     peaks, models = list[int](), list[nn.Module]()
     for checkpoint in (None, share, -1):
         torch.manual_seed(0)
         model = GPT(layers=6, width=64, heads=2)
+        if tied:
+            model.head.weight = model.tokens.weight
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         made: dict[str, Any] = {"mesh": mesh_of(2, 1), "microbatches": 4, "backend": "eager", "schedule": schedule}
         if checkpoint == -1:
@@ -1091,17 +1100,18 @@ def within(rank: int, schedule: str, stage: int, share: float) -> tuple[list[str
 
 
 @quickly(
-    "schedule, stage, share",
+    "schedule, stage, share, tied",
     [
-        (schedule, stage, share)
+        (schedule, stage, share, tied)
+        for tied in (False, True)
         for schedule in ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble")
         for stage in (1, 3)
         for share in (0.9, 0.75)
     ],
-    [("1f1b", 1, 0.75)],
+    [("1f1b", 1, 0.75, True)],
 )
-def test_steps_hold_no_more_than_a_budget(ranks: Ranks, schedule: str, stage: int, share: float) -> None:
-    found, most = ranks.run(2, within, schedule, stage, share), 0
+def test_steps_hold_no_more_than_a_budget(ranks: Ranks, schedule: str, stage: int, share: float, tied: bool) -> None:
+    found, most = ranks.run(2, within, schedule, stage, share, tied), 0
     for wrong, (before, *after) in found:
         assert wrong == []
         assert after[0] <= share * before

@@ -232,22 +232,29 @@ def test_an_overflow_in_one_stage_skips_the_step_on_all(ranks: Ranks, pipelined:
         assert found == [(True, 1024.0), (False, 512.0), (True, 512.0)]
 
 
-def other_scales(rank: int) -> str:
-    model, scaler = Watched(), torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + rank))
+def other_scales(rank: int, at_once: bool) -> str:
+    """What is said of ranks that have other scales from the beginning, or load them behind `prepare`."""
+    model, scaler = Watched(), torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + (rank if at_once else 0)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made: dict[str, Any] = {"mesh": mesh_of(2, 1), "microbatches": 2, "units": ["layers.*"], "grad_scaler": scaler}
     try:
         step = zcompile.train_step(model, lambda m, x, y: with_metrics(m, x, y)[0], optimizer, backend="eager", **made)
+        step.prepare(*watched_batch(0))
+        if rank == 1:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 256.0})
         step(*watched_batch(0))
     except zcompile.AgreementError as error:
+        assert all(parameter.grad is None for parameter in model.parameters())
         return str(error)
     return "taken"
 
 
 def test_ranks_with_other_scales_are_told(ranks: Ranks) -> None:
-    for found in ranks.run(2, other_scales):
-        assert "the scale of the loss 1024.0" in found
-        assert "the scale of the loss 2048.0" in found
+    for found in ranks.run(2, other_scales, True):
+        assert "the scale of the loss: scale 1024.0" in found
+        assert "the scale of the loss: scale 2048.0" in found
+    for found in ranks.run(2, other_scales, False):
+        assert found.startswith("the scale: of the loss is 1024.0 on a rank, and 256.0 on another")
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -288,6 +295,11 @@ def loss_alone(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
         (loss_alone, {"dtype": torch.float16}, "OptionError: dtype: is float16.*want a GradScaler"),
         (
             loss_alone,
+            {"dtype": torch.float16, "grad_scaler": torch.amp.GradScaler("cpu", enabled=False)},
+            "OptionError: dtype: is float16.*the one that is given is disabled",
+        ),
+        (
+            loss_alone,
             {"dtype": torch.bfloat16, "grad_scaler": torch.amp.GradScaler("cpu")},
             "OptimizerError: GradScaler: scales the loss of a model that computes in bfloat16",
         ),
@@ -298,3 +310,15 @@ def test_what_is_no_metric_or_scaler_is_refused(
 ) -> None:
     for found in ranks.run(2, refused, pipelined, loss_fn, options):
         assert re.match(message, found), found
+
+
+def wrong_on_one(rank: int, options: dict[str, Any]) -> str:
+    """What each rank hears of an option that one of them alone gives wrongly."""
+    return refused(rank, True, loss_alone, options if rank == 1 else {})
+
+
+@pytest.mark.parametrize("options", [{"results": "first"}, {"grad_scaler": 1.0}])
+def test_what_is_wrong_on_one_rank_is_told_to_the_others(ranks: Ranks, options: dict[str, Any]) -> None:
+    first, second = ranks.run(2, wrong_on_one, options)
+    assert second.startswith("OptionError: ")
+    assert "rank 1" in first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,8 +30,10 @@ from zcompile.pipelining.ranks import is_pipelined
 from zcompile.pipelining.results import ResultsOn
 from zcompile.pipelining.step import PipelinedStep, PipelineOptions, pipelined_step
 from zcompile.report.explain import Break
+from zcompile.runtime.agreement import told_to_others
 from zcompile.runtime.device import HOST, backend_of, gpu_kind
 from zcompile.runtime.gradients.updates import States, Updater
+from zcompile.runtime.groups import ranks_of
 from zcompile.runtime.lockstep import RunKind
 from zcompile.schedule.option_checks import check_place, offload_of
 
@@ -85,14 +88,16 @@ def train_step(
         Others: as `zcompile.compile`; StateError: the folder cannot be written, or has no room for the state.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    pipelined = is_pipelined(options.get("mesh"))
+    mesh = options.get("mesh")
     asked = PipelineOptions(schedule, microbatches, split, stages_per_rank, results=results)
-    _check_asked(model, asked, clip_grad_norm, pipelined=pipelined)
-    scaler = check_scaler(grad_scaler, _dtype_of(model, options))
-    asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
-    asked = replace(asked, offload_optimizer=_place(offload_optimizer, keeps=asked.keeps_gradients))
-    _check_compiled(model, options, asked.offload_optimizer, clip_grad_norm)
-    return (pipelined_step if pipelined else _unpipelined)(model, loss_fn, optimizers, asked, options)
+    with told_to_others(lambda: ranks_of(mesh), every=True) if is_pipelined(mesh) else nullcontext():
+        _check_asked(model, asked, clip_grad_norm, pipelined=is_pipelined(mesh))
+        scaler = check_scaler(grad_scaler, _dtype_of(model, options))
+        asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
+        asked = replace(asked, offload_optimizer=_place(offload_optimizer, keeps=asked.keeps_gradients))
+        _check_compiled(model, options, asked)
+    make = pipelined_step if is_pipelined(mesh) else _unpipelined
+    return make(model, loss_fn, optimizers, asked, options)
 
 
 def _unpipelined(
@@ -141,14 +146,16 @@ def _dtype_of(model: nn.Module, options: dict[str, Any]) -> torch.dtype | None:
     return dtype
 
 
-def _check_compiled(
-    model: nn.Module, options: dict[str, Any], place: Path | Literal["cpu"] | None, clip_grad_norm: float | None
-) -> None:
+def _check_compiled(model: nn.Module, options: dict[str, Any], given: PipelineOptions) -> None:
     """Raise what `train_step` raises for options that do not fit, before the model is sharded."""
     asked = vars(model._engine.runtime.options) if isinstance(model, CompiledModule) else options
+    place, clip_grad_norm = given.offload_optimizer, given.clip_grad_norm
     on_host = asked.get("offload_parameters") == "cpu"
     if place is not None:
         _check_place(place, model, on_host=on_host)
+    if on_host and given.grad_scaler is not None:
+        problem = "is 'cpu', and a GradScaler's flags for the host are read before they are there"
+        raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
     if on_host and clip_grad_norm is not None:
         mesh = model._engine.runtime.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
         _check_reaches_host(mesh)
@@ -217,6 +224,7 @@ class TrainStep:
             raise OptimizerError("optimizer", "holds none of the model's parameters", fix)
         self._updater = updater
         self._engine = model._engine
+        self._engine.runtime.scales = grad_scaler is not None
         self._fragment = _Loss(model._tree, loss_fn, updater)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:

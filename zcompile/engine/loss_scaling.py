@@ -23,10 +23,11 @@ def check_scaler(scaler: object, dtype: torch.dtype | None) -> GradScaler | None
     if scaler is not None and not isinstance(scaler, GradScaler):
         problem = f"is a {type(scaler).__name__}"
         raise OptionError("grad_scaler", problem, "give a torch.amp.GradScaler, or leave it out")
-    if scaler is None and dtype is torch.float16:
-        problem = "is float16, whose gradients want a GradScaler"
-        raise OptionError("dtype", problem, "give torch.bfloat16, or grad_scaler=torch.amp.GradScaler(device)")
     if scaler is None or not scaler.is_enabled():
+        if dtype is torch.float16:
+            given = "" if scaler is None else ", and the one that is given is disabled, as one for another device is"
+            problem = f"is float16, whose gradients want a GradScaler{given}"
+            raise OptionError("dtype", problem, "give torch.bfloat16, or grad_scaler=torch.amp.GradScaler(device)")
         return None
     if dtype is torch.bfloat16:
         problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
@@ -38,6 +39,12 @@ def scale_of(scaler: GradScaler, device: torch.device) -> torch.Tensor:
     """What a loss is multiplied by now, []."""
     scaled: torch.Tensor = scaler.scale(torch.ones((), device=device))
     return scaled
+
+
+def settings_of(scaler: GradScaler) -> str:
+    """The scale and how it changes, which all ranks must have in common."""
+    state = {key: value for key, value in scaler.state_dict().items() if not key.startswith("_")}
+    return ", ".join(f"{key} {value}" for key, value in state.items())
 
 
 def unscale(scaler: GradScaler | None, optimizers: Iterable[Optimizer]) -> None:
@@ -65,12 +72,15 @@ class Overflow:
         self._flag = nn.Parameter(torch.zeros((), device=device))
         self._flags = torch.optim.SGD([self._flag], lr=0.0)
 
-    def found(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """1 if a gradient here is not finite, else 0: int32 [1]."""
+    def found(self, parameters: Sequence[nn.Parameter], scale: torch.Tensor) -> torch.Tensor:
+        """1 if a gradient here is not finite, else 0; and the scale, and that negated: float32 [3].
+
+        Of their maxima over all ranks the last two tell whether all have the same scale.
+        """
         gradients = [local_tensor(one.grad) for one in parameters if one.grad is not None]
         flags = [(~torch.isfinite(one)).any().to(self._flag.device) for one in gradients if one.numel()]
         found = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=self._flag.device)
-        return found.to(torch.int32).view(1)
+        return torch.stack([found.float(), scale.float(), -scale.float()])
 
     def spread(self, scaler: GradScaler, optimizers: Iterable[Optimizer], found: torch.Tensor) -> list[Optimizer]:
         """Let each optimizer have a gradient that is not finite, if any rank has; gives those that are to step."""

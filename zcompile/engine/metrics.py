@@ -36,7 +36,7 @@ def check_metrics(metrics: dict[Any, bool]) -> None:
     """Raise OptionError if a metric has a name that is no text, or is no tensor: True by its name."""
     for name, is_tensor in metrics.items():
         if not isinstance(name, str):
-            raise OptionError("loss_fn", f"gives a metric called {name!r}", "call metrics by texts")
+            raise OptionError("loss_fn", f"gives a metric called {name!r}", "name metrics with strings")
         if not is_tensor:
             problem = f"gives a metric {name!r} that is no tensor"
             raise OptionError("loss_fn", problem, "give a tensor, or keep what is none out of the metrics")

@@ -79,6 +79,8 @@ class ModelRuntime:
         self.graphs = make_graphs(options, communicator.device)
         origin = Origin(communicator.waits.rank, communicator.dividing.rank, options.backend, communicator.device)
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
+        self.scales = False
+        """True where a train step scales the loss."""
         self.accumulates = False
         """True within `no_sync`."""
         self._seeded_alike: bool | None = None
@@ -121,7 +123,7 @@ class ModelRuntime:
                 "is 'cpu', and gradients are float16: GradScaler's flags for the host are read before they are there"
             )
             raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
-        spread = float16 and self.layout.stage.optimizer_sharded and self.layout.world > 1
+        spread = (float16 or self.scales) and self.layout.stage.optimizer_sharded and self.layout.world > 1
         call = ModelCall(self.version, self.delivery, self._returned, may_overflow=spread)
         self.recorder.begin_call(call.seen, trains=torch.is_grad_enabled())
         self.recordings.begin_call(call.seen, trains=torch.is_grad_enabled())

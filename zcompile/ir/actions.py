@@ -61,7 +61,7 @@ class Action:
 
     @property
     def change(self) -> int:
-        """By how many there are more micro-batches behind it whose forward has run and whose backward has not ended."""
+        """How it changes the number of micro-batches in flight, from their forward to the end of their backward."""
         if self.kind is ActionKind.FORWARD:
             return 1
         return 0 if self.kind is ActionKind.BACKWARD_INPUT else -1

@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 from zcompile.cost.memory import peak_bytes
-from zcompile.errors import OptionError
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.program import Program
-from zcompile.ir.tensor_type import human_bytes
 from zcompile.passes.common.boundary import PipelineStage
 
 
@@ -54,14 +52,10 @@ def within_budget(
     if peak <= limit:
         return untouched
     chosen = {number: rewritten(cut[number], "unit") for number in own} if len(own) > 1 else {}
-    least = peak_bytes(step_of(_with(cut, chosen))) if chosen else 0
-    if least > limit:
-        less = f"{human_bytes(limit)} is less than the {human_bytes(least)} that this step takes with 'unit'"
-        raise OptionError("checkpoint", less, f"give at least {least} bytes, or smaller micro-batches")
     for number in own:
 
         def step(program: Program, number: int = number) -> Program:
-            return step_of(_with(cut, {**chosen, number: replace(cut[number], program=program)}))
+            return step_of(_with(cut, {**chosen, number: replace(untouched[number], program=program)}))
 
         chosen[number] = rewritten(cut[number], limit, step)
     return _with(cut, chosen)

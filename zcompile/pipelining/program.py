@@ -27,7 +27,7 @@ from zcompile.pipelining.stage_memory import stage_memory
 from zcompile.proof.microbatches import RankValues, SharedParameter
 from zcompile.proof.values import TracedTerms
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps, run_passes
-from zcompile.schedule.option_checks import bytes_of, checkpoint_of
+from zcompile.schedule.option_checks import AUTO, bytes_of, checkpoint_of
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import ALWAYS, Journal, Pass, Verified
 from zcompile.schedule.prefetch import DEPTHS, WORTH
@@ -69,6 +69,19 @@ class PipelinedProgram:
     """What passes did to the program, once the actions of the rank were written out."""
 
 
+def check_options(options: Options) -> None:
+    """Raise OptionError for values of options that a pipeline does not take."""
+    if options.shard == AUTO:
+        raise OptionError("shard", "'auto' is not combined with a pipeline", "name one: 'hsdp', 'hfsdp', 'hpz', 'flat'")
+    if options.checkpoint == "auto":
+        raise OptionError("checkpoint", "'auto' is not combined with a pipeline so far", "give 'unit', or a size")
+    if options.has_budget and options.offload_activations is not None:
+        problem = "is a budget, which does not count on what is offloaded"
+        raise OptionError(
+            "checkpoint", problem, "give memory_limit=, for which as much is offloaded as has to be, or 'unit'"
+        )
+
+
 def choose_starts(
     traced: Program,
     table: ActionTable,
@@ -95,7 +108,7 @@ def choose_starts(
     seconds = work_of_units(traced, lambda node: operation_seconds(node, hardware))
     limit, memory = bytes_of("memory_limit", options.memory_limit), None
     if limit is not None:
-        memory = stage_memory(traced, table, limit, by_unit=options.checkpoint == "unit")
+        memory = stage_memory(traced, table, limit, options)
     return tuple(units[index] for index in balanced([seconds[unit] for unit in units], stages, memory))
 
 
@@ -115,35 +128,55 @@ def rewrite(
         OptionError: the stages cannot begin with these units.
         ProgramError, PipelineError: a pass went wrong.
     """
-    bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
-    limit, depth = bytes_of("memory_limit", options.memory_limit), options.schedule.prefetch
-    steps = partial(of_steps, options.stage, prefetch=depth, bucket=bucket, updates=updates)
-    cut = cut_stages(traced, starts=place.starts)
-    stages = _rewritten(cut, place, options, bucket, steps())
+    steps, bucket = _steps_of(options, hardware, updates=updates)
+    stages = _rewritten(cut_stages(traced, starts=place.starts), place, options, bucket, steps())
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
-    finish, journal = steps(memory_limit=limit, away=options.offload_activations is not None), Journal()
+    finish, journal = _to_the_end(steps, options, options.schedule.prefetch), Journal()
     return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, values.results, journal)
 
 
-def choose_prefetch(traced: Program, place: PipelinePlace, options: Options, hardware: Hardware) -> int:
+def choose_prefetch(
+    traced: Program, place: PipelinePlace, options: Options, hardware: Hardware, *, updates: bool = True
+) -> int:
     """The least prefetch with which the rank's step, the others taken to send at once, is about as short as with any.
 
-    Further units cost memory, and so do messages that are received ahead; what is beyond a memory limit is no choice.
+    Further units cost memory, and so do messages that are received ahead: what is beyond a memory limit, or a budget of
+    `checkpoint=`, is no choice.
+
+    Raises:
+        OptionError: the step is beyond the memory limit without any prefetch.
     """
-    bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
-    steps, limit = partial(of_steps, options.stage, bucket=bucket), bytes_of("memory_limit", options.memory_limit)
-    cut = cut_stages(traced, starts=place.starts)
-    stages = _rewritten(cut, place, replace(options, prefetch=0), bucket, steps(prefetch=0))
+    options = replace(options, prefetch=0)
+    steps, bucket = _steps_of(options, hardware, updates=updates)
+    budget = checkpoint_of(options.checkpoint)
+    stages = _rewritten(cut_stages(traced, starts=place.starts), place, options, bucket, steps())
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
-    seconds = {}
+    seconds = dict[int, float]()
     for depth in DEPTHS:
-        program = run_passes(steps(prefetch=depth), step)
-        if depth == 0 or limit is None or peak_bytes(program) <= limit:
+        try:
+            program = run_passes(_to_the_end(steps, options, depth), step)
+        except OptionError:
+            if depth == 0:
+                raise
+            continue
+        if depth == 0 or not isinstance(budget, int) or peak_bytes(program) <= budget:
             seconds[depth] = step_seconds(program, hardware)
     enough = min(seconds.values()) * (1 + WORTH)
     return next(depth for depth in seconds if seconds[depth] <= enough)
+
+
+def _steps_of(options: Options, hardware: Hardware, *, updates: bool) -> tuple[Callable[..., Sequence[Pass]], int]:
+    """The passes that steps go through when their actions are written out, and the bytes of a packed message."""
+    bucket = bytes_of("bucket", options.bucket) or bucket_for(hardware)
+    return partial(of_steps, options.stage, prefetch=options.schedule.prefetch, bucket=bucket, updates=updates), bucket
+
+
+def _to_the_end(steps: Callable[..., Sequence[Pass]], options: Options, prefetch: int) -> Sequence[Pass]:
+    """The same with what a memory limit and offloading ask for, which comes last."""
+    limit = bytes_of("memory_limit", options.memory_limit)
+    return steps(prefetch=prefetch, memory_limit=limit, away=options.offload_activations is not None)
 
 
 def _rewritten(

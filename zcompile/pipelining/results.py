@@ -108,7 +108,7 @@ class StepResults:
             joined[result] = torch.empty(shape, dtype=type_.dtype, device=device)
         flat = [joined[result].contiguous().view(-1).view(torch.uint8) for result in results]
         sent = torch.cat(flat)
-        with self._links.waits.explained("the loss"):
+        with self._links.waits.explained("the loss and metrics"):
             dist.broadcast(sent, group=self._links.groups[0], group_src=rank)
         for result, part in zip(results, sent.split([one.numel() for one in flat]), strict=True):
             # Copied: parts of a message may begin at addresses that the dtype does not allow.

@@ -9,30 +9,52 @@ from zcompile.ir.layout import Layout
 from zcompile.ir.liveness import owner_of
 from zcompile.ir.operation import Phase, data
 from zcompile.ir.program import Program
+from zcompile.passes.common.stage_assignment import StageAssignment
 from zcompile.passes.pipelining.cut_stages import each_unit_apart
 from zcompile.pipelining.balance import StageMemory
 from zcompile.pipelining.checkpoints import others_in_flight
+from zcompile.schedule.options import Options
 
 
-def stage_memory(traced: Program, table: ActionTable, limit: int, *, by_unit: bool) -> StageMemory:
+def stage_memory(traced: Program, table: ActionTable, limit: int, options: Options) -> StageMemory:
     """What stages would hold of a traced step's units, in order, where a rank's step may hold `limit` bytes.
 
-    `by_unit`: each unit saves its input alone. A rank of several stages divides the limit among them.
+    Each unit saves its input alone where something is computed again. A rank of several stages divides the limit among
+    them. What is offloaded is there for one micro-batch at a time.
     """
     units, assignment = each_unit_apart(traced)
-    saved = [0] * len(units)
-    if by_unit:
-        for node, source, to in assignment.crossings:
-            saved[to] += data(node).nbytes if source < to else 0
-    else:
-        for number, own in enumerate(assignment.own):
-            forward = (node for node in own if data(node).phase is Phase.FORWARD)
-            read_later = (node for node in forward if any(data(u).phase is Phase.BACKWARD for u in node.users))
-            saved[number] = sum(data(node).nbytes for node in {owner_of(node) for node in read_later})
-    in_flight = tuple(1 + others_in_flight(table, stage) for stage in range(table.stages))
-    kept = tuple(_kept_bytes(traced.layout, unit) for unit in units)
-    running = tuple(max(map(_running_bytes, own), default=0) for own in assignment.own)
-    return StageMemory(in_flight, tuple(saved), kept, running, limit / (table.stages / len(table.rows)))
+    every = _saved_bytes(assignment)
+    saved = every if options.checkpoint is None else _input_bytes(assignment)
+    in_flight = [1 + others_in_flight(table, stage) for stage in range(table.stages)]
+    if options.offload_activations is not None:
+        in_flight = [1] * table.stages
+    again = [0] * len(units) if options.checkpoint is None else every
+    ahead = 1 + options.schedule.prefetch
+    kept = tuple(_kept_bytes(traced.layout, unit, several=table.microbatches > 1) for unit in units)
+    running = [
+        max(map(_running_bytes, own), default=0) + one + _passing_bytes(traced.layout, unit, ahead)
+        for unit, own, one in zip(units, assignment.own, again, strict=True)
+    ]
+    share = limit / (table.stages / len(table.rows))
+    return StageMemory(tuple(in_flight), tuple(saved), kept, tuple(running), share)
+
+
+def _saved_bytes(assignment: StageAssignment) -> list[int]:
+    """By unit, what its backward, or another one, reads of its forward."""
+    result = []
+    for own in assignment.own:
+        forward = (node for node in own if data(node).phase is Phase.FORWARD)
+        read_later = (node for node in forward if any(data(u).phase is Phase.BACKWARD for u in node.users))
+        result.append(sum(data(node).nbytes for node in {owner_of(node) for node in read_later}))
+    return result
+
+
+def _input_bytes(assignment: StageAssignment) -> list[int]:
+    """By unit, what it reads of earlier ones."""
+    result = [0] * assignment.count
+    for node, source, to in assignment.crossings:
+        result[to] += data(node).nbytes if source < to else 0
+    return result
 
 
 def _running_bytes(node: fx.Node) -> int:
@@ -40,13 +62,29 @@ def _running_bytes(node: fx.Node) -> int:
     return data(node).nbytes + sum(data(owner_of(one)).nbytes for one in node.all_input_nodes)
 
 
-def _kept_bytes(layout: Layout, name: str) -> int:
-    """Bytes of a unit's parameters and gradients that a step holds whole from action to action."""
+def _passing_bytes(layout: Layout, name: str, ahead: int) -> int:
+    """Bytes that come and go with a unit: as many gathered units as there are at a time, and its full gradients."""
+    if not layout.has_unit(name):
+        return 0
+    gathered = ahead * layout.gathered_bytes(name) if layout.stage.parameters_sharded else 0
+    if not layout.stage.gradients_sharded:
+        return gathered
+    return gathered + sum(
+        param.numel * param.full_dtype.itemsize for param in layout.unit(name).params if param.trainable
+    )
+
+
+def _kept_bytes(layout: Layout, name: str, *, several: bool) -> int:
+    """Bytes of a unit's parameters and gradients that a step holds from action to action.
+
+    `several`: there are several micro-batches, whose gradients are added up.
+    """
     if not layout.has_unit(name):
         return 0
     unit, stage = layout.unit(name), layout.stage
     gathered = 0 if stage.parameters_sharded or not layout.must_gather(name) else layout.gathered_bytes(name)
+    trained = [param for param in unit.params if param.trainable]
     if stage.gradients_sharded:
-        return gathered
-    trained = (param for param in unit.params if param.trainable)
-    return gathered + sum(param.numel * (param.sum_dtype or param.full_dtype).itemsize for param in trained)
+        return gathered + sum(param.shard_numel * param.reduce_dtype.itemsize for param in trained)
+    dtypes = ((param.sum_dtype if several else None) or param.full_dtype for param in trained)
+    return gathered + sum(param.numel * dtype.itemsize for param, dtype in zip(trained, dtypes, strict=True))

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zcompile._torch import has_step_pre_hooks, tree_leaves, tree_map_only
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.engine.calibration import measure
-from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
+from zcompile.engine.loss_scaling import Overflow, scale_of, settings_of, step_all, unscale
 from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import check_optimizers, watch_optimizers
 from zcompile.engine.reported import Reported
@@ -43,7 +44,7 @@ from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.clipping import clip_together, deliver
 from zcompile.pipelining.division import divide_model
 from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
-from zcompile.pipelining.program import PipelinePlace, choose_prefetch, choose_starts, rewrite
+from zcompile.pipelining.program import PipelinePlace, check_options, choose_prefetch, choose_starts, rewrite
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
 from zcompile.pipelining.reports import PipelineCode, PipelineReports
 from zcompile.pipelining.results import ResultPlaces, ResultsOn, StepResults
@@ -55,7 +56,7 @@ from zcompile.runtime.device import is_gpu
 from zcompile.runtime.executor import Gradients, InsideAverages
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import Communicator, ranks_of
-from zcompile.schedule.option_checks import AUTO, check_gathered
+from zcompile.schedule.option_checks import check_gathered
 from zcompile.schedule.options import Options
 from zcompile.state.model_state import ModelState
 from zcompile.state.savable import Savable
@@ -113,11 +114,10 @@ def pipelined_step(
     mesh, units = given.pop("mesh"), given.pop("units", None)
     with told_to_others(lambda: ranks_of(mesh), every=True):
         options = _options_of(given)
-        if asked.grad_scaler is not None and options.offload_parameters == "cpu":
-            problem = "is 'cpu', and a GradScaler's flags for the host are read before they are there"
-            raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
         check_kinds(model)
         check_optimizers(optimizers, model)
+        if asked.grad_scaler is not None:
+            _check_scales(model, options)
         device = device_of(model, mesh)
         check_levels(model, mesh, options)
         table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
@@ -141,11 +141,18 @@ def _options_of(given: dict[str, Any]) -> Options:
         if name not in _TAKEN and value != known[name].default:
             raise OptionError(name, "is not combined with a pipeline so far", "leave it out")
     options = Options.among(given)
-    if options.shard == AUTO:
-        raise OptionError("shard", "'auto' is not combined with a pipeline", "name one: 'hsdp', 'hfsdp', 'hpz', 'flat'")
-    if options.checkpoint == "auto":
-        raise OptionError("checkpoint", "'auto' is not combined with a pipeline so far", "give 'unit', or a size")
+    check_options(options)
     return options
+
+
+def _check_scales(model: nn.Module, options: Options) -> None:
+    """Raise OptionError where a scaler cannot look at the gradients of all parameters."""
+    kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    if len(kinds) > 1 and options.stage == 0:
+        problem = (
+            "looks at all gradients at once, and under stage 0 only those that tensor parallelism divides are DTensors"
+        )
+        raise OptionError("grad_scaler", problem, "choose stage 1, 2 or 3, or compute in bfloat16")
 
 
 class PipelinedStep(Savable, Reported):
@@ -206,15 +213,17 @@ class PipelinedStep(Savable, Reported):
         scaler, device = self._asked.grad_scaler, self._ranks.device
         scale = None if scaler is None else scale_of(scaler, device)
         results, gradients = run.step([[*part.leaves(), *others] for part in parts], self._updater, scale)
-        if self._updater is not None:
-            self._updater.finish()
-            run.runtime.freshness.step()
-        else:
-            with run.runtime.freshness.one_step():
-                self._clip_and_step(gradients)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        self.model.zero_grad()  # of what no optimizer holds
+        try:
+            if self._updater is not None:
+                self._updater.finish()
+                run.runtime.freshness.step()
+            else:
+                with run.runtime.freshness.one_step():
+                    self._clip_and_step(gradients)
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.model.zero_grad()  # of what no optimizer holds
         return results
 
     def prepare(self, *batch: Any, **named: Any) -> None:
@@ -241,10 +250,14 @@ class PipelinedStep(Savable, Reported):
     def _checked_by(self, scaler: GradScaler, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
         """The optimizers that have gradients here; `scaler` skips their steps, or none, as on all other ranks."""
         assert self._overflow is not None, "gradients are scaled"
-        found, everyone = self._overflow.found(parameters), self._ranks.everyone
+        everyone, found = self._ranks.everyone, self._overflow.found(parameters, scale_of(scaler, self._ranks.device))
         if everyone.size > 1:
             with everyone.waits.explained("a comparison of float16 gradients"):
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=everyone.group)
+        _, most, negated = found.tolist()
+        if most != -negated:
+            problem = f"of the loss is {most} on a rank, and {-negated} on another"
+            raise AgreementError("the scale", problem, "load the same state of the GradScaler on all ranks")
         return self._overflow.spread(scaler, self.optimizers, found)
 
     @property
@@ -371,7 +384,9 @@ class PipelinedStep(Savable, Reported):
         asked = [str(options), *str(self.table).split("\n")]
         asked += [f"split {self._asked.split}", f"clip_grad_norm {self._asked.clip_grad_norm}"]
         asked += [f"results {self._asked.results}", f"metrics {self._flat.names}"]
-        asked += [f"the scale of the loss {scaler.get_scale()}"] if (scaler := self._asked.grad_scaler) else []
+        asked += [f"the scale of the loss: {settings_of(scaler)}"] if (scaler := self._asked.grad_scaler) else []
+        away = self._asked.offload_optimizer
+        asked += [f"offload_optimizer {'disk' if isinstance(away, Path) else away}"]
         common = ranks.compare("the options and the traced step", "\n".join([*asked, str(traced)]))
         hardware = GPU if is_gpu(ranks.device) else CPU
         # Of tensor-parallel ranks each may have other sizes, by which it would cut elsewhere.
@@ -407,7 +422,7 @@ class PipelinedStep(Savable, Reported):
             return options
         tensor = None if ranks.parallel is None else Communicator(ranks.parallel.mesh, ranks.device)
         measured = measure(ranks.data, options.dtype or torch.float32, tensor)
-        choose = partial(choose_prefetch, traced, place, options, measured)
+        choose = partial(choose_prefetch, traced, place, options, measured, updates=self._updater is not None)
         depths = ranks.agreement.attempt("the schedule of gathers", choose, shown=True)[1]
         return replace(options, prefetch=max(depths) if options.memory_limit is None else min(depths))
 

@@ -18,7 +18,7 @@ from zcompile.ir.program import Program
 from zcompile.model.units import make_layout
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.guard import check_traced
-from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
+from zcompile.pipelining.program import PipelinePlace, check_options, choose_starts, rewrite
 from zcompile.pipelining.ranks import PIPELINE
 from zcompile.pipelining.reports import explain_pipeline
 from zcompile.recording.recording import rank_folder
@@ -91,6 +91,7 @@ def of_pipeline(
     Raises:
         OptionError, CaptureError: what `zcompile.train_step` raises of them.
     """
+    check_options(options)
     (pipeline, data), (schedule, microbatches, split) = mesh, asked
     table, results = action_table(schedule, pipeline, microbatches), FlatResults()
     given = subject.model, subject.args, subject.kwargs
