@@ -630,6 +630,15 @@ def two(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
     return loss_of(model, x, y), y
 
 
+def summed(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return -((model(x) - y) ** 2).sum()
+
+
+def summed_classes(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    found = model(x).flatten(0, 1)
+    return nn.functional.cross_entropy(found, y.flatten(0, 1).argmax(1), reduction="sum").view(1)
+
+
 def detached(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss_of(model, x, y).detach()
 
@@ -646,6 +655,8 @@ MISTAKES: dict[str, Mistake] = {
     "buffer": (Far, loss_of, {}, 8, "CaptureError: ema: is a buffer that stage 1 writes to and stage 0 reads"),
     "loss": (Skips, not_scalar, {}, 8, "OptionError: loss_fn: gives a tensor of [2, 4, 2]"),
     "results": (Skips, two, {}, 8, "OptionError: loss_fn: gives 2 results"),
+    "sum": (Skips, summed, {}, 8, "OptionError: loss_fn: gives a sum over the batch"),
+    "classes": (Skips, summed_classes, {}, 8, "OptionError: loss_fn: gives a sum over the batch"),
     "detached": (Skips, detached, {}, 8, "OptionError: loss_fn: gives a loss that depends on no parameter"),
     "option": (Skips, loss_of, {"arenas": True}, 8, "OptionError: arenas: is not combined with a pipe"),
     "budget": (
@@ -700,6 +711,39 @@ def test_what_cannot_be_meant_is_the_same_typed_error_on_every_rank(ranks: Ranks
         for what, (*_, message) in MISTAKES.items():
             assert found[what][0].startswith(message), (what, found[what][0])
             assert found[what][1] < AT_ONCE
+
+
+def means(rank: int) -> list[str]:
+    """Which losses that are means, or of one micro-batch, are refused."""
+
+    def divided(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((model(x) - y) ** 2).sum() / y.numel()
+
+    def regular(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, x, y) + sum(parameter.square().sum() for parameter in model.parameters())
+
+    refused = []
+    for loss_fn, microbatches in ((divided, 4), (regular, 4), (summed, 1)):
+        model = model_of("skips")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made: dict[str, Any] = {"mesh": mesh_of(2, 1), "microbatches": microbatches, "backend": "eager"}
+        try:
+            step = zcompile.train_step(model, loss_fn, optimizer, **made)
+            step(*batch_of("skips", 0, 0))
+        except zcompile.OptionError as error:
+            refused.append(f"{loss_fn.__name__}: {error}")
+            continue
+        plain = model_of("skips")
+        loss_fn(plain, *batch_of("skips", 0, 0)).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        for name, one in model.named_parameters():
+            if not one.is_meta and not torch.allclose(whole(one), plain.get_parameter(name), atol=1e-5):
+                refused.append(f"{loss_fn.__name__}: {name} is not as without a pipeline")
+    return refused
+
+
+def test_losses_that_are_means_are_taken(ranks: Ranks) -> None:
+    assert ranks.run(2, means) == [[], []]
 
 
 def test_options_of_a_pipeline_want_one() -> None:

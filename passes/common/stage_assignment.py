@@ -104,7 +104,7 @@ class StageAssignment:
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:
-        """The stages that read each parameter, in order."""
+        """The stages that read each parameter, in order; parameters in that of the program, which all ranks have."""
         derived, found = derived_values(self.program), dict[str, set[int]]()
         roots: dict[fx.Node, set[str]] = {}
         for node in self.program.graph.nodes:
@@ -116,7 +116,8 @@ class StageAssignment:
             elif node in self.stages:
                 for name in names:
                     found.setdefault(name, set()).add(self.stages[node])
-        return {name: sorted(stages) for name, stages in found.items()}
+        in_order = (op_of(node, Parameter).name for node in self.program.nodes(Parameter))
+        return {name: sorted(found[name]) for name in in_order if name in found}
 
     @cached_property
     def homes(self) -> dict[str, int]:

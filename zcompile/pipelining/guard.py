@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -78,6 +79,45 @@ def check_traced(traced: Program, metrics: int = 0) -> None:
         if op_of(node, Input).mutated and op_of(node, Input).held in ("", "?"):
             problem = "is written to by the step, and is no buffer of the model"
             raise CaptureError(node.name, problem, "make it a buffer of the model, or write to a copy")
+
+
+def check_mean(traced: Program) -> None:
+    """Return if the loss is not seen to be a sum over the batch.
+
+    The losses of micro-batches are averaged, which is the loss of the batch only if that is a mean over its samples.
+
+    Raises:
+        OptionError: it is what a sum over the batch gives, as it is.
+    """
+    (loss, *_), aten = results_of(traced), torch.ops.aten
+    while isinstance(loss, fx.Node) and (loss.target in _UNSCALED or loss.target is operator.getitem):
+        loss = loss.all_input_nodes[0]
+    if not isinstance(loss, fx.Node) or not _reads_batch(loss):
+        return
+    is_nll = loss.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+    if (is_nll and loss.args[3] == _SUM) or loss.target in (aten.sum.default, aten.sum.dim_IntList):
+        problem = "gives a sum over the batch, and the losses of micro-batches are averaged"
+        raise OptionError("loss_fn", problem, "give a mean over the samples, or divide the sum by how many there are")
+
+
+_SUM = 2
+"""What `reduction="sum"` is to operations."""
+_UNSCALED = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default}
+_UNSCALED |= {torch.ops.aten.squeeze.default, torch.ops.aten.unsqueeze.default, torch.ops.aten.neg.default}
+_UNSCALED |= {torch.ops.aten._to_copy.default, torch.ops.aten.detach.default}
+"""Operations behind which a sum is one still."""
+
+
+def _reads_batch(node: fx.Node) -> bool:
+    """True if a value depends on what the step is called with, not on parameters and buffers alone."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(op := data(one).op, Input) and not op.held:
+            return True
+        seen.add(one)
+        waiting += [source for source in one.all_input_nodes if source not in seen]
+    return False
 
 
 def say_statistics(model: nn.Module, traced: Program) -> None:

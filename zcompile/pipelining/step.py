@@ -43,7 +43,7 @@ from zcompile.model.units import make_layout
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.clipping import clip_together, deliver
 from zcompile.pipelining.division import divide_model
-from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
+from zcompile.pipelining.guard import StepGuard, check_mean, check_traced, say_statistics
 from zcompile.pipelining.program import PipelinePlace, check_options, choose_prefetch, choose_starts, rewrite
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
 from zcompile.pipelining.reports import PipelineCode, PipelineReports
@@ -443,6 +443,8 @@ class PipelinedStep(Savable, Reported):
         self._trace = StepTrace(self.model, layout, first, ranks.device, what, options.dtype)
         traced = self._trace.program
         check_traced(traced, len(self._flat.names or ()))
+        if self.table.microbatches > 1:
+            check_mean(traced)
         return traced
 
 
