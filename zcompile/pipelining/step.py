@@ -338,13 +338,14 @@ class PipelinedStep(Savable, Reported):
         first = () if self._loss_fn is None else (self.model,)
         signature = inspect.signature(type(self.model).forward if self._loss_fn is None else self._loss_fn)
         names = tuple(signature.parameters)[1:]
+        flat = self._flat  # torch remembers what it has traced, which must not keep this step alive
 
         def part(number: int) -> Called:
             def rows(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor.chunk(count)[number] if tensor.dim() else tensor
 
             args, kwargs = tree_map_only(torch.Tensor, rows, (batch, named))
-            return Called(lambda *a, **k: self._flat(call(*first, *a, **k)), args, kwargs, names)
+            return Called(lambda *a, **k: flat(call(*first, *a, **k)), args, kwargs, names)
 
         return [part(number) for number in range(count)]
 
