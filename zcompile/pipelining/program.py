@@ -32,8 +32,6 @@ from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import ALWAYS, Journal, Pass, Verified
 from zcompile.schedule.prefetch import DEPTHS, WORTH
 
-_DEFAULT = Options()
-
 
 @dataclass(frozen=True)
 class PipelinePlace:
@@ -87,7 +85,7 @@ def choose_starts(
     table: ActionTable,
     split: Sequence[str] | None,
     hardware: Hardware = CPU,
-    options: Options = _DEFAULT,
+    options: Options | None = None,
 ) -> tuple[str, ...]:
     """The units with which stages begin: those of `split`, or so that all stages have about as much to compute.
 
@@ -106,9 +104,8 @@ def choose_starts(
         problem = f"has {stages} stages, and the model {len(units)} units: {', '.join(units)}"
         raise OptionError("schedule", problem, "use fewer ranks along the pipeline axis, or name more units by units=")
     seconds = work_of_units(traced, lambda node: operation_seconds(node, hardware))
-    limit, memory = bytes_of("memory_limit", options.memory_limit), None
-    if limit is not None:
-        memory = stage_memory(traced, table, limit, options)
+    limit = None if options is None else bytes_of("memory_limit", options.memory_limit)
+    memory = None if options is None or limit is None else stage_memory(traced, table, limit, options)
     return tuple(units[index] for index in balanced([seconds[unit] for unit in units], stages, memory))
 
 
