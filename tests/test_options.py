@@ -68,7 +68,7 @@ def test_the_command_has_the_same_defaults() -> None:
     given = {name: default for name, (_, default) in defaults_of(command_line.inspect_command).items()}
     given |= {"checkpoint": checkpoint_of(given["checkpoint"]), "dtype": dtype_of(given["dtype"])}
     shared = given.keys() & FIELDS.keys()
-    assert shared == {"stage", "prefetch", "checkpoint", "dtype"}
+    assert shared == {"stage", "prefetch", "checkpoint", "dtype", "memory_limit"}
     assert {name: given[name] for name in shared} == {name: FIELDS[name].default for name in shared}
 
 
