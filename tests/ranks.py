@@ -91,6 +91,8 @@ def _work(connection: Connection, size: int, simulated: bool) -> None:
     import torch
     import torch.distributed as dist
 
+    from zcompile._torch import forget_meshes
+
     torch.set_num_threads(1)
     garbage = Collector()
     while True:
@@ -110,6 +112,7 @@ def _work(connection: Connection, size: int, simulated: bool) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch.compiler.reset()
+            forget_meshes()  # a mesh that stays keeps its groups, and their threads
             garbage.collect()
         connection.send(answer)
 
