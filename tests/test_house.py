@@ -55,7 +55,7 @@ ROOMS = {
     "engine": "ir cost frontend model proof report runtime runtime.gradients runtime.offload schedule recording",
     "state": "runtime",
     "pipelining": "ir cost facts model proof passes.common passes.pipelining runtime runtime.gradients schedule report "
-    "engine state",
+    "engine state recording",
     "planning": "ir cost passes.common passes.pipelining schedule",
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",

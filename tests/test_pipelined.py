@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import GPT
 from tests.ranks import AT_ONCE, Ranks
-from zcompile.cost.memory import peak_bytes
+from zcompile.cost.memory import model_state, peak_bytes
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import AllGather, Offload, Reduce, Send, Sum, SumAverages
@@ -659,13 +660,7 @@ MISTAKES: dict[str, Mistake] = {
     "classes": (Skips, summed_classes, {}, 8, "OptionError: loss_fn: gives a sum over the batch"),
     "detached": (Skips, detached, {}, 8, "OptionError: loss_fn: gives a loss that depends on no parameter"),
     "option": (Skips, loss_of, {"arenas": True}, 8, "OptionError: arenas: is not combined with a pipe"),
-    "budget": (
-        Skips,
-        loss_of,
-        {"checkpoint": "auto"},
-        8,
-        "OptionError: checkpoint: 'auto' is not combined with a pipe",
-    ),
+    "auto": (Skips, loss_of, {"shard": "auto"}, 8, "OptionError: shard: 'auto' is not combined with a pipe"),
     "unknown": (Skips, loss_of, {"stages": 2}, 8, "OptionError: stages: is no option"),
     "half": (Skips, loss_of, {"dtype": torch.float16}, 8, "OptionError: dtype: is float16, whose gradients want"),
     "both": (
@@ -1113,9 +1108,12 @@ def test_activations_on_a_disk_change_no_bit(
 
 
 def within(rank: int, schedule: str, stage: int, share: float, tied: bool) -> tuple[list[str], list[int]]:
-    """What differs in bits where a share of the peak is given, and as many bytes; what steps hold: at first without."""
-    peaks, models = list[int](), list[nn.Module]()
-    for checkpoint in (None, share, -1):
+    """What differs in bits where a share of the peak is given, as many bytes, and as much memory; what steps hold.
+
+    At first without.
+    """
+    peaks, models, free = list[int](), list[nn.Module](), 0.0
+    for checkpoint in (None, share, -1, "auto"):
         torch.manual_seed(0)
         model = GPT(layers=6, width=64, heads=2)
         if tied:
@@ -1129,11 +1127,15 @@ def within(rank: int, schedule: str, stage: int, share: float, tied: bool) -> tu
         made |= {"stage": stage, "checkpoint": checkpoint}
         step = zcompile.train_step(model, loss_of, optimizer, **made)
         assert isinstance(step, PipelinedStep)
-        for number in range(2):
-            step(*batch_of("gpt", 0, number, rows=64))
+        before = sum(parameter.nbytes for parameter in model.parameters())
+        with mock.patch("zcompile.pipelining.first_step.free_bytes", lambda _, at=free - before: at):
+            for number in range(2):
+                step(*batch_of("gpt", 0, number, rows=64))
         assert step.program is not None
         peaks.append(peak_bytes(step.program))
         models.append(model)
+        # Twice as much for the moments of an optimizer; a tenth of what is left is not used.
+        free = 3 * model_state(step.program.layout).parameters + share * peaks[0] / 0.9 + 16
     wrong = [
         name
         for name, one in models[0].named_parameters()
@@ -1159,6 +1161,7 @@ def test_steps_hold_no_more_than_a_budget(ranks: Ranks, schedule: str, stage: in
     for wrong, (before, *after) in found:
         assert wrong == []
         assert after[0] <= share * before
+        assert after[2] <= share * before
         most = max(before, most)
     assert all(peak <= share * most for _, (*_, peak) in found)
 

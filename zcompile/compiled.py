@@ -462,13 +462,3 @@ class CompiledModule(Savable, Reported, nn.Module):
 
     def _shown(self) -> Reports:
         return self._engine.reports
-
-    def record(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
-        """Within this, all that programs are given and receive is kept in `folder`, for `zcompile replay`.
-
-        On this rank alone: each rank that is asked records, and none waits for another. What it costs: docs/replay.md.
-
-        Raises:
-            OptionError: the folder cannot be written, has files that are no recording's; or one is being made.
-        """
-        return self._engine.runtime.recordings.into(folder)

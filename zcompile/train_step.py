@@ -26,9 +26,10 @@ from zcompile.engine.state_places import optimizer_states
 from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
 from zcompile.ir.actions import ActionTable
+from zcompile.pipelining.pipeline_options import PipelineOptions
 from zcompile.pipelining.ranks import is_pipelined
 from zcompile.pipelining.results import ResultsOn
-from zcompile.pipelining.step import PipelinedStep, PipelineOptions, pipelined_step
+from zcompile.pipelining.step import PipelinedStep, pipelined_step
 from zcompile.report.explain import Break
 from zcompile.runtime.agreement import told_to_others
 from zcompile.runtime.device import HOST, backend_of, gpu_kind

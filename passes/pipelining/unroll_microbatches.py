@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -44,7 +43,6 @@ from zcompile.ir.ops import (
     Group,
     Input,
     Kind,
-    Lent,
     Plus,
     Receive,
     Results,
@@ -60,36 +58,15 @@ from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
 from zcompile.ir.tensor_type import TensorType
 from zcompile.passes.common.boundary import Crossing, End, Lending, PipelineStage
-
-
-class StageMessage(NamedTuple):
-    """A value that one stage gives another: its name in the traced step, to which stage, of which micro-batch.
-
-    Without a micro-batch it is the value of a parameter that is lent, or the sum of its gradients.
-    """
-
-    value: str
-    to: int
-    microbatch: int | None = None
-
-    def __str__(self) -> str:
-        return self.prefix + self.value
-
-    @property
-    def prefix(self) -> str:
-        """What lines begin with that are of this micro-batch."""
-        return "" if self.microbatch is None else f"m{self.microbatch}_"
-
-
-def lent_value(lending: Lending) -> StageMessage:
-    """The value of a parameter, by what the stage that keeps it says of another one."""
-    return StageMessage(f"stage{lending.stage}_{lending.value}", lending.stage)
-
-
-def collected(lending: Lending, by: int, home: int) -> StageMessage:
-    """The sum of a parameter's gradients that stage `by` gives the one that keeps it."""
-    return StageMessage(f"stage{by}_{lending.value}_grad", home)
-
+from zcompile.passes.common.stage_messages import (
+    StageMessage,
+    collected,
+    ends_given,
+    is_last,
+    lent_value,
+    messages_between,
+)
+from zcompile.passes.common.step_inputs import StepInputs
 
 IN_FLIGHT = {True: 1, False: 2}
 """Messages that a rank has on their way in a direction when it begins an action: for others it has waited.
@@ -111,46 +88,12 @@ def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, 
         axis: The name of the pipeline axis.
     """
     own = [stages[number] for number in table.stages_of(rank)]
-    step = _Step(stages, table, rank, _Given.of(own, table, rank, axis), _merged(own))
+    step = _Step(stages, table, rank, StepInputs.of(own, table, rank, axis), _merged(own))
     for stage in own:
         step.lend(stage)
     for action in table.rows[rank]:
         step.run(action)
     return step.finished()
-
-
-def messages_between(stages: Sequence[PipelineStage], table: ActionTable, sender: int, to: int) -> list[StageMessage]:
-    """What one rank sends another in a step, in its order."""
-    found = [lent_value(lending) for number in table.stages_of(sender) for lending in stages[number].boundary.lends]
-    for action in table.rows[sender]:
-        for crossing in _crossings(_ends_given(stages[action.stage], action.kind)):
-            found.append(StageMessage(crossing.value, crossing.stage, action.microbatch))
-        if _is_last(action, table):
-            found += [collected(one, action.stage, one.stage) for one in _borrowed(stages[action.stage])]
-    return [message for message in found if table.rank_of(message.to) == to]
-
-
-def _is_last(action: Action, table: ActionTable) -> bool:
-    """True for the action of a stage behind which it has all gradients of its parameters."""
-    kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-    return action.kind in kinds and action.microbatch == table.microbatches - 1
-
-
-def _borrowed(stage: PipelineStage) -> list[Lending]:
-    """The parameters of other stages that this one computes gradients of."""
-    return [end for end in stage.boundary.gradients if isinstance(end, Lending)]
-
-
-def _ends_given(stage: PipelineStage, kind: ActionKind) -> tuple[End, ...]:
-    """What an action of a stage gives, for this micro-batch alone."""
-    if kind is ActionKind.BACKWARD_WEIGHT:
-        return ()
-    boundary = stage.boundary
-    return boundary.outputs if kind is ActionKind.FORWARD else boundary.gradients[: boundary.sent_back]
-
-
-def _crossings(ends: Sequence[End]) -> list[Crossing]:
-    return [end for end in ends if isinstance(end, Crossing)]
 
 
 def _merged(own: Sequence[PipelineStage]) -> Program:
@@ -175,82 +118,13 @@ def _merged(own: Sequence[PipelineStage]) -> Program:
 
 
 @dataclass
-class _Given:
-    """What a step is given: the graph, which begins with it, and where the placeholders of stages are found there."""
-
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    group: fx.Node | None = None
-    """The ranks along the pipeline axis, if anything is sent."""
-    found: dict[object, fx.Node] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, own: Sequence[PipelineStage], table: ActionTable, rank: int, axis: str) -> _Given:
-        given = cls()
-        for kind in (Shards, Lent):
-            for node in (node for stage in own for node in stage.program.nodes(kind)):
-                given._add(data(node).op, node, data(node).op, node.name)
-        ends = (end for s in own for kind in ActionKind for end in _ends_given(s, kind))
-        received = (end for s in own for end in (*s.boundary.inputs, *s.boundary.tangents))
-        others = [end.stage for end in (*ends, *received) if not isinstance(end, int)]
-        others += [one.stage for stage in own for one in (*stage.boundary.lends, *_borrowed(stage))]
-        if any(table.rank_of(stage) != rank for stage in others):
-            given.group = given._add(Group(axis), None, Group(axis), axis)
-        for stage in own:
-            given._inputs(stage, Kind.CONSTANT, None)
-            given._inputs(stage, Kind.DATA, None)
-        for microbatch in range(table.microbatches):
-            for stage in own:
-                given._inputs(stage, Kind.DATA, microbatch)
-        for stage in own:
-            given._inputs(stage, Kind.TANGENT, None)
-        return given
-
-    def _inputs(self, stage: PipelineStage, kind: Kind, microbatch: int | None) -> None:
-        """The inputs of a kind that are new with a micro-batch, or the same in all."""
-        for node in stage.program.nodes(Input):
-            op = op_of(node, Input)
-            changes = op.kind is Kind.DATA and not op.held
-            if op.kind is kind and changes is (microbatch is not None) and (key := _key(stage, node, microbatch)):
-                name = node.name if microbatch is None else f"m{microbatch}_{node.name}"
-                index = key[1] if isinstance(key[1], int) else op.index
-                self._add(key, node, replace(op, index=index, microbatch=microbatch), name)
-
-    def _add(self, key: object, like: fx.Node | None, op: Operation, name: str) -> fx.Node:
-        if key not in self.found:
-            made = self.found[key] = self.graph.create_node("placeholder", name, name=name)
-            made.meta = dict(like.meta) if like is not None else {}
-            set_data(made, replace(data(like), op=op, phase=Phase.STEP) if like is not None else Data(op, Phase.STEP))
-        return self.found[key]
-
-    def to(self, stage: PipelineStage, microbatch: int) -> dict[fx.Node, fx.Node]:
-        """Where the placeholders of a stage are for a micro-batch, what other stages give left out."""
-        result = {node: self.found[data(node).op] for node in stage.program.nodes(Shards, Lent)}
-        for node in stage.program.nodes(Input):
-            if (key := _key(stage, node, microbatch)) is not None:
-                result[node] = self.found[key]
-        return result
-
-
-def _key(stage: PipelineStage, node: fx.Node, microbatch: int | None) -> tuple[Kind, object, int | None] | None:
-    """What an input of a stage is known by; None for what another stage gives."""
-    op = op_of(node, Input)
-    if op.kind is Kind.CONSTANT:
-        return op.kind, node.name, None
-    if op.kind is Kind.TANGENT:
-        end, shared = stage.boundary.tangents[op.index], True
-    else:
-        end, shared = stage.boundary.inputs[op.index], bool(op.held)
-    return None if not isinstance(end, int) else (op.kind, end, None if shared else microbatch)
-
-
-@dataclass
 class _Step:
     """A step of one rank, while it is written."""
 
     stages: Sequence[PipelineStage]
     table: ActionTable
     rank: int
-    given: _Given
+    given: StepInputs
     merged: Program
     values: dict[tuple[int, int], dict[fx.Node, fx.Node]] = field(default_factory=dict)
     """By stage and micro-batch: where the stage's values are."""
@@ -290,7 +164,7 @@ class _Step:
         for node in lines_of(stage, action.kind, stage.program):
             self._copy(action, node, values, stage.program)
         given = results.outputs if action.kind is ActionKind.FORWARD else results.input_gradients
-        for end, value in zip(_ends_given(stage, action.kind), given, strict=False):
+        for end, value in zip(ends_given(stage, action.kind), given, strict=False):
             self._give(action, stage, end, values[value])
         if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             for name, gradient in results.gradients.items():
@@ -422,7 +296,7 @@ class _Step:
             gradient = self._line(action, (total, gradient), op, f"{message.value}_total", gradient, dtype)
             set_data(gradient, replace(data(gradient), view=False))
         self.totals[message] = gradient
-        if _is_last(action, self.table):
+        if is_last(action, self.table):
             self._hand_over(action, message, gradient)
 
     def _end_sending(self, action: Action) -> None:

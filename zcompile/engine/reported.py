@@ -96,3 +96,13 @@ class Reported:
             OptionError: the folder cannot be written.
         """
         return self._shown().dump(folder, hardware, code=code, all_ranks=all_ranks)
+
+    def record(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+        """Within this, all that programs are given and receive is kept in `folder`, for `zcompile replay`.
+
+        On this rank alone: each rank that is asked records, and none waits for another. What it costs: docs/replay.md.
+
+        Raises:
+            OptionError: the folder cannot be written, has files that are no recording's; or one is being made.
+        """
+        return self._shown().runtime.recordings.into(folder)

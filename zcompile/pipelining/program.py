@@ -17,6 +17,7 @@ from zcompile.cost.simulator import step_seconds
 from zcompile.errors import OptionError
 from zcompile.facts import verify
 from zcompile.ir.actions import ActionKind, ActionTable
+from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
 from zcompile.passes.common.boundary import Crossing, PipelineStage, written_results
 from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
@@ -71,8 +72,6 @@ def check_options(options: Options) -> None:
     """Raise OptionError for values of options that a pipeline does not take."""
     if options.shard == AUTO:
         raise OptionError("shard", "'auto' is not combined with a pipeline", "name one: 'hsdp', 'hfsdp', 'hpz', 'flat'")
-    if options.checkpoint == "auto":
-        raise OptionError("checkpoint", "'auto' is not combined with a pipeline so far", "give 'unit', or a size")
     if options.has_budget and options.offload_activations is not None:
         problem = "is a budget, which does not count on what is offloaded"
         raise OptionError(
@@ -107,6 +106,12 @@ def choose_starts(
     limit = None if options is None else bytes_of("memory_limit", options.memory_limit)
     memory = None if options is None or limit is None else stage_memory(traced, table, limit, options)
     return tuple(units[index] for index in balanced([seconds[unit] for unit in units], stages, memory))
+
+
+def layout_of_rank(traced: Program, place: PipelinePlace) -> Layout:
+    """What a rank keeps: the units of its stages."""
+    stages = cut_stages(traced, starts=place.starts)
+    return traced.layout.with_units(tuple(unit for number in place.own for unit in stages[number].program.layout.units))
 
 
 def rewrite(

@@ -23,6 +23,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
 from zcompile.pipelining.ranks import PipelineRanks
 from zcompile.pipelining.results import StepResults
+from zcompile.recording.recording import Recorded
 from zcompile.runtime.executor import BoundUnit, Gradients, InsideAverages
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.loader import load
@@ -61,6 +62,7 @@ class PipelinedRun:
         track = Track(recorder, str(Phase.STEP), program.digest()[:12], lines_of(program, Phase.STEP))
         regions, given = cache.get_all(program.regions), track if recorder.enabled else None
         self._run, self.regions = load(str(program), str(Phase.STEP), regions, name, given), cache
+        self._recorded = Recorded(program, Phase.STEP, regions, ())
         self._given = inputs_of(program, Phase.STEP)
         self._traced = [op_of(node, Input) for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
         self._draws = any(is_random(node) for node in traced.graph.nodes)
@@ -83,8 +85,10 @@ class PipelinedRun:
             AgreementError: the ranks are out of step.
         """
         self._enter()
-        recorder = self.runtime.recorder
-        recorder.begin_call(self.runtime.version(), trains=True)
+        recorder, recordings, version = self.runtime.recorder, self.runtime.recordings, self.runtime.version()
+        recorder.begin_call(version, trains=True)
+        recordings.begin_call(version, trains=True)
+        run = self._run if recordings.current is None else recordings.current.loaded(self._recorded)
         tangent = torch.full_like(self._results.zero(), 1 / len(microbatches))
         if scale is not None:
             tangent *= scale
@@ -92,7 +96,7 @@ class PipelinedRun:
         box = [self._value(node, microbatches, tangent, updater) for node in self._given]
         try:
             with torch.no_grad(), self._numbers(), updater.updating() if updater is not None else nullcontext():
-                outputs, gradients = self._run(box)
+                outputs, gradients = run(box)
         except BaseException:
             self.ranks.data.order_all()
             self.ranks.links.order_all()

@@ -138,9 +138,9 @@ class Archive:
 
     def described(self) -> str:
         """What it is of, in a line."""
-        about = self.about
+        about, runs = self.about, len(self.about["runs"])
         return (
-            f"rank {about['rank']}: {len(about['runs'])} runs, {about['backend']} on {about['device']} "
+            f"rank {about['rank']}: {runs} run{'s' * (runs != 1)}, {about['backend']} on {about['device']} "
             f"({about['processor']}), {about['numerics']['threads']} threads, torch {about['torch']}"
         )
 

@@ -26,13 +26,23 @@ from zcompile.recording.rebuilding import RecordedUnit, read_program, rebuilt, v
 from zcompile.recording.recording import GIVEN
 from zcompile.recording.values import Described, Tensor, dtype_named, labels_of, leaves_of
 from zcompile.runtime.device import generators_of
-from zcompile.runtime.executor import Gradients, accumulate, copy, release, store
+from zcompile.runtime.executor import Gradients, accumulate, add, copy, plus, release, store, write
 from zcompile.runtime.low_precision import as_sent
 from zcompile.runtime.shards import Full
 from zcompile.tools.replay_origins import NonFinite, RunLine, Tracer
 from zcompile.tools.replay_sizes import for_any_size
 
 _AGAIN = "record the step again"
+_COMPUTED: Mapping[str, Callable[..., Any]] = {
+    "accumulate": accumulate,
+    "add": add,
+    "copy": copy,
+    "plus": plus,
+    "release": release,
+    "store": store,
+    "write": write,
+}
+"""What a line calls beside regions that runs again; of others there is what they gave, or nothing to give."""
 _LONGEST = 150
 """Columns of a line that is shown."""
 _WITHOUT_GROUPS = "Regions with collectives of their own ran operation by operation: Inductor wants the groups."
@@ -388,17 +398,10 @@ class RunReplay:
                 if self.replay.trace:
                     self.tracer.before(operation, args)
                 return self.regions[operation](args)
-        match operation:
-            case "release":
-                return release(*args)
-            case "accumulate":
-                return accumulate(*args)
-            case "copy":
-                return copy(*args, **self._keywords(call))
-            case "store":
-                return store(*args)
-            case "reduce_scatter" | "all_reduce" if isinstance(args[1], list):
-                args[1].clear()
+        if operation in _COMPUTED:
+            return _COMPUTED[operation](*args, **self._keywords(call))
+        if operation in ("reduce_scatter", "all_reduce") and isinstance(args[1], list):
+            args[1].clear()
         return None
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch import fx
 
 from zcompile._torch import OpOverload, tree_leaves, writes_arguments
 from zcompile.engine.region_cache import operations_of
-from zcompile.ir.operation import Phase
+from zcompile.ir.operation import Phase, op_of
+from zcompile.ir.ops import Receive, WaitReceive
 from zcompile.ir.printer import region_text
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
@@ -92,7 +93,7 @@ class Tracer:
                     "`zcompile replay FOLDER` shows where each rank that was recorded had its first one.",
                 ]
             case "wait", _:
-                return ["It was received."]
+                return [self._of_messages(name)]
         if operation in self.program.regions:
             return list(self._of_operations(kind, self.program.regions[operation]))
         return []
@@ -101,9 +102,22 @@ class Tracer:
         """What an input is in which it is."""
         if name in {param.name for param in self.program.layout.params}:
             return "It is in this rank's part of the parameter, which was not finite before this run."
+        if self.phase is Phase.STEP:
+            return "It is in what the step was called with: its batch, a buffer, a constant, or the scale of the loss."
         if self.phase is Phase.FORWARD:
             return "It is in what the model was called with: its batch, a buffer, or a constant of its code."
         return "Autograd brought it: in the gradient of what the forward gave, or in a saved value that has changed."
+
+    def _of_messages(self, name: str) -> str:
+        """Who has sent a value that was received, as far as a line says it."""
+        for node in self.program.nodes(WaitReceive):
+            sent = op_of(node.all_input_nodes[0], Receive)
+            if node.name == name:
+                return (
+                    f"It was received from the rank at place {sent.source} along {sent.axis}, as {sent.message}: "
+                    "`zcompile replay FOLDER` shows where each rank that was recorded had its first one."
+                )
+        return "It was received."
 
     def _of_ranks(self, kind: str, full: Full) -> Iterator[str]:
         """The ranks in whose rows of gathered parameters it is."""

@@ -1,0 +1,203 @@
+"""The first step of a pipeline: trace it, write this rank's program, compare it with all others', divide the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zcompile._torch import local_tensor
+from zcompile.cost.hardware import CPU, GPU, Hardware
+from zcompile.cost.memory import model_state
+from zcompile.engine.calibration import measure
+from zcompile.engine.loss_scaling import settings_of
+from zcompile.engine.metrics import FlatResults
+from zcompile.engine.optimizers import watch_optimizers
+from zcompile.engine.state_places import optimizer_states
+from zcompile.engine.step_trace import Called, StepTrace
+from zcompile.ir.actions import ActionTable
+from zcompile.ir.layout import STAGES, Layout
+from zcompile.ir.program import Program
+from zcompile.model.units import make_layout
+from zcompile.pipelining.division import divide_model
+from zcompile.pipelining.guard import StepGuard, check_mean, check_traced, say_statistics
+from zcompile.pipelining.pipeline_options import LossFunction, PipelineOptions
+from zcompile.pipelining.program import (
+    PipelinedProgram,
+    PipelinePlace,
+    choose_prefetch,
+    choose_starts,
+    layout_of_rank,
+    rewrite,
+)
+from zcompile.pipelining.ranks import PipelineRanks
+from zcompile.pipelining.reports import PipelineCode, PipelineReports
+from zcompile.pipelining.results import ResultPlaces, StepResults
+from zcompile.pipelining.run import PipelinedRun
+from zcompile.proof.ranks import check_texts
+from zcompile.runtime.device import free_bytes, is_gpu
+from zcompile.runtime.gradients.updates import Updater
+from zcompile.runtime.groups import Communicator
+from zcompile.schedule.decision import checkpoint_budget
+from zcompile.schedule.option_checks import check_gathered
+from zcompile.schedule.options import Options
+from zcompile.state.model_state import ModelState
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """What a step is made of.
+
+    Attributes:
+        table: The actions of all ranks.
+        units: Names or patterns of units; None for those of the model's structure.
+        updater: What steps the optimizers as soon as gradients are there; None where all gradients are kept.
+        flat: What makes results of a list of tensors.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction | None
+    optimizers: Sequence[Optimizer]
+    ranks: PipelineRanks
+    table: ActionTable
+    options: Options
+    units: Sequence[str] | None
+    asked: PipelineOptions
+    updater: Updater | None
+    flat: FlatResults = field(default_factory=FlatResults)
+
+    @property
+    def hardware(self) -> Hardware:
+        """What is predicted for."""
+        return GPU if is_gpu(self.ranks.device) else CPU
+
+    def said(self) -> list[str]:
+        """What all ranks have to be asked for alike, in lines."""
+        asked, away = self.asked, self.asked.offload_optimizer
+        lines = [str(self.options), *str(self.table).split("\n")]
+        lines += [f"split {asked.split}", f"clip_grad_norm {asked.clip_grad_norm}"]
+        lines += [f"results {asked.results}", f"metrics {self.flat.names}"]
+        lines += [f"the scale of the loss: {settings_of(asked.grad_scaler)}"] if asked.grad_scaler else []
+        return [*lines, f"offload_optimizer {'disk' if isinstance(away, Path) else away}"]
+
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """A step that can be taken."""
+
+    run: PipelinedRun
+    trace: StepTrace
+    guard: StepGuard
+    state: ModelState
+    reports: PipelineReports
+
+    def check(self, parts: Sequence[Called]) -> list[torch.Tensor]:
+        """The tensors that the step reads beside its arguments, parameters and buffers, if nothing has changed.
+
+        Raises:
+            OptionError, ModelError: as `StepGuard.check`.
+        """
+        for part in parts:
+            self.guard.check(part)
+        return self.trace.others(parts[0])
+
+
+def prepare(setup: StepSetup, first: Called, owner: object) -> ReadyStep:
+    """Make a step of a micro-batch, for as long as `owner` lives. Collective.
+
+    Raises:
+        CaptureError: the model and its loss cannot be traced into one graph, or that cannot be cut.
+        OptionError: an option that the model is not for.
+        AgreementError: the ranks trace other steps.
+    """
+    ranks, model = setup.ranks, setup.model
+    trace = ranks.agreement.attempt("the traced step", lambda: _traced(setup, first))[0]
+    common = ranks.compare("the options and the traced step", "\n".join([*setup.said(), str(trace.program)]))
+    made, options = _rewritten(setup, trace.program)
+    texts = ranks.agreement.share("the programs of all ranks", made.program.text(regions=True))
+    check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
+    say_statistics(model, trace.program)
+    runtime, retired = divide_model(model, made.program, trace.program, ranks, options, setup.optimizers)
+    watch_optimizers(owner, runtime, retired)
+    if setup.asked.offload_optimizer is not None and setup.updater is not None:
+        setup.updater.states = optimizer_states(setup.asked.offload_optimizer, runtime, setup.updater)
+    places = ResultPlaces.of(setup.flat.names, trace.program, made, setup.table)
+    results = StepResults(places, setup.table.microbatches, ranks.links, setup.asked.results)
+    run = PipelinedRun(made.program, trace.program, runtime, ranks, model, results, common)
+    along = [texts[rank] for rank in ranks.along]
+    code = PipelineCode([made.journal], run.regions, setup.hardware, setup.table, along)
+    reports = PipelineReports(type(model).__name__, runtime, code)
+    state = ModelState(model, ranks.everyone, ranks.agreement, options.stage)
+    return ReadyStep(run, trace, StepGuard(model, first), state, reports)
+
+
+def _traced(setup: StepSetup, first: Called) -> StepTrace:
+    """The step of one micro-batch.
+
+    Raises:
+        CaptureError, OptionError: it is none that a pipeline can run.
+    """
+    options, device = setup.options, setup.ranks.device
+    trace = StepTrace(setup.model, _layout(setup), first, device, type(setup.model).__name__, options.dtype)
+    check_traced(trace.program, len(setup.flat.names or ()))
+    if setup.table.microbatches > 1:
+        check_mean(trace.program)
+    return trace
+
+
+def _layout(setup: StepSetup) -> Layout:
+    options = setup.options
+    stage, precision, hybrid = STAGES[options.stage], options.precision, options.hybrid
+    layout = make_layout(setup.model, stage, setup.ranks.axes, setup.units, precision, hybrid=hybrid)
+    layout = replace(layout, away=options.offload_parameters == "cpu")
+    check_gathered(layout, options.outer_gather_dtype)
+    return layout
+
+
+def _rewritten(setup: StepSetup, traced: Program) -> tuple[PipelinedProgram, Options]:
+    """This rank's program, and the options that were chosen for it."""
+    ranks, hardware = setup.ranks, setup.hardware
+    # Of tensor-parallel ranks each may have other sizes, by which it would cut elsewhere.
+    choose = partial(choose_starts, traced, setup.table, setup.asked.split, hardware, setup.options)
+    starts = ranks.agreement.attempt("the stages", choose, shown=True)[1][0]
+    place = PipelinePlace(setup.table, ranks.links.rank, ranks.links.axis, tuple(starts))
+    bounded = _with_budget(setup, traced, place)
+    options = replace(setup.options, prefetch=_prefetch(setup, traced, place, bounded))
+    bounded = replace(bounded, prefetch=options.prefetch)
+    make = partial(rewrite, traced, place, bounded, hardware, updates=setup.updater is not None)
+    return ranks.agreement.attempt("the program", make)[0], options
+
+
+def _with_budget(setup: StepSetup, traced: Program, place: PipelinePlace) -> Options:
+    """The options with checkpoint="auto" as bytes: what this rank has left beside its shards and optimizer state.
+
+    Ranks may find different figures: what a rank computes again is no concern of others.
+    """
+    options = setup.options
+    if options.checkpoint != "auto":
+        return options
+    layout = layout_of_rank(traced, place)
+    before = sum(local_tensor(parameter).nbytes for parameter in setup.model.parameters() if not parameter.is_meta)
+    shards = 0 if layout.away else model_state(layout).parameters
+    budget = checkpoint_budget(options, layout, lambda: free_bytes(setup.ranks.device) + before - shards)
+    return replace(options, checkpoint=budget)
+
+
+def _prefetch(setup: StepSetup, traced: Program, place: PipelinePlace, options: Options) -> int:
+    """The number of units to gather ahead; if that is to be chosen, the most that a rank wants.
+
+    Within a memory limit it is the least: more might be beyond it there.
+    """
+    ranks = setup.ranks
+    if options.prefetch != "auto":
+        return options.prefetch
+    tensor = None if ranks.parallel is None else Communicator(ranks.parallel.mesh, ranks.device)
+    measured = measure(ranks.data, options.dtype or torch.float32, tensor)
+    choose = partial(choose_prefetch, traced, place, options, measured, updates=setup.updater is not None)
+    depths = ranks.agreement.attempt("the schedule of gathers", choose, shown=True)[1]
+    return int(max(depths) if options.memory_limit is None else min(depths))
