@@ -232,16 +232,16 @@ def test_an_overflow_in_one_stage_skips_the_step_on_all(ranks: Ranks, pipelined:
         assert found == [(True, 1024.0), (False, 512.0), (True, 512.0)]
 
 
-def other_scales(rank: int, at_once: bool) -> str:
+def other_scales(rank: int, loaded: dict[str, Any]) -> str:
     """What is said of ranks that have other scales from the beginning, or load them behind `prepare`."""
-    model, scaler = Watched(), torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + (rank if at_once else 0)))
+    model, scaler = Watched(), torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + (0 if loaded else rank)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made: dict[str, Any] = {"mesh": mesh_of(2, 1), "microbatches": 2, "units": ["layers.*"], "grad_scaler": scaler}
     try:
         step = zcompile.train_step(model, lambda m, x, y: with_metrics(m, x, y)[0], optimizer, backend="eager", **made)
         step.prepare(*watched_batch(0))
         if rank == 1:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": 256.0})
+            scaler.load_state_dict({**scaler.state_dict(), **loaded})
         step(*watched_batch(0))
     except zcompile.AgreementError as error:
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -250,11 +250,13 @@ def other_scales(rank: int, at_once: bool) -> str:
 
 
 def test_ranks_with_other_scales_are_told(ranks: Ranks) -> None:
-    for found in ranks.run(2, other_scales, True):
+    for found in ranks.run(2, other_scales, {}):
         assert "the scale of the loss: scale 1024.0" in found
         assert "the scale of the loss: scale 2048.0" in found
-    for found in ranks.run(2, other_scales, False):
-        assert found.startswith("the scale: of the loss is 1024.0 on a rank, and 256.0 on another")
+    for found in ranks.run(2, other_scales, {"scale": 256.0}):
+        assert found.startswith("the scale: of the loss is 1024.0 on a rank, for 0 steps, and 256.0 on another, for 0")
+    for found in ranks.run(2, other_scales, {"_growth_tracker": 7}):
+        assert found.startswith("the scale: of the loss is 1024.0 on a rank, for 7 steps, and 1024.0 on another, for 0")
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

@@ -893,6 +893,13 @@ def pipeline_order(schedule: str, ranks: int, stages_per_rank: int, microbatches
     ]
 
 
+def steps_of_scale(scaler: torch.amp.GradScaler) -> torch.Tensor:
+    """For how many steps a scale that is in use has stood, int32 [], on the scaler's device."""
+    tracker = scaler._growth_tracker
+    assert tracker is not None, "scale() makes it"
+    return tracker
+
+
 def forget_meshes() -> None:
     """Let what DTensor remembers of operations go: the meshes in it may have groups that are destroyed.
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from zcompile._torch import local_tensor
+from zcompile._torch import local_tensor, steps_of_scale
 from zcompile.errors import OptimizerError, OptionError
 
 
@@ -72,15 +72,16 @@ class Overflow:
         self._flag = nn.Parameter(torch.zeros((), device=device))
         self._flags = torch.optim.SGD([self._flag], lr=0.0)
 
-    def found(self, parameters: Sequence[nn.Parameter], scale: torch.Tensor) -> torch.Tensor:
-        """1 if a gradient here is not finite, else 0; and the scale, and that negated: float32 [3].
+    def found(self, parameters: Sequence[nn.Parameter], scaler: GradScaler) -> torch.Tensor:
+        """1 if a gradient here is not finite, else 0; the scale and for how many steps it has stood; these negated.
 
-        Of their maxima over all ranks the last two tell whether all have the same scale.
+        float32 [5]. Of their maxima over all ranks the last four tell whether all have scaled alike.
         """
         gradients = [local_tensor(one.grad) for one in parameters if one.grad is not None]
         flags = [(~torch.isfinite(one)).any().to(self._flag.device) for one in gradients if one.numel()]
         found = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=self._flag.device)
-        return torch.stack([found.float(), scale.float(), -scale.float()])
+        own = [scale_of(scaler, self._flag.device).float(), steps_of_scale(scaler).float()]
+        return torch.stack([found.float(), *own, *(-one for one in own)])
 
     def spread(self, scaler: GradScaler, optimizers: Iterable[Optimizer], found: torch.Tensor) -> list[Optimizer]:
         """Let each optimizer have a gradient that is not finite, if any rank has; gives those that are to step."""

@@ -156,13 +156,15 @@ class PipelinedStep(Savable, Reported):
     def _checked_by(self, scaler: GradScaler, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
         """The optimizers that have gradients here; `scaler` skips their steps, or none, as on all other ranks."""
         assert self._overflow is not None, "gradients are scaled"
-        everyone, found = self._ranks.everyone, self._overflow.found(parameters, scale_of(scaler, self._ranks.device))
+        everyone, found = self._ranks.everyone, self._overflow.found(parameters, scaler)
         if everyone.size > 1:
             with everyone.waits.explained("a comparison of float16 gradients"):
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=everyone.group)
-        _, most, negated = found.tolist()
-        if most != -negated:
-            problem = f"of the loss is {most} on a rank, and {-negated} on another"
+        _, most, longest, least, shortest = found.tolist()
+        if (most, longest) != (-least, -shortest):
+            problem = (
+                f"of the loss is {most} on a rank, for {longest:g} steps, and {-least} on another, for {-shortest:g}"
+            )
             raise AgreementError("the scale", problem, "load the same state of the GradScaler on all ranks")
         return self._overflow.spread(scaler, self.optimizers, found)
 
