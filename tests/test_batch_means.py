@@ -14,7 +14,7 @@ from zcompile.engine.step_trace import Called, StepTrace
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES
 from zcompile.model.units import make_layout
-from zcompile.pipelining.guard import check_mean
+from zcompile.pipelining.batch_means import check_mean
 from zcompile.schedule.options import Options
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -24,8 +24,9 @@ from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.model.units import make_layout
+from zcompile.pipelining.batch_means import check_mean
 from zcompile.pipelining.division import divide_model
-from zcompile.pipelining.guard import StepGuard, check_mean, check_traced, say_statistics
+from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
 from zcompile.pipelining.pipeline_options import LossFunction, PipelineOptions
 from zcompile.pipelining.program import (
     PipelinedProgram,

@@ -1,0 +1,112 @@
+"""Losses of micro-batches are averaged, which is the loss of the batch only if that is a mean over its samples."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.errors import OptionError
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Input, Kind
+from zcompile.ir.program import Program
+from zcompile.pipelining.guard import results_of
+
+
+def check_mean(traced: Program) -> None:
+    """Return if the loss is not seen to be a sum over the batch.
+
+    Raises:
+        OptionError: it is one, or has one among its terms, that is not divided by a number of samples.
+    """
+    inputs = [data(node).type for node in traced.nodes(Input) if _is_batch(op_of(node, Input))]
+    shapes = [found.shape for found in inputs if found is not None and found.shape]
+    rows = shapes[0][0] if shapes else 1
+    for term, divisors in _terms(results_of(traced)[0]):
+        if not (_is_sum(term) and _reads_batch(term)):
+            continue
+        counts = [count for count in _products([_summed(term), *shapes]) if count % rows == 0]
+        if not any(math.isclose(divisor, count, rel_tol=1e-6) for divisor in divisors for count in counts):
+            problem = "gives a sum over the batch, and the losses of micro-batches are averaged"
+            fix = "give a mean over the samples, or divide the sum by how many of them loss_fn is given"
+            raise OptionError("loss_fn", problem, fix)
+
+
+def _terms(loss: Any) -> Iterator[tuple[fx.Node, Sequence[float]]]:
+    """What a loss is added up from, each with the numbers that it is divided by.
+
+    What is divided by something that depends on the batch, as the number of its tokens that count, is left out.
+    """
+    waiting: list[tuple[Any, Sequence[float]]] = [(loss, ())]
+    while waiting:
+        node, divisors = waiting.pop()
+        if not isinstance(node, fx.Node):
+            continue
+        factors: Sequence[Any] = node.args[:2]
+        if node.target in _UNSCALED or node.target is operator.getitem:
+            waiting.append((factors[0], divisors))
+        elif node.target in _ADDED:
+            waiting += [(one, divisors) for one in factors]
+        elif node.target not in _PRODUCTS | _QUOTIENTS:
+            yield node, divisors
+        elif sum(isinstance(one, fx.Node) and _reads_batch(one) for one in factors) < 2:
+            numbers = [one for one in factors if isinstance(one, (int, float)) and one]
+            further = [1 / one for one in numbers] if node.target in _PRODUCTS else numbers
+            waiting += [(one, [*divisors, *further]) for one in factors]
+
+
+def _products(shapes: Sequence[tuple[int, ...]]) -> set[int]:
+    """How many elements there are along any dimensions of these shapes."""
+    chosen = (some for shape in shapes for count in range(1, len(shape) + 1) for some in combinations(shape, count))
+    return {math.prod(some) for some in chosen}
+
+
+def _is_sum(node: fx.Node) -> bool:
+    if node.target in _SUMS:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "reduction" not in names:
+        return False
+    place = names.index("reduction")
+    return bool((node.args[place] if place < len(node.args) else node.kwargs.get("reduction")) == _SUM)
+
+
+def _summed(node: fx.Node) -> tuple[int, ...]:
+    """The shape of what is summed: of losses, that of the targets."""
+    source = node.args[0 if node.target in _SUMS else 1]
+    found = data(source).type if isinstance(source, fx.Node) else None
+    return found.shape if found is not None else ()
+
+
+def _is_batch(op: Input) -> bool:
+    return op.kind is Kind.DATA and not op.held
+
+
+def _reads_batch(node: fx.Node) -> bool:
+    """True if a value depends on what the step is called with, not on parameters and buffers alone."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(op := data(one).op, Input) and _is_batch(op):
+            return True
+        seen.add(one)
+        waiting += [source for source in one.all_input_nodes if source not in seen]
+    return False
+
+
+_aten = torch.ops.aten
+_SUM = 2
+"""What `reduction="sum"` is to operations."""
+_SUMS = {_aten.sum.default, _aten.sum.dim_IntList}
+_ADDED = {_aten.add.Tensor, _aten.sub.Tensor}
+_PRODUCTS = {_aten.mul.Tensor, _aten.mul.Scalar}
+_QUOTIENTS = {_aten.div.Tensor, _aten.div.Scalar}
+_UNSCALED = {_aten.view.default, _aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.neg.default}
+_UNSCALED |= {_aten.squeeze.default, _aten.unsqueeze.default, _aten._to_copy.default}
+"""Operations behind which a sum is one still."""
