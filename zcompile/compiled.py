@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import os
 import warnings
@@ -18,8 +20,8 @@ from torch.optim import Optimizer
 
 from zcompile._torch import local_tensor
 from zcompile.engine.automatic_shard import choose_shard
+from zcompile.engine.calls.fragments import Tree
 from zcompile.engine.engine import Engine
-from zcompile.engine.fragments import Tree
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
 from zcompile.engine.reported import Reported
@@ -305,6 +307,17 @@ def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
     return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
+def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
+    """A function that calls the model, and has its signature."""
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return tree.run(tree.root, args, kwargs)
+
+    forward.__dict__["__signature__"], _ = inspect.signature(model.forward), forward.__dict__.pop("__wrapped__", None)
+    return forward
+
+
 class CompiledModule(Savable, Reported, nn.Module):
     """A model whose parameters are shards; called like the model, it runs the compiled programs.
 
@@ -328,7 +341,9 @@ class CompiledModule(Savable, Reported, nn.Module):
         object.__setattr__(self, "_engine", engine)
         object.__setattr__(self, "_tree", Tree(model, engine, sites, retired))
         object.__setattr__(self, "_model_state", state)
-        watch_optimizers(self, engine.runtime, dict(retired))
+        # With the signature of the model's own, by which trainers tell what of a batch it takes.
+        object.__setattr__(self, "forward", _forward_like(model, self._tree))
+        watch_optimizers(self._tree, engine.runtime, dict(retired))  # as long as there is a module to call
 
     # -- calling --------------------------------------------------------------------------------------------------
 
@@ -354,6 +369,19 @@ class CompiledModule(Savable, Reported, nn.Module):
         full gradients are what they do without. What counts is where the backward runs.
         """
         return self._engine.runtime.no_sync()
+
+    def unsharded(self) -> contextlib.AbstractContextManager[None]:
+        """Parameters full, and the plain model in the place of programs: `with compiled.unsharded(): generate()`.
+
+        To evaluate, or to generate text: parameters are gathered once, and inside nothing is communicated, so that
+        each rank may call the model, its modules and methods as often as it likes, and read parameters and
+        `state_dict()`, which are whole. There is nothing to train inside, nor to write to. Collective where it begins.
+
+        Raises:
+            OptionError: full parameters are more than the memory limit; or this is within a call of the model.
+            ParameterError: at its end: a parameter was written to.
+        """
+        return self._tree.unsharded()
 
     # -- the module -----------------------------------------------------------------------------------------------
 
@@ -428,10 +456,19 @@ class CompiledModule(Savable, Reported, nn.Module):
         if assign:
             fix = "leave assign out: values are copied into the shards"
             raise StateError("assign", "would replace the shards by other tensors", fix)
+        self._check_sharded()
         return self._model_state.load(state_dict, strict)
 
     def _stored(self) -> ModelState:
+        self._check_sharded()
         return self._model_state
+
+    def _check_sharded(self) -> None:
+        if self._tree.is_full:
+            problem = "is within unsharded(), where its parameters are no shards"
+            raise StateError(
+                type(self._model).__name__, problem, "save and load outside; inside, state_dict() is whole"
+            )
 
     # -- looking inside -------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import backend_name, has_step_pre_hooks
 from zcompile.compiled import CompiledModule, compile
-from zcompile.engine.fragments import Fragment, Tree
+from zcompile.engine.calls.fragments import Fragment, Tree
 from zcompile.engine.loss_scaling import check_scaler, step_all, unscale
 from zcompile.engine.metrics import check_metrics, split_results, without_gradients
 from zcompile.engine.state_places import optimizer_states
@@ -278,6 +278,8 @@ class TrainStep:
         return f"TrainStep({type(self.model).__name__} with {kinds}, gradients {kept})"
 
     def _check(self) -> None:
+        if self._engine.runtime.is_full:
+            raise OptionError("unsharded()", "is for evaluation, and has nothing to train", "train outside")
         if self._engine.runtime.accumulates:
             fix = "accumulate over micro-batches in the loop: compiled(batch).backward(), then optimizer.step()"
             raise OptionError("no_sync", "holds gradients back, and a train step uses them at once", fix)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from zcompile.engine.activation_offload import make_offloads
+from zcompile.engine.calls.model_calls import ModelCall
 from zcompile.engine.cuda_graphs import make_graphs
 from zcompile.engine.lowering import CompiledStep
-from zcompile.engine.model_calls import ModelCall
 from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.errors import OptionError
 from zcompile.frontend.dynamo import autocast
@@ -81,6 +81,8 @@ class ModelRuntime:
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
         self.scales = False
         """True where a train step scales the loss."""
+        self.is_full = False
+        """True within `unsharded`."""
         self.accumulates = False
         """True within `no_sync`."""
         self._seeded_alike: bool | None = None

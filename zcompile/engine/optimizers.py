@@ -49,9 +49,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         names = names_in(optimizer)
         if not names:
             return None
-        if runtime.options.dtype is torch.bfloat16 and _called_by_scaler():
-            problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
-            raise OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")
+        _refuse_mistaken(optimizer, runtime)
         bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure: Any = bound.arguments.get("closure")
         if closure is None:
@@ -84,6 +82,16 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
         weakref.finalize(owner, handle.remove)
+
+
+def _refuse_mistaken(optimizer: Optimizer, runtime: ModelRuntime) -> None:
+    """Raise OptimizerError for a step where there is nothing to step, or that a scaler makes in bfloat16."""
+    if runtime.is_full:
+        problem = "steps within unsharded(), where the model would go on with parameters from before"
+        raise OptimizerError(type(optimizer).__name__, problem, "step it outside")
+    if runtime.options.dtype is torch.bfloat16 and _called_by_scaler():
+        problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
+        raise OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")
 
 
 def _refuse_retired(optimizer: Optimizer, retired: Retired) -> None:
@@ -150,7 +158,7 @@ def _beside(value: Any, new: torch.Tensor) -> Any:
 def _called_by_scaler() -> bool:
     """True within `GradScaler.step`: nothing but the stack knows that the gradients were scaled."""
     frame = inspect.currentframe()
-    for _ in range(12):
+    for _ in range(13):
         frame = frame.f_back if frame else None
         scaler = frame.f_locals.get("self") if frame else None
         if isinstance(scaler, torch.amp.GradScaler):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zcompile.engine.module_guards import HookWatch, TreeWatch
+from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.step_trace import Called
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.ir.operation import data, op_of

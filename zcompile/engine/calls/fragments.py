@@ -1,14 +1,15 @@
 """Fragments: modules whose calls run as programs of their own.
 
 The whole model is one fragment as long as it can be traced into one graph. A module whose code breaks the graph is
-split: its own code runs as plain Python, with its own parameters gathered for the call, and each of its submodules
-becomes a fragment. So code that is not traced never meets a parameter without memory, whatever it reads.
+split: its own code runs as plain Python, with its own parameters gathered for the call, and each module that it calls
+is a fragment. So is a module that is called past the model, as `model.head(x)` is, and so are methods that read a
+parameter of their module's own, which run as if their graph was broken. Code that is not traced never meets a parameter
+without memory, whatever it reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import warnings
@@ -19,15 +20,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from zcompile._torch import backward_number, has_gradient_hooks, parameters_of, version_of
+from zcompile._torch import (
+    backward_number,
+    has_gradient_hooks,
+    hook_tables,
+    parameters_of,
+    version_of,
+    with_local,
+)
+from zcompile.engine.calls.entries import Entry, is_container, methods_with_entries, taken_out
+from zcompile.engine.calls.model_calls import ModelCall, tensors_in
+from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.engine import Engine
-from zcompile.engine.model_calls import ModelCall, tensors_in
-from zcompile.engine.module_guards import HookWatch, TreeWatch
-from zcompile.errors import CaptureError, ParameterError
+from zcompile.errors import CaptureError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
 from zcompile.frontend.local_graphs import Locals
+from zcompile.ir.tensor_type import human_bytes
 from zcompile.model.sharding import Retired, Site
 from zcompile.report.explain import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, gathered
@@ -46,15 +57,24 @@ class Tree:
     retired: Retired
 
     def __post_init__(self) -> None:
+        self._paths = {id(module): path for path, module in self.model.named_modules()}
+        named = [(module, name) for module in self.model.modules() for name in methods_with_entries(module)]
+        self.entries = [Entry(module, name, self.enter) for module, name in named]
         self.root = Fragment(self, self.model, "", lambda *args, **kwargs: self.model(*args, **kwargs))
         self.call: ModelCall | None = None
-        self._paths = {id(module): path for path, module in self.model.named_modules()}
-        self._fragments: dict[int, Fragment] = {id(self.model): self.root}
+        self.is_full = False
+        """True within `unsharded`."""
+        self._fragments: dict[Entry, Fragment] = {}
         self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.placeholder)}
         self.watch = TreeWatch(self.model)
+        for entry in self.entries:
+            entry.put()
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a module of it; what its backward needs is watched."""
+        if self.is_full:
+            with self.engine.runtime.autocast():
+                return fragment.forward(*args, **kwargs)
         self.engine.runtime.delivery.forget()
         if self.watch.has_changed():
             self.refuse_strangers(self.model, "")
@@ -75,16 +95,70 @@ class Tree:
             self.engine.runtime.lockstep.check()  # behind a training step, delivery does it
         return result
 
-    def make_fragments(self, module: nn.Module) -> None:
-        """Let calls of the submodules of `module` run as programs from now on."""
-        for child in module.children():
-            if _is_container(child):
-                self.make_fragments(child)
-            elif id(child) not in self._fragments and next(child.parameters(), None) is not None:
-                fragment = Fragment(self, child, self._paths[id(child)], child.forward)
-                self._fragments[id(child)] = fragment
-                # An attribute of the instance, as wrappers of forward are commonly put on modules; hooks still run.
-                object.__setattr__(child, "forward", _function(fragment))
+    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, or a method, that plain Python calls: the user's past the model, or that of a split module."""
+        fragment = self._fragment_of(entry)
+        alone = self.call is None and backward_number() is None
+        return self.run(fragment, args, kwargs) if alone else fragment(*args, **kwargs)
+
+    def _fragment_of(self, entry: Entry) -> Fragment:
+        is_root = entry.module is self.model and entry.key == "forward"
+        if is_root and not any(hook_tables([self.model])):  # else they would run twice: here, and where it is traced
+            return self.root
+        if entry not in self._fragments:
+            path = self._paths[id(entry.module)]
+            self._fragments[entry] = Fragment(self, entry.module, path, entry.method, of_forward=entry.key == "forward")
+        return self._fragments[entry]
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Inside, the tree has full parameters, and the model's code runs as it is; see `CompiledModule.unsharded`."""
+        if self.is_full or self.call is not None:
+            problem = "is within another one" if self.is_full else "is within a call of the model"
+            raise OptionError("unsharded()", problem, "gather parameters once, outside")
+        full = self._all_full()
+        before = self.root.shards_in_place()
+        versions = {name: version_of(tensor) for name, tensor in full.items()}
+        try:
+            for site in self.sites:
+                parameters_of(site.owner)[site.key] = full[site.name]
+            with taken_out(self.entries):
+                self.is_full = self.engine.runtime.is_full = True
+                yield
+        finally:
+            self.is_full = self.engine.runtime.is_full = False
+            for site, shard in zip(self.sites, before, strict=True):
+                parameters_of(site.owner)[site.key] = shard
+        for name, tensor in full.items():
+            if version_of(tensor) != versions[name]:
+                fix = "write to shards, outside: with torch.no_grad(): parameter.copy_(...)"
+                raise ParameterError(name, "was written to within unsharded(), which does not change the shards", fix)
+
+    def _all_full(self) -> dict[str, nn.Parameter]:
+        """Full parameters by name, none of which is trained. Collective.
+
+        Raises:
+            OptionError: they are more than the memory limit.
+        """
+        runtime = self.engine.runtime
+        layout, limit = runtime.layout, runtime.options.limit
+        nbytes = sum(layout.gathered_bytes(unit.name) for unit in layout.units)
+        if limit is not None and nbytes > limit:
+            problem = f"{human_bytes(limit)} is less than the {human_bytes(nbytes)} of all parameters"
+            raise OptionError("memory_limit", problem, "call the model without unsharded(), unit by unit")
+        if any(param.shards for param in layout.params):
+            runtime.lockstep.enter(RunKind.MODULE, _digest("unsharded"))
+        found = dict[str, nn.Parameter]()
+        placing = {site.name: site.placeholder for site in self.sites if isinstance(site.placeholder, DTensor)}
+        for unit in layout.units:
+            with torch.inference_mode(False), torch.no_grad():
+                full = gathered(BoundUnit(runtime.shards[unit.name], unit))
+            for name, tensor in zip(unit.names, full.tensors, strict=True):
+                assert tensor is not None, "nothing of it was released"
+                whole = with_local(placing[name], tensor) if name in placing else tensor
+                found[name] = nn.Parameter(whole, requires_grad=False)
+        runtime.lockstep.check()
+        return found
 
     def refuse_strangers(self, module: nn.Module, path: str) -> None:
         """Refuse parameters in `module`, which is at `path`, that were not in the model when it was compiled.
@@ -127,11 +201,15 @@ class Fragment:
     updater: Updater | None = None
     """What the programs update parameters with, where they do."""
 
-    def __init__(self, tree: Tree, module: nn.Module, path: str, forward: Callable[..., Any]) -> None:
+    def __init__(
+        self, tree: Tree, module: nn.Module, path: str, forward: Callable[..., Any], *, of_forward: bool = True
+    ) -> None:
         self.tree, self.module, self.path, self.forward = tree, module, path, forward
         owners = {id(owner) for owner in module.modules()}
+        self._entries = [entry for entry in tree.entries if id(entry.module) in owners]
         self.sites = [site for site in tree.sites if id(site.owner) in owners]
-        self.is_split = False
+        self._own_entries = [e for e in self._entries if e.module is module and (of_forward or e.key != "forward")]
+        self.is_split = not of_forward
         self._hooks = HookWatch(module, itself=not path)
         # DTensors of sizes that vary are beyond Dynamo: a program for each.
         dynamic = False if any(site.local is not None for site in tree.sites) else None
@@ -158,7 +236,7 @@ class Fragment:
                 if self.tree.call is not None:
                     self.tree.call.watch(result, (args, kwargs))
                 return result
-        with self._own_parameters_full():
+        with self._own_parameters_full(), taken_out(self._own_entries):
             return self.forward(*args, **kwargs)
 
     def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -193,7 +271,6 @@ class Fragment:
             warnings.warn(f"zcompile: {explain_breaks([graph_break])}", stacklevel=2)
         breaks.append(graph_break)
         self.is_split = True
-        self.tree.make_fragments(self.module)
 
     # -- parameters in the module tree ----------------------------------------------------------------------------
 
@@ -205,7 +282,8 @@ class Fragment:
             for site in self.sites:
                 site.placeholder.requires_grad_(site.shard.requires_grad)
                 parameters_of(site.owner)[site.key] = site.placeholder
-            yield
+            with taken_out(self._entries):
+                yield
         finally:
             for site, parameter in zip(self.sites, before, strict=True):
                 parameters_of(site.owner)[site.key] = parameter
@@ -261,6 +339,14 @@ class Fragment:
         else:  # a reentrant checkpoint, which runs the forward again within a backward and then its backward
             leaves.delivery.at_end(leaves.reduce)
 
+    def shards_in_place(self) -> list[nn.Parameter | None]:
+        """What stands in the tree now at the places of all of its parameters: shards.
+
+        Raises:
+            ParameterError: one was replaced, or has a hook that would not run.
+        """
+        return self._check(self.sites)
+
     def _check(self, sites: Sequence[Site]) -> list[nn.Parameter | None]:
         """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
         result: list[nn.Parameter | None] = []
@@ -276,16 +362,11 @@ class Fragment:
         return result
 
 
-def _is_container(module: nn.Module) -> bool:
-    """True for what is never called: ModuleList, ModuleDict, ParameterList and their like."""
-    return type(module).forward is nn.Module.forward
-
-
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
     """`module` and the containers that only its code can read."""
     yield module
     for child in module.children():
-        if _is_container(child):
+        if is_container(child):
             yield from _owners(child)
 
 
@@ -337,15 +418,3 @@ def _backend(fragment: Fragment) -> Callable[..., Any]:
         return alive._capture(module, inputs)
 
     return backend
-
-
-def _function(fragment: Fragment) -> Callable[..., Any]:
-    """`fragment` as a function with the signature of the forward that it stands for."""
-    tree = fragment.tree
-
-    @functools.wraps(fragment.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        alone = tree.call is None and backward_number() is None  # called by the user, past the model
-        return tree.run(fragment, args, kwargs) if alone else fragment(*args, **kwargs)
-
-    return forward

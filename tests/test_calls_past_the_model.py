@@ -1,0 +1,344 @@
+"""Modules and methods of a compiled model that are called past it, and full parameters for a while."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zcompile
+from tests.cases import quickly
+from tests.models import GPT, batch
+from tests.ranks import Ranks
+
+Call = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Coder(nn.Module):
+    """An encoder and heads that are called in all kinds of ways, with a parameter of its own that methods read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.body = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(6, 6) for _ in range(3))})
+        self.head = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 11))
+        self.shift = nn.Parameter(torch.full((6,), 0.1))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self._shifted(self.embedding(x))
+        for layer in self.body["layers"]:
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+    def _shifted(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.shift
+
+    def count(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @torch.no_grad()
+    def chosen(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).argmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x))
+
+
+def by_methods(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model.head(model.encode(x)).flatten(0, 1), y.flatten())
+
+
+def in_chunks(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    hidden = model.encode(x)
+    parts = zip(hidden.chunk(2, 1), y.chunk(2, 1), strict=True)
+    return torch.stack([F.cross_entropy(model.head(h).flatten(0, 1), t.flatten()) for h, t in parts]).mean()
+
+
+def by_modules(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    hidden = model.embedding(x)
+    for layer in model.body.layers if hasattr(model.body, "layers") else model.body["layers"]:
+        hidden = torch.tanh(layer(hidden))
+    return F.cross_entropy(model.head[2](model.head[1](model.head[0](hidden))).flatten(0, 1), y.flatten())
+
+
+def in_turns(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    whole = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    return whole + by_methods(model, x, y) + model.head(model.embedding(y)).square().mean()
+
+
+CALLS: dict[str, Call] = {
+    "methods": by_methods,
+    "chunks": in_chunks,
+    "modules": by_modules,
+    "turns": in_turns,
+}
+
+
+def tokens(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, 11, (2, 4), generator=source), torch.randint(0, 11, (2, 4), generator=source)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def made() -> Coder:
+    torch.manual_seed(0)
+    return Coder()
+
+
+def references(call: Call, world: int, steps: int) -> Iterator[Coder]:
+    """Plain PyTorch after each step, with the mean of the gradients that the batches of all ranks give."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        grads: list[list[torch.Tensor]] = []
+        for rank in range(world):
+            model.zero_grad()
+            call(model, *tokens(rank, step)).backward()
+            grads.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+        for parameter, *of_ranks in zip(model.parameters(), *grads, strict=True):
+            parameter.grad = torch.stack(of_ranks).mean(0)
+        optimizer.step()
+        yield model
+
+
+def trains(rank: int, world: int, stage: int, way: str, first: bool) -> list[str]:
+    """What is not as in plain PyTorch; `first`: the whole model is evaluated before."""
+    call, compiled = CALLS[way], zcompile.compile(made(), stage=stage, backend="eager")
+    optimizer, wrong = torch.optim.SGD(compiled.parameters(), lr=0.1), list[str]()
+    if first:
+        with torch.no_grad():
+            compiled(tokens(rank, 0)[0])
+    for step, reference in enumerate(references(call, world, 3)):
+        x, y = tokens(rank, step)
+        loss = call(compiled, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in compiled.named_parameters():
+            theirs = reference.get_parameter(name)
+            if not torch.allclose(full(parameter), theirs, rtol=1e-5, atol=1e-6):
+                wrong.append(f"step {step}: {name} {(full(parameter) - theirs).abs().max()}")
+        if not torch.equal(compiled.chosen(x), reference.chosen(x)):
+            wrong.append(f"step {step}: what is chosen")
+    return wrong
+
+
+@quickly(
+    "stage, way, world, first",
+    [(stage, way, world, first) for stage in range(4) for way in CALLS for world in (2, 3) for first in (False, True)],
+    [(3, "turns", 2, False), (0, "methods", 2, True), (1, "chunks", 3, False), (2, "modules", 2, False)],
+)
+def test_calls_of_modules_and_methods_are_trained_through(
+    ranks: Ranks, stage: int, way: str, world: int, first: bool
+) -> None:
+    assert ranks.run(world, trains, world, stage, way, first) == [[]] * world
+
+
+def alone(**options: Any) -> tuple[Coder, zcompile.CompiledModule]:
+    plain = made()
+    return plain, zcompile.compile(copy.deepcopy(plain), backend="eager", **options)
+
+
+def test_modules_and_methods_give_what_the_plain_ones_give() -> None:
+    plain, compiled = alone()
+    x, _ = tokens(0, 0)
+    for call in (
+        lambda m: m.encode(x),
+        lambda m: m.head(m.encode(x)),
+        lambda m: m._shifted(torch.ones(6)),
+        lambda m: m.chosen(x),
+        lambda m: m.body["layers"][1](torch.ones(2, 6)),
+        lambda m: torch.tensor(m.count()),
+    ):
+        assert torch.equal(call(compiled), call(plain))
+
+
+def test_the_model_that_was_given_is_called_as_the_compiled_one() -> None:
+    plain, model = made(), made()
+    compiled = zcompile.compile(model, backend="eager")
+    x, _ = tokens(0, 0)
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(model.head(model.encode(x)), plain(x))
+    seen = list[str]()
+    model.register_forward_hook(lambda *_: seen.append("hook"))
+    assert torch.equal(model(x), compiled(x))
+    assert seen == ["hook", "hook"]
+
+
+def test_the_compiled_model_has_the_signature_of_its_own() -> None:
+    plain, compiled = alone()
+    assert inspect.signature(compiled.forward) == inspect.signature(plain.forward)
+    assert list(inspect.signature(compiled.encode).parameters) == ["x"]
+
+
+def test_modules_of_a_compiled_model_are_not_copied_or_pickled() -> None:
+    _, compiled = alone()
+    with pytest.raises(zcompile.ModelError, match="Linear: is a module of a compiled model, and cannot be copied"):
+        copy.deepcopy(compiled.head)
+    with pytest.raises(zcompile.ModelError, match="cannot be pickled"):
+        pickle.dumps(compiled.head)
+
+
+def test_the_model_that_was_given_can_be_trained_alone() -> None:
+    plain, model = made(), made()
+    zcompile.compile(model, stage=1, backend="eager")
+    for either in (plain, model):
+        optimizer = torch.optim.SGD(either.parameters(), lr=0.1)
+        for step in range(3):
+            gc.collect()
+            F.cross_entropy(either(tokens(0, step)[0]).flatten(0, 1), tokens(0, step)[1].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full(parameter), plain.get_parameter(name)), name
+
+
+# -- unsharded --------------------------------------------------------------------------------------------------------
+
+
+def looks(rank: int, stage: int, options: dict[str, Any]) -> tuple[list[bool], int]:
+    """Whether results are those of programs, and of plain PyTorch in its dtype; and what was sent inside."""
+    plain, equal, sent = made(), list[bool](), 0
+    compiled = zcompile.compile(made(), stage=stage, backend="eager", **options)
+    optimizer, reference = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (compiled, plain))
+    for step in range(2):
+        x, y = tokens(0, step)
+        with torch.no_grad():
+            wanted = compiled(x)
+            equal.append(bool(options) or torch.equal(wanted, plain(x)))
+            with compiled.unsharded():
+                before = compiled.traffic.bytes
+                equal += [torch.equal(compiled(x), wanted) for _ in range(1 + 2 * rank)]  # as often as each likes
+                equal.append(torch.equal(compiled.chosen(x), wanted.argmax(-1)))
+                if not options:
+                    equal += [torch.equal(v, plain.state_dict()[n]) for n, v in compiled.state_dict().items()]
+                sent += compiled.traffic.bytes - before
+        for either, stepper in ((compiled, optimizer), (plain, reference)):
+            by_methods(either, x, y).backward()
+            stepper.step()
+            stepper.zero_grad()
+    return equal, sent
+
+
+@quickly(
+    "stage, options",
+    [(stage, options) for stage in range(4) for options in ({}, {"dtype": torch.bfloat16})],
+    [(3, {}), (0, {}), (2, {"dtype": torch.bfloat16})],
+)
+def test_full_parameters_are_those_of_the_plain_model_and_nothing_is_sent(
+    ranks: Ranks, stage: int, options: dict[str, Any]
+) -> None:
+    for equal, sent in ranks.run(2, looks, stage, options):
+        assert all(equal), equal
+        assert sent == 0
+
+
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except zcompile.ZcompileError as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+def mistakes(rank: int, folder: Path) -> dict[str, str]:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, by_methods, optimizer, backend="eager")
+    compiled, found = step.model, {}
+    compiled(tokens(rank, 0)[0]).sum().backward()
+    with compiled.unsharded():
+        found["step"] = error_of(optimizer.step)
+        found["train step"] = error_of(lambda: step(*tokens(rank, 0)))
+        found["save"] = error_of(lambda: compiled.save_checkpoint(folder / "x", optimizer))
+        found["load"] = error_of(lambda: compiled.load_state_dict({}))
+        found["nested"] = error_of(lambda: compiled.unsharded().__enter__())
+
+    def write() -> None:
+        with compiled.unsharded(), torch.no_grad():
+            compiled.shift.add_(1)
+
+    found["write"] = error_of(write)
+    found["after"] = str(float(full(compiled.shift)[0].detach()))
+    small = zcompile.compile(made(), backend="eager", memory_limit=1000)
+    found["limit"] = error_of(lambda: small.unsharded().__enter__())
+    found["still"] = str(tuple(compiled.encode(tokens(rank, 0)[0]).shape))
+    return found
+
+
+def test_mistakes_within_unsharded_are_typed_errors(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(2, mistakes, tmp_path):
+        assert found["step"].startswith("OptimizerError: SGD: steps within unsharded()")
+        assert found["train step"].startswith("OptionError: unsharded(): is for evaluation")
+        assert found["save"].startswith("StateError: Coder: is within unsharded()")
+        assert found["load"].startswith("StateError: Coder: is within unsharded()")
+        assert found["nested"].startswith("OptionError: unsharded(): is within another one")
+        assert found["write"].startswith("ParameterError: shift: was written to within unsharded()")
+        assert found["after"] == str(float(torch.tensor(0.1)))
+        assert found["limit"].startswith("OptionError: memory_limit: 1000 B is less than the")
+        assert found["still"] == "(2, 4, 6)"
+
+
+def divided(rank: int) -> bool:
+    torch.manual_seed(0)
+    plain, mesh = GPT(layers=2), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = copy.deepcopy(plain)
+    plan = {f"blocks.{i}.mlp.0": ColwiseParallel() for i in range(2)}
+    parallelize_module(model, mesh["tp"], plan | {f"blocks.{i}.mlp.2": RowwiseParallel() for i in range(2)})
+    compiled = zcompile.compile(model, mesh=mesh["dp"], backend="eager")
+    x, _ = batch("gpt", 0, 0)
+    with compiled.unsharded(), torch.no_grad():
+        return torch.allclose(compiled(x), plain(x), atol=1e-5)
+
+
+def test_tensor_parallel_models_have_full_parameters_of_their_part(ranks: Ranks) -> None:
+    assert ranks.run(4, divided) == [True] * 4
+
+
+# -- generation -------------------------------------------------------------------------------------------------------
+
+
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=64, bos_token_id=0)
+    config.eos_token_id, config.pad_token_id = None, 0
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def generates(rank: int, stage: int) -> list[bool]:
+    warnings.simplefilter("ignore")
+    plain, model = gpt2(), gpt2()
+    compiled = zcompile.compile(model, stage=stage, backend="eager")
+    prompt, found = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(rank)), []
+
+    def text(either: Any, length: int) -> torch.Tensor:
+        generated: torch.Tensor = either.generate(prompt, max_new_tokens=length, do_sample=False)
+        return generated
+
+    found.append(torch.equal(text(compiled, 3), text(plain, 3)))
+    with compiled.unsharded():
+        found.append(torch.equal(text(compiled, 4 + 9 * rank), text(plain, 4 + 9 * rank)))
+    found.append(torch.equal(text(compiled, 3), text(plain, 3)))
+    return found
+
+
+@quickly("stage", range(4), [3])
+def test_text_is_generated_as_by_the_plain_model(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, generates, stage) == [[True] * 3] * 2

@@ -1,0 +1,128 @@
+"""Entries: what calls of a sharded model's modules meet, and of methods that read a parameter of their own module.
+
+Outside of its programs a model's parameters are shards, with which its code cannot compute. So each module that has
+parameters has an entry in the place of its `forward`, an attribute of the instance as wrappers of forward commonly are,
+and so has each of its methods whose code reads a parameter of that module. Where the model is traced, or its code runs
+over full parameters, entries are taken out: what is traced is the plain model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from zcompile._torch import parameters_of
+from zcompile.errors import ModelError
+
+Enter = Callable[["Entry", tuple[Any, ...], dict[str, Any]], Any]
+_MISSING: Any = object()
+
+
+class Entry:
+    """Stands in a module for its `forward`, or for another method, under the name `key`.
+
+    Args:
+        module: Whose method it is.
+        key: The name of the method.
+        enter: What is called in its place, with the entry and what it was called with.
+    """
+
+    def __init__(self, module: nn.Module, key: str, enter: Enter) -> None:
+        self.module, self.key, self._enter = module, key, enter
+        self._before = vars(module).get(key, _MISSING)
+        self.method: Callable[..., Any] = getattr(module, key)
+        """What it stands for."""
+        self.__name__, self.__doc__ = key, self.method.__doc__
+        self.__wrapped__ = self.method  # for inspect.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._enter(self, args, kwargs)
+
+    def put(self) -> None:
+        """Be what the module has under its name, where that is what it was."""
+        held = vars(self.module)
+        if held.get(self.key, _MISSING) is self._before:
+            held[self.key] = self
+
+    def take_out(self) -> None:
+        """Let the module have what it had, unless that was changed since."""
+        held = vars(self.module)
+        if held.get(self.key) is not self:
+            return
+        if self._before is _MISSING:
+            del held[self.key]
+        else:
+            held[self.key] = self._before
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        fix = "copy the model before zcompile.compile"
+        raise ModelError(type(self.module).__name__, "is a module of a compiled model, and cannot be copied", fix)
+
+    def __reduce__(self) -> NoReturn:
+        fix = "save compiled.full_state_dict(), or a checkpoint: compiled.save_checkpoint(folder)"
+        raise ModelError(type(self.module).__name__, "is a module of a compiled model, and cannot be pickled", fix)
+
+
+@contextlib.contextmanager
+def taken_out(entries: Sequence[Entry]) -> Iterator[None]:
+    """Inside, modules are as they were without these entries."""
+    for entry in entries:
+        entry.take_out()
+    try:
+        yield
+    finally:
+        for entry in entries:
+            entry.put()
+
+
+def methods_with_entries(module: nn.Module) -> Iterator[str]:
+    """The methods of a module that need an entry: `forward`, if it has any parameters, and those that read its own."""
+    if not is_container(module) and next(module.parameters(), None) is not None:
+        yield "forward"
+    own = {key for key, parameter in parameters_of(module).items() if parameter is not None}
+    if not own:
+        return
+    functions = _functions_of(type(module))
+    for name in functions:
+        if name != "forward" and own & _names_read(name, functions):
+            yield name
+
+
+def is_container(module: nn.Module) -> bool:
+    """True for what is never called: ModuleList, ModuleDict, ParameterList and their like."""
+    return type(module).forward is nn.Module.forward
+
+
+def _functions_of(kind: type[nn.Module]) -> dict[str, types.CodeType]:
+    """The code of a class's plain methods, those of torch's own classes and special ones left out."""
+    found = dict[str, types.CodeType]()
+    for base in reversed(kind.__mro__):
+        if base.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for name, value in vars(base).items():
+            function = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
+            if isinstance(function, types.FunctionType) and not (name.startswith("__") and name.endswith("__")):
+                found[name] = function.__code__
+    return found
+
+
+def _names_read(name: str, functions: dict[str, types.CodeType]) -> set[str]:
+    """The attributes that a method reads, and those that methods do whose names it reads."""
+    seen, waiting = set[str](), [name]
+    while waiting:
+        code = functions.get(waiting.pop())
+        if code is not None:
+            further = _names_in(code) - seen
+            seen |= further
+            waiting += further
+    return seen
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return set(code.co_names).union(*(_names_in(one) for one in inner))
