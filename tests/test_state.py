@@ -786,7 +786,6 @@ def wrong_states(rank: int, stage: int) -> dict[str, str]:
         assert error_of(lambda state=state: model.load_full_state_dict(state)) == found[kind]
         assert same(values(model), before), kind
     found["none"] = error_of(lambda: model.load_full_state_dict(None))
-    found["assign"] = error_of(lambda: model.load_state_dict(plain, assign=True))
     return found
 
 

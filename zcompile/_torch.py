@@ -62,7 +62,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  #
 from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_foreach_types
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
@@ -77,6 +81,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "StridedShard",
+    "TorchDispatchMode",
     "TorchRuntimeError",
     "Unsupported",
     "UserError",
@@ -120,6 +125,9 @@ __all__ = [
     "keeps_graph",
     "local_tensor",
     "min_cut_rematerialization_partition",
+    "modes_aside",
+    "modes_back",
+    "modes_of_user",
     "modules_given_to",
     "no_donated_buffers",
     "no_log_of_failures",
@@ -144,6 +152,7 @@ __all__ = [
     "root_mesh",
     "saved_random",
     "set_group_timeout",
+    "steps_of_scale",
     "submodules_of",
     "supports_foreach",
     "taking_a_list",
@@ -439,6 +448,39 @@ def wants_gradient(accumulator: Node) -> bool:
 def no_torch_function() -> contextlib.AbstractContextManager[Any]:
     """Inside, a tensor subclass's `__torch_function__` is not called."""
     return DisableTorchFunctionSubclass()
+
+
+def modes_of_user() -> list[TorchDispatchMode]:
+    """The dispatch modes that are active, the outermost first; none where torch's own tracing is among them."""
+    found = _get_current_dispatch_mode_stack()
+    return [] if any(mode.is_infra_mode() for mode in found) else found
+
+
+@contextlib.contextmanager
+def modes_aside(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Inside, these dispatch modes, all that are active, are not: under any of them torch.compile compiles nothing.
+
+    They are left and entered again as their base class does: their own methods would begin their counts anew.
+    """
+    for mode in reversed(modes):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    try:
+        yield
+    finally:
+        for mode in modes:
+            TorchDispatchMode.__enter__(mode)
+
+
+@contextlib.contextmanager
+def modes_back(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Inside `modes_aside`, they are active."""
+    for mode in modes:
+        TorchDispatchMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 T = TypeVar("T", bound=type)

@@ -49,6 +49,7 @@ from zcompile.runtime.groups import (
     resolve_mesh,
 )
 from zcompile.runtime.tensors.placement import ModelParallel
+from zcompile.runtime.tensors.sharded_state import model_state_of
 from zcompile.schedule.option_checks import (
     AUTO,
     check_axes,
@@ -314,8 +315,25 @@ def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return tree.run(tree.root, args, kwargs)
 
+    forward = torch.compiler.disable(forward, reason="it is compiled by zcompile already")
     forward.__dict__["__signature__"], _ = inspect.signature(model.forward), forward.__dict__.pop("__wrapped__", None)
     return forward
+
+
+_CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
+"""What Python looks for in the class of an object alone."""
+
+
+def _special(name: str) -> Callable[..., Any]:
+    """A method that is the model's of this name."""
+
+    def method(self: CompiledModule, *args: Any) -> Any:
+        if name == "__setitem__":
+            self._tree.refuse_stranger(str(args[0]), args[1])
+        return getattr(type(self._model), name)(self._model, *args)
+
+    method.__name__ = name
+    return method
 
 
 class CompiledModule(Savable, Reported, nn.Module):
@@ -390,9 +408,38 @@ class CompiledModule(Savable, Reported, nn.Module):
         object.__setattr__(self, "training", mode)
         return self
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
-        fix = "move or convert the model before zcompile.compile"
-        raise ParameterError(type(self._model).__name__, "a sharded model cannot be moved or converted", fix)
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
+        """Do nothing, where `to`, `cpu`, `float` and the like would change nothing.
+
+        Raises:
+            ParameterError: they would.
+        """
+        kinds = {(tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())}
+        for dtype, device in kinds:
+            made = fn(torch.empty(0, dtype=dtype, device=device))
+            if made.dtype != dtype or made.device not in (device, self._engine.runtime.communicator.device):
+                problem = f"has tensors of {dtype} on {device}, and a sharded model cannot be moved or converted"
+                fix = "move or convert the model before zcompile.compile; to compute in bfloat16, give it dtype="
+                raise ParameterError(type(self._model).__name__, problem, fix)
+        return self
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Do nothing: it is compiled already."""
+
+    def __new__(cls, model: nn.Module, *_: Any) -> CompiledModule:
+        """An instance of a class that can be indexed, iterated and the like as the model's can."""
+        special = {name: _special(name) for name in _CONTAINER if hasattr(type(model), name)}
+        return super().__new__(type(cls.__name__, (cls,), special) if special else cls)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The model's class, so that `isinstance(compiled, type(model))` holds, as it does of FSDP2's modules."""
+        model = vars(self).get("_model")
+        return type(self) if model is None else type(model)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        fix = "save compiled.full_state_dict(), or a checkpoint: compiled.save_checkpoint(folder)"
+        raise ModelError(type(self._model).__name__, "is compiled, and is not pickled", fix)
 
     def __deepcopy__(self, _: object) -> NoReturn:
         fix = "copy the model before zcompile.compile; for an average of weights, average clones of its parameters"
@@ -438,24 +485,26 @@ class CompiledModule(Savable, Reported, nn.Module):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own: this rank's shards as DTensors (plain tensors in stage 0), and the persistent buffers."""
+        """The model's own: this rank's shards as DTensors (plain tensors in stage 0), and the persistent buffers.
+
+        With shards it is not pickled, as `torch.save` would: what reads the file would have a part of the state.
+        """
         state = self._model.state_dict(*args, **kwargs)
         for name, value in state.items():
             state[name] = for_others(value)
         self._engine.runtime.freshness.give(value for value in state.values() if isinstance(value, DTensor))
-        return state
+        return state if args or "destination" in kwargs else model_state_of(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict` gives, or plain tensors that are whole. Collective; nothing is communicated.
+
+        Values are copied into the shards, with `assign` too: optimizers hold these.
 
         Returns what `nn.Module.load_state_dict` does: the names that were missing or unexpected, with `strict=False`.
 
         Raises:
             StateError: on every rank, and before anything is written: a name, shape or dtype that does not fit.
         """
-        if assign:
-            fix = "leave assign out: values are copied into the shards"
-            raise StateError("assign", "would replace the shards by other tensors", fix)
         self._check_sharded()
         return self._model_state.load(state_dict, strict)
 

@@ -65,6 +65,7 @@ class Compiler:
             runtime.arenas,
             runtime.offloads,
             runtime.recordings,
+            runtime.modes,
             runtime.graphs,
         )
 

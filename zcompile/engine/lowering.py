@@ -14,6 +14,7 @@ from zcompile._torch import is_symbolic
 from zcompile.cost.line_calls import lines_of
 from zcompile.cost.memory import arena_bytes
 from zcompile.engine.activation_offload import Offloads
+from zcompile.engine.calls.dispatch_modes import Modes
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import AgreementError
@@ -76,6 +77,7 @@ class Session:
     offloads: Offloads
     """Where activations go, by the operation of the program's placeholder for it."""
     recordings: Recordings
+    modes: Modes
     graphs: Graphs | None = None
     """What captures regions as CUDA graphs, where that can be."""
     updater: Callable[[Gradients], None] | None = None
@@ -175,7 +177,7 @@ class CompiledStep:
     def forward(self, box: list[Any]) -> list[Any]:
         """Run the forward; gives the outputs, then what AOTAutograd is to keep for the backward."""
         # A full copy that is kept may be made under inference_mode and used in training later.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self.session.modes.back():
             return self._run_forward(box)
 
     def _run_forward(self, box: list[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zcompile.engine.activation_offload import make_offloads
+from zcompile.engine.calls.dispatch_modes import Modes
 from zcompile.engine.calls.model_calls import ModelCall
 from zcompile.engine.cuda_graphs import make_graphs
 from zcompile.engine.lowering import CompiledStep
@@ -81,6 +82,7 @@ class ModelRuntime:
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
         self.scales = False
         """True where a train step scales the loss."""
+        self.modes = Modes()
         self.is_full = False
         """True within `unsharded`."""
         self.accumulates = False

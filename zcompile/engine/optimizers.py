@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from zcompile.model.sharding import Retired
 from zcompile.runtime.device import is_host
 from zcompile.runtime.gradients.local_steps import HookedStep, LocalSteps
 from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.tensors.sharded_state import optimizer_state_of
 
 
 def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> None:
@@ -30,7 +31,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
     torch's hooks on optimizers are for all of the process; these go with `owner`.
     """
-    local_steps, stepping = LocalSteps(), WeakKeyDictionary[Optimizer, HookedStep]()
+    local_steps, stepping, watched = LocalSteps(), WeakKeyDictionary[Optimizer, HookedStep](), WeakSet[Optimizer]()
 
     def names_in(optimizer: Optimizer) -> set[str]:
         names = {id(param): name for shards in runtime.shards.values() for name, param in shards.parameters.items()}
@@ -50,6 +51,9 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         if not names:
             return None
         _refuse_mistaken(optimizer, runtime)
+        if optimizer not in watched:
+            watched.add(optimizer)
+            optimizer.register_state_dict_post_hook(_not_pickled)
         bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure: Any = bound.arguments.get("closure")
         if closure is None:
@@ -82,6 +86,10 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
         weakref.finalize(owner, handle.remove)
+
+
+def _not_pickled(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return optimizer_state_of(state)
 
 
 def _refuse_mistaken(optimizer: Optimizer, runtime: ModelRuntime) -> None:

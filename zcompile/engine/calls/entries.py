@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from zcompile._torch import parameters_of
@@ -33,7 +34,8 @@ class Entry:
     """
 
     def __init__(self, module: nn.Module, key: str, enter: Enter) -> None:
-        self.module, self.key, self._enter = module, key, enter
+        self.module, self.key = module, key
+        self._enter = torch.compiler.disable(enter, reason="it is compiled by zcompile already")
         self._before = vars(module).get(key, _MISSING)
         self.method: Callable[..., Any] = getattr(module, key)
         """What it stands for."""

@@ -209,7 +209,9 @@ class Fragment:
         self._entries = [entry for entry in tree.entries if id(entry.module) in owners]
         self.sites = [site for site in tree.sites if id(site.owner) in owners]
         self._own_entries = [e for e in self._entries if e.module is module and (of_forward or e.key != "forward")]
-        self.is_split = not of_forward
+        self._is_split = not of_forward
+        self._is_split_under_hooks = False
+        """True if the hooks that there are for all modules, as counters of operations have them, break its graph."""
         self._hooks = HookWatch(module, itself=not path)
         # DTensors of sizes that vary are beyond Dynamo: a program for each.
         dynamic = False if any(site.local is not None for site in tree.sites) else None
@@ -217,6 +219,11 @@ class Fragment:
         lines += [f"{site.name} {list(site.placeholder.shape)}" for site in self.sites]
         call = traceable(module, forward, lines)
         self._traced = torch.compile(call, backend=_backend(self), fullgraph=True, dynamic=dynamic)
+
+    @property
+    def is_split(self) -> bool:
+        """True if its code runs as plain Python."""
+        return self._is_split or (self._is_split_under_hooks and any(hook_tables([])))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Collective.
@@ -227,7 +234,7 @@ class Fragment:
         """
         if not self.is_split:
             try:
-                with self._placeholders_in_place(), typed_errors():
+                with self._placeholders_in_place(), typed_errors(), self.tree.engine.runtime.modes.aside():
                     result = self._traced(self._hooks.text(self.tree.watch.version), *args, **kwargs)
             except BREAKS as error:
                 self._split(error)
@@ -270,7 +277,10 @@ class Fragment:
         if all(graph_break.where != known.where for known in breaks):
             warnings.warn(f"zcompile: {explain_breaks([graph_break])}", stacklevel=2)
         breaks.append(graph_break)
-        self.is_split = True
+        if any(hook_tables([])):
+            self._is_split_under_hooks = True
+        else:
+            self._is_split = True
 
     # -- parameters in the module tree ----------------------------------------------------------------------------
 

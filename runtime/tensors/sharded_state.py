@@ -1,0 +1,59 @@
+"""State dicts of shards, which are not pickled: who reads the file would have one rank's part of the state."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+from torch.distributed.tensor import DTensor
+
+from zcompile.errors import StateError
+
+Self = TypeVar("Self", bound=dict[Any, Any])
+
+
+def _refuse(_: Self, __: object = None) -> NoReturn:
+    problem = "holds this rank's shards, which are no state of the plain model, so it is not pickled"
+    fix = "save compiled.full_state_dict(), or a checkpoint: compiled.save_checkpoint(folder, optimizer)"
+    raise StateError("state_dict()", problem, fix)
+
+
+def _copied(state: Self) -> Self:
+    made = type(state)(state)
+    made.__dict__.update(state.__dict__)
+    return made
+
+
+def _deep_copied(state: Self, memo: dict[int, Any]) -> Self:
+    made = type(state)((key, copy.deepcopy(value, memo)) for key, value in state.items())
+    made.__dict__.update(copy.deepcopy(state.__dict__, memo))
+    return made
+
+
+class ShardedModelState(OrderedDict[str, Any]):
+    """A model's state, some of it shards."""
+
+    __reduce_ex__, __copy__, __deepcopy__ = _refuse, _copied, _deep_copied
+
+
+class ShardedOptimizerState(dict[str, Any]):
+    """An optimizer's state, some of it shards."""
+
+    __reduce_ex__, __copy__, __deepcopy__ = _refuse, _copied, _deep_copied
+
+
+def model_state_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a model, as one that is not pickled if there are shards in it."""
+    if not any(isinstance(value, DTensor) for value in state.values()):
+        return state
+    made = ShardedModelState(state)
+    made.__dict__.update(getattr(state, "__dict__", {}))
+    return made
+
+
+def optimizer_state_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The same of an optimizer."""
+    values = (value for one in state["state"].values() for value in one.values())
+    return ShardedOptimizerState(state) if any(isinstance(value, DTensor) for value in values) else state
