@@ -27,12 +27,21 @@ def numbers_of_rank(rank: int, device: torch.device, *, others_draw: bool = Fals
             generator.set_state(untouched if unused else drawn)
 
 
+def within_numbers_of_rank(device: torch.device) -> bool:
+    """True if generators are in a state that `numbers_of_rank` has begun, as a recomputation of it restores it."""
+    return any(generator.initial_seed() >= _OWN for generator in generators_of(device))
+
+
+_OWN = 1 << 62
+"""Seeds of ranks begin here; the user's are smaller, unless they were drawn, which is done on each rank apart."""
+
+
 def _reseeded(generator: torch.Generator, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Seed `generator` for this rank; gives its state before, as it begins now, and as it is to be if used."""
     untouched = generator.get_state()
     seed = _draw(generator)
     drawn = generator.get_state()
-    generator.manual_seed(seed + rank)
+    generator.manual_seed(_OWN + (seed + rank) % _OWN)
     return untouched, generator.get_state(), drawn
 
 

@@ -28,6 +28,13 @@ def penalty(model: nn.Module) -> torch.Tensor:
     return torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum() * 0.1
 
 
+def balance(found: torch.Tensor) -> torch.Tensor:
+    """A load-balancing loss (Fedus et al. 2021, equation 4)."""
+    shares = found.flatten(0, 1).softmax(-1)
+    chosen = F.one_hot(shares.argmax(-1), shares.shape[-1]).float()
+    return 0.01 * shares.shape[-1] * (chosen.mean(0) * shares.mean(0)).sum()
+
+
 def classes(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return model(x).flatten(0, 1), y.flatten(0, 1).argmax(1)
 
@@ -49,6 +56,9 @@ MEANS: dict[str, Loss] = {
     "of smoothed classes": lambda m, x, y: F.cross_entropy(*classes(m, x, y), label_smoothing=0.1),
     "of weighted classes": lambda m, x, y: F.cross_entropy(*classes(m, x, y), weight=torch.ones(2)),
     "batchmean": lambda m, x, y: F.kl_div(m(x).log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+    "and a balance of experts": lambda m, x, y: squares(m, x, y).mean() + balance(m(x)),
+    "of rows of sums of means": lambda m, x, y: squares(m, x, y).mean((0, 1)).sum(),
+    "stacked": lambda m, x, y: torch.stack([F.mse_loss(m(x), y), squares(m, x, y).mean()]).sum(),
     "the root of one": lambda m, x, y: squares(m, x, y).mean().sqrt(),
 }
 SUMS: dict[str, Loss] = {

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.cases import quickly
@@ -207,6 +208,76 @@ def test_the_model_that_was_given_can_be_trained_alone() -> None:
             optimizer.zero_grad()
     for name, parameter in model.named_parameters():
         assert torch.equal(full(parameter), plain.get_parameter(name)), name
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(16, 64), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.inner(x))
+
+    def extra_repr(self) -> str:
+        return "dropping"
+
+
+@torch.compiler.disable
+def untraced() -> None:
+    """Breaks the graph."""
+
+
+def recomputed(rank: int, options: dict[str, Any], inside: bool) -> tuple[bool, list[bool]]:
+    """Whether gradients are those of the masks of the forward, for a module that is checkpointed; and its mask."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Dropping()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            untraced()
+            result: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+            return result
+
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    compiled: Any = zcompile.compile(Holder(), backend="eager", **options)
+    x = torch.randn(4, 16, requires_grad=True)
+    result = compiled(x) if inside else checkpoint(compiled.block, x, use_reentrant=False)
+    result.float().sum().backward()
+    mask = (result != 0).float()
+    expected = mask * 2 @ full(compiled.block.inner.weight).detach()
+    assert x.grad is not None
+    return torch.allclose(x.grad, expected, atol=0.2 if options else 1e-5), mask.flatten().bool().tolist()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}])
+def test_a_recomputation_draws_what_its_call_drew(ranks: Ranks, options: dict[str, Any], inside: bool) -> None:
+    (right, mask), (also, other) = ranks.run(2, recomputed, options, inside)
+    assert (right, also) == (True, True)
+    assert mask != other
+
+
+def test_printing_is_no_call() -> None:
+    compiled = zcompile.compile(nn.Sequential(Dropping(), nn.LayerNorm(64)), backend="eager")
+    before = compiled.traffic.messages
+    assert "dropping" in repr(compiled)
+    assert compiled.traffic.messages == before
+
+
+def test_a_wrapper_of_forward_that_was_put_on_later_is_traced() -> None:
+    plain, compiled = alone()
+    inner = compiled.head[0].forward
+    compiled.head[0].forward = lambda x: inner(x) * 2
+    x, _ = tokens(0, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no graph break
+        hidden = plain.head[0](plain.encode(x)) * 2
+        assert torch.equal(compiled(x), plain.head[2](plain.head[1](hidden)))
+    compiled.head[0].forward = inner
+    assert torch.equal(compiled.head[0](torch.ones(6)), plain.head[0](torch.ones(6)))
 
 
 # -- unsharded --------------------------------------------------------------------------------------------------------

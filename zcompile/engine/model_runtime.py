@@ -24,7 +24,7 @@ from zcompile.runtime.arena import Arenas
 from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
-from zcompile.runtime.random_numbers import numbers_of_rank
+from zcompile.runtime.random_numbers import numbers_of_rank, within_numbers_of_rank
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
 from zcompile.runtime.tensors.placement import ModelParallel
@@ -115,6 +115,12 @@ class ModelRuntime:
         if not self._seeded_alike:
             return contextlib.nullcontext()
         return numbers_of_rank(self.communicator.rank, self.communicator.device)
+
+    def random_numbers_again(self) -> contextlib.AbstractContextManager[None]:
+        """What a recomputation within a backward draws them under, from the state in which its call began."""
+        if self._seeded_alike and not within_numbers_of_rank(self.communicator.device):
+            return numbers_of_rank(self.communicator.rank, self.communicator.device)
+        return contextlib.nullcontext()
 
     def new_call(self) -> ModelCall:
         """A call of the model, or of one graph of it."""

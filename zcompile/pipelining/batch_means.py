@@ -28,7 +28,7 @@ def check_mean(traced: Program) -> None:
     shapes = [found.shape for found in inputs if found is not None and found.shape]
     rows = shapes[0][0] if shapes else 1
     for term, divisors in _terms(results_of(traced)[0]):
-        if not (_is_sum(term) and _reads_batch(term)):
+        if not (_is_sum(term) and _reads_batch(term, through_means=False)):
             continue
         counts = [count for count in _products([_summed(term), *shapes]) if count % rows == 0]
         if not any(math.isclose(divisor, count, rel_tol=1e-6) for divisor in divisors for count in counts):
@@ -66,15 +66,29 @@ def _products(shapes: Sequence[tuple[int, ...]]) -> set[int]:
     return {math.prod(some) for some in chosen}
 
 
+def _is_mean(node: fx.Node) -> bool:
+    """True for a mean over the first dimension, if not over all."""
+    if node.target is _aten.mean.dim:
+        dims: Sequence[int] = node.args[1] if isinstance(node.args[1], (list, tuple)) else []  # type: ignore[assignment]
+        source = node.args[0]
+        found = data(source).type if isinstance(source, fx.Node) else None
+        return found is not None and any(dim % len(found.shape) == 0 for dim in dims)
+    return node.target is _aten.mean.default or _reduction(node) == _MEAN
+
+
 def _is_sum(node: fx.Node) -> bool:
-    if node.target in _SUMS:
-        return True
+    return node.target in _SUMS or _reduction(node) == _SUM
+
+
+def _reduction(node: fx.Node) -> object:
+    """What a loss is given as `reduction`; None for what is none."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    if "reduction" not in names:
-        return False
+    if schema is None or "reduction" not in names:
+        return None
     place = names.index("reduction")
-    return bool((node.args[place] if place < len(node.args) else node.kwargs.get("reduction")) == _SUM)
+    default = schema.arguments[place].default_value
+    return node.args[place] if place < len(node.args) else node.kwargs.get("reduction", default)
 
 
 def _summed(node: fx.Node) -> tuple[int, ...]:
@@ -88,21 +102,26 @@ def _is_batch(op: Input) -> bool:
     return op.kind is Kind.DATA and not op.held
 
 
-def _reads_batch(node: fx.Node) -> bool:
-    """True if a value depends on what the step is called with, not on parameters and buffers alone."""
+def _reads_batch(node: fx.Node, *, through_means: bool = True) -> bool:
+    """True if a value depends on what the step is called with, not on parameters and buffers alone.
+
+    Without `through_means`, what is a mean over samples does not count: sums of these are none over the batch.
+    """
     seen, waiting = set[fx.Node](), [node]
     while waiting:
         one = waiting.pop()
         if isinstance(op := data(one).op, Input) and _is_batch(op):
             return True
         seen.add(one)
+        if not through_means and _is_mean(one):
+            continue
         waiting += [source for source in one.all_input_nodes if source not in seen]
     return False
 
 
 _aten = torch.ops.aten
-_SUM = 2
-"""What `reduction="sum"` is to operations."""
+_MEAN, _SUM = 1, 2
+"""What `reduction="mean"` and `"sum"` are to operations."""
 _SUMS = {_aten.sum.default, _aten.sum.dim_IntList}
 _ADDED = {_aten.add.Tensor, _aten.sub.Tensor}
 _PRODUCTS = {_aten.mul.Tensor, _aten.mul.Scalar}

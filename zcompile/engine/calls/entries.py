@@ -37,23 +37,26 @@ class Entry:
         self.module, self.key = module, key
         self._enter = torch.compiler.disable(enter, reason="it is compiled by zcompile already")
         self._before = vars(module).get(key, _MISSING)
+        self._is_out = True
         self.method: Callable[..., Any] = getattr(module, key)
         """What it stands for."""
         self.__name__, self.__doc__ = key, self.method.__doc__
         self.__wrapped__ = self.method  # for inspect.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._enter(self, args, kwargs)
+        # Who has wrapped it calls it where entries are taken out, too, as torch.compile does while it traces.
+        return self.method(*args, **kwargs) if self._is_out else self._enter(self, args, kwargs)
 
     def put(self) -> None:
         """Be what the module has under its name, where that is what it was."""
-        held = vars(self.module)
-        if held.get(self.key, _MISSING) is self._before:
+        self._is_out, held = False, vars(self.module)
+        now = held.get(self.key, _MISSING)
+        if now is self._before or now == self.method:  # what was taken from the module and put back
             held[self.key] = self
 
     def take_out(self) -> None:
         """Let the module have what it had, unless that was changed since."""
-        held = vars(self.module)
+        self._is_out, held = True, vars(self.module)
         if held.get(self.key) is not self:
             return
         if self._before is _MISSING:
@@ -91,7 +94,7 @@ def methods_with_entries(module: nn.Module) -> Iterator[str]:
         return
     functions = _functions_of(type(module))
     for name in functions:
-        if name != "forward" and own & _names_read(name, functions):
+        if name not in ("forward", "extra_repr") and own & _names_read(name, functions):
             yield name
 
 

@@ -97,9 +97,16 @@ class Tree:
 
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, or a method, that plain Python calls: the user's past the model, or that of a split module."""
-        fragment = self._fragment_of(entry)
-        alone = self.call is None and backward_number() is None
-        return self.run(fragment, args, kwargs) if alone else fragment(*args, **kwargs)
+        runtime = self.engine.runtime
+        if self.call is not None:
+            return self._fragment_of(entry)(*args, **kwargs)
+        if not runtime.layout.stage.optimizer_sharded:  # parameters are whole, and gradients from outside averaged
+            with runtime.autocast():
+                return entry.method(*args, **kwargs)
+        if backward_number() is None:
+            return self.run(self._fragment_of(entry), args, kwargs)
+        with runtime.random_numbers_again(), runtime.autocast():  # a recomputation of what was called by itself
+            return self._fragment_of(entry)(*args, **kwargs)
 
     def _fragment_of(self, entry: Entry) -> Fragment:
         is_root = entry.module is self.model and entry.key == "forward"
@@ -122,7 +129,7 @@ class Tree:
         try:
             for site in self.sites:
                 parameters_of(site.owner)[site.key] = full[site.name]
-            with taken_out(self.entries):
+            with taken_out(self.entries), self.engine.runtime.autocast():
                 self.is_full = self.engine.runtime.is_full = True
                 yield
         finally:
@@ -153,10 +160,10 @@ class Tree:
         for unit in layout.units:
             with torch.inference_mode(False), torch.no_grad():
                 full = gathered(BoundUnit(runtime.shards[unit.name], unit))
-            for name, tensor in zip(unit.names, full.tensors, strict=True):
-                assert tensor is not None, "nothing of it was released"
-                whole = with_local(placing[name], tensor) if name in placing else tensor
-                found[name] = nn.Parameter(whole, requires_grad=False)
+                for name, tensor in zip(unit.names, full.tensors, strict=True):
+                    assert tensor is not None, "nothing of it was released"
+                    whole = with_local(placing[name], tensor) if name in placing else tensor
+                    found[name] = nn.Parameter(whole, requires_grad=False)
         runtime.lockstep.check()
         return found
 
