@@ -35,8 +35,10 @@ def made() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=256, n_positions=256, bos_token_id=0)
-    config.eos_token_id, config.pad_token_id = None, 0
+    config = GPT2Config(
+        n_layer=4, n_embd=256, n_head=4, vocab_size=256, n_positions=256, bos_token_id=0, eos_token_id=None
+    )
+    config.pad_token_id = 0
     return GPT2LMHeadModel(config).eval()
 
 
