@@ -413,3 +413,22 @@ def generates(rank: int, stage: int) -> list[bool]:
 @quickly("stage", range(4), [3])
 def test_text_is_generated_as_by_the_plain_model(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, generates, stage) == [[True] * 3] * 2
+
+
+def exports(rank: int, folder: Path) -> bool:
+    transformers = pytest.importorskip("transformers")
+    compiled = zcompile.compile(gpt2(), backend="eager")
+    with compiled.unsharded():
+        if rank == 0:
+            compiled.save_pretrained(folder / "first")
+    whole = compiled.full_state_dict()
+    if rank > 0:
+        return True
+    compiled.save_pretrained(folder / "whole", state_dict=whole)
+    loaded = [transformers.GPT2LMHeadModel.from_pretrained(folder / name).state_dict() for name in ("first", "whole")]
+    wanted = gpt2().state_dict()
+    return all(torch.equal(one[name], value) for one in loaded for name, value in wanted.items())
+
+
+def test_hugging_face_saves_what_the_plain_model_loads(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, exports, tmp_path) == [True, True]

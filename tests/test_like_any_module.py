@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zcompile
 from tests.ranks import Ranks
-from zcompile._torch import TorchDispatchMode
+from zcompile._torch import TorchDispatchMode, tree_map_only
 
 
 def plain() -> nn.Sequential:
@@ -94,6 +94,8 @@ def state_is_refused(rank: int, stage: int) -> list[str]:
             found.append("loads")
         except zcompile.StateError as error:
             found.append(str(error))
+    shapes = tree_map_only(torch.Tensor, lambda value: tuple(value.shape), compiled.state_dict())
+    assert shapes["0.weight"] == (8, 4)
     optimizer.load_state_dict(optimizer.state_dict())
     assert not compiled.load_state_dict(compiled.state_dict(), assign=True).missing_keys
     return found

@@ -67,7 +67,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only  # leaves of nested containers
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
     "METADATA_TYPES",
@@ -147,6 +147,7 @@ __all__ = [
     "random_state",
     "real_tensors",
     "reduce_together",
+    "register_pytree_node",
     "replayed_random",
     "retracing",
     "root_mesh",

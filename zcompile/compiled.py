@@ -316,7 +316,7 @@ def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
         return tree.run(tree.root, args, kwargs)
 
     forward = torch.compiler.disable(forward, reason="it is compiled by zcompile already")
-    forward.__dict__["__signature__"], _ = inspect.signature(model.forward), forward.__dict__.pop("__wrapped__", None)
+    forward.__dict__["__signature__"] = inspect.signature(model.forward)
     return forward
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from torch.distributed.tensor import DTensor
 
+from zcompile._torch import register_pytree_node, tree_leaves
 from zcompile.errors import StateError
 
 Self = TypeVar("Self", bound=dict[Any, Any])
@@ -55,5 +56,17 @@ def model_state_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def optimizer_state_of(state: dict[str, Any]) -> dict[str, Any]:
     """The same of an optimizer."""
-    values = (value for one in state["state"].values() for value in one.values())
-    return ShardedOptimizerState(state) if any(isinstance(value, DTensor) for value in values) else state
+    return ShardedOptimizerState(state) if any(isinstance(leaf, DTensor) for leaf in tree_leaves(state)) else state
+
+
+def _register(kind: type[dict[str, Any]]) -> None:
+    """Let torch's functions for nested containers see the values in it, as they see those of the dict that it is."""
+
+    def made(values: Iterable[Any], names: Any) -> dict[str, Any]:
+        return kind(zip(names, values, strict=True))
+
+    register_pytree_node(kind, lambda state: (list(state.values()), list(state)), made)
+
+
+_register(ShardedModelState)
+_register(ShardedOptimizerState)

@@ -54,15 +54,15 @@ class Entry:
         if now is self._before or now == self.method:  # what was taken from the module and put back
             held[self.key] = self
 
-    def take_out(self) -> None:
-        """Let the module have what it had, unless that was changed since."""
-        self._is_out, held = True, vars(self.module)
-        if held.get(self.key) is not self:
-            return
-        if self._before is _MISSING:
-            del held[self.key]
-        else:
-            held[self.key] = self._before
+    def take_out(self) -> bool:
+        """Let the module have what it had, unless that was changed since; False if the entry was out already."""
+        was_in, self._is_out, held = not self._is_out, True, vars(self.module)
+        if held.get(self.key) is self:
+            if self._before is _MISSING:
+                del held[self.key]
+            else:
+                held[self.key] = self._before
+        return was_in
 
     def __deepcopy__(self, _: object) -> NoReturn:
         fix = "copy the model before zcompile.compile"
@@ -75,13 +75,12 @@ class Entry:
 
 @contextlib.contextmanager
 def taken_out(entries: Sequence[Entry]) -> Iterator[None]:
-    """Inside, modules are as they were without these entries."""
-    for entry in entries:
-        entry.take_out()
+    """Inside, modules are as they were without these entries; what was out before stays so behind it."""
+    taken = [entry for entry in entries if entry.take_out()]
     try:
         yield
     finally:
-        for entry in entries:
+        for entry in taken:
             entry.put()
 
 
