@@ -31,6 +31,7 @@ from zcompile.runtime.tensors.placement import part_of, whole_of
 from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
 from zcompile.state.optimizer_state import Slots, SlotShape, empty_slots, is_kept, of_one_rank, put_together, take_apart
 from zcompile.state.whole_files import real, whole_file
+from zcompile.state.whole_optimizer import kept_of, parts_of_whole, whole_state
 
 Result = TypeVar("Result")
 Values = dict[str, Any]
@@ -177,6 +178,16 @@ class ModelState:
                     dist.broadcast_object_list(box, group=self.communicator.group, group_src=0)
                 rows[name] = box[0]
         return rows
+
+    def full_optimizer(self, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
+        """`compiled.full_optimizer_state_dict`."""
+        everyones = self._share("full_optimizer_state_dict", lambda: kept_of(optimizer, self.model))
+        return whole_state(optimizer, self.model, everyones, self.communicator, rank0_only)
+
+    def load_full_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """`compiled.load_full_optimizer_state_dict`."""
+        what = "load_full_optimizer_state_dict"
+        optimizer.load_state_dict(self._together(what, lambda: parts_of_whole(state, optimizer, self.model)))
 
     # -- shards ---------------------------------------------------------------------------------------------------
 

@@ -143,11 +143,15 @@ def put_together(tensors: Slots, about: Mapping[str, Any], optimizer: Optimizer,
         for name in names
         if is_kept(params[name]) and (name in tensors or name in about["values"])
     }
-    groups = [
+    return {"state": state, "param_groups": with_own_ways(about["groups"], optimizer)}
+
+
+def with_own_ways(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Saved groups, their parameters counted as the optimizer counts its own, and its own options of how it steps."""
+    return [
         {**then, **{key: now[key] for key in HOW_NOT_WHAT if key in now}, "params": now["params"]}
-        for then, now in zip(about["groups"], optimizer.state_dict()["param_groups"], strict=True)
+        for then, now in zip(groups, optimizer.state_dict()["param_groups"], strict=True)
     ]
-    return {"state": state, "param_groups": groups}
 
 
 def _compare_groups(saved: list[dict[str, Any]], optimizer: Optimizer, names: list[str]) -> None:

@@ -53,6 +53,31 @@ class Savable:
         """
         self._stored().save_full(path)
 
+    def full_optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+        """The optimizer's whole state in CPU memory, for the plain model's optimizer to load. Collective.
+
+        Gathered one tensor at a time. On other ranks than the first of the mesh the result is empty, unless
+        `rank0_only=False`.
+
+        Raises:
+            StateError: on every rank: the ranks have different parameters, as pipeline stages do.
+            OptimizerError: the optimizer holds other parameters than this model's.
+        """
+        return self._stored().full_optimizer(optimizer, rank0_only)
+
+    def load_full_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a whole state, such as the plain model's optimizer gave, of which each rank takes its part. Collective.
+
+        Args:
+            optimizer: One over parameters of the model, in the same groups and order.
+            state: On every rank, such as from `torch.load(path, mmap=True)`: ranks of one machine share the memory.
+
+        Raises:
+            StateError: on every rank, with the optimizer as it was: groups or shapes that do not fit.
+            OptimizerError: the optimizer holds other parameters than this model's.
+        """
+        self._stored().load_full_optimizer(optimizer, state)
+
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
