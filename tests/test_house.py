@@ -65,6 +65,7 @@ ROOMS = {
     "planning",
     "": "torch_range ir cost facts model proof schedule tools compiled torch_backend train_step pipelining",
     "__main__": "tools",
+    "integrations": "compiled",
 }
 """What each room may import beside itself; all may import `_torch` and `errors`."""
 
@@ -202,7 +203,7 @@ def test_private_attributes_are_our_own() -> None:
     found = [
         f"{file}:{node.lineno}: {ast.unparse(node)}"
         for file, tree in sources
-        if file != "zcompile/_torch.py"
+        if file != "zcompile/_torch.py" and "/integrations/" not in file  # what is there derives from others' classes
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr)
         if node.attr not in ours and not is_operation(node) and not dotted(node).startswith("sys.")

@@ -148,6 +148,7 @@ __all__ = [
     "real_tensors",
     "reduce_together",
     "register_pytree_node",
+    "replace_state_dict",
     "replayed_random",
     "retracing",
     "root_mesh",
@@ -738,6 +739,11 @@ def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Callabl
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     everywhere = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
     return [*everywhere, *(getattr(module, f"_{kind}_hooks") for module in modules for kind in kinds)]
+
+
+def replace_state_dict(module: torch.nn.Module, convert: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """Let `module.state_dict()` give what `convert` makes of it; the public hook may only change it in place."""
+    module._register_state_dict_hook(lambda _, state, *__: convert(state))
 
 
 def unhooked_step(optimizer: Optimizer) -> None:

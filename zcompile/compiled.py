@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zcompile._torch import local_tensor
+from zcompile._torch import local_tensor, replace_state_dict
 from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.calls.fragments import Tree
 from zcompile.engine.engine import Engine
@@ -361,6 +361,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         object.__setattr__(self, "_model_state", state)
         # With the signature of the model's own, by which trainers tell what of a batch it takes.
         object.__setattr__(self, "forward", _forward_like(model, self._tree))
+        replace_state_dict(model, model_state_of)
         watch_optimizers(self._tree, engine.runtime, dict(retired))  # as long as there is a module to call
 
     # -- calling --------------------------------------------------------------------------------------------------
@@ -387,6 +388,15 @@ class CompiledModule(Savable, Reported, nn.Module):
         full gradients are what they do without. What counts is where the backward runs.
         """
         return self._engine.runtime.no_sync()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False where backwards accumulate, as in `no_sync`; DistributedDataParallel's, for loops that set it."""
+        return not self._engine.runtime.accumulates
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        self._engine.runtime.accumulate(not wanted)
 
     def unsharded(self) -> contextlib.AbstractContextManager[None]:
         """Parameters full, and the plain model in the place of programs: `with compiled.unsharded(): generate()`.
@@ -449,7 +459,9 @@ class CompiledModule(Savable, Reported, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(object.__getattribute__(self, "_model"), name)
+            model = object.__getattribute__(self, "_model")
+            # Where DistributedDataParallel has the model, for scripts that unwrap it.
+            return model if name == "module" and not hasattr(model, name) else getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model, unless it is this module's own; programs that read it are traced again.

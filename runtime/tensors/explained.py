@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from zcompile._torch import copyable, local_tensor, no_torch_function, supports_foreach, with_local
 from zcompile.errors import ParameterError
@@ -53,14 +53,16 @@ class ExplainedDTensor(DTensor):
         with watched(self, "redistribute"):
             return super().redistribute(*args, **kwargs)
 
-    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """As DTensor's. Collective.
 
         Raises:
             GroupError: naming the ranks that have not come, and the line that has called it.
         """
         with watched(self, "full_tensor"):
-            return super().full_tensor(**kwargs) if self.zcompile_owner is None else sent_by_owner(self)
+            if self.zcompile_owner is not None:
+                return sent_by_owner(self)
+            return super().full_tensor(grad_placements=grad_placements)
 
     def __deepcopy__(self, _: object) -> DTensor:
         """One with memory of its own; torch's own way fails on a view of a larger storage."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from zcompile._torch import (
@@ -34,6 +35,7 @@ from zcompile.runtime.tensors.explained import (
     with_rows,
 )
 from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of
+from zcompile.runtime.tensors.placement import Placing, part_of
 from zcompile.runtime.waits import Waits
 
 
@@ -58,6 +60,15 @@ class ShardedParameter(ExplainedDTensor):
         """This rank's rows, as DTensor's `to_local()`. What is written to them is gathered by the next call."""
         _told(self).zcompile_exposed = True
         return super().to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """All of it on every rank. Collective, and so is its gradient, which is averaged over the ranks.
+
+        DTensor's would take the gradient for one that all ranks have alike, and drop what the others' data say.
+        """
+        if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
+            return _Full.apply(self)  # type: ignore[no-any-return]
+        return super().full_tensor(grad_placements=grad_placements)
 
     @classmethod
     def __torch_function__(
@@ -100,6 +111,24 @@ class ShardedParameter(ExplainedDTensor):
                 raise _refusal(args, func)
             return tree_map_only(DTensor, functools.partial(_whole, tensor=first_held(args)), result)
         return result
+
+
+class _Full(torch.autograd.Function):
+    """All of a parameter, whose gradient is the average of what each rank's data say."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
+        ctx.parameter = parameter
+        return ExplainedDTensor.full_tensor(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        parameter = ctx.parameter
+        mesh, total = parameter.device_mesh, grad.clone(memory_format=torch.contiguous_format)
+        with watched(parameter, "the gradient of full_tensor()"):
+            for dim in range(mesh.ndim):
+                dist.all_reduce(total, group=mesh.get_group(dim))
+        return Placing.of(parameter).place(part_of(total.div_(mesh.size()), parameter).clone())
 
 
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]

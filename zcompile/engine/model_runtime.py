@@ -150,12 +150,17 @@ class ModelRuntime:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside hold gradients back where the stage keeps full gradients; see `CompiledModule.no_sync`."""
-        before = self.delivery.synchronises, self.accumulates
-        self.delivery.synchronises, self.accumulates = self.layout.stage.gradients_sharded, True
+        before = self.accumulates
+        self.accumulate(True)
         try:
             yield
         finally:
-            self.delivery.synchronises, self.accumulates = before
+            self.accumulate(before)
+
+    def accumulate(self, wanted: bool) -> None:
+        """From now on hold gradients back in backwards, or reduce them with what was held back."""
+        self.accumulates = wanted
+        self.delivery.synchronises = not wanted or self.layout.stage.gradients_sharded
 
     def names_held(self) -> list[str]:
         """Parameters with gradients that `no_sync` holds back."""

@@ -1,0 +1,210 @@
+"""Lightning: strategies that shard models by zcompile, for its Trainer and for Fabric.
+
+    from zcompile.integrations.lightning import ShardedStrategy
+
+    trainer = lightning.Trainer(strategy=ShardedStrategy(stage=3), devices=8)
+
+    from zcompile.integrations.lightning import ShardedFabricStrategy
+
+    fabric = lightning.Fabric(strategy=ShardedFabricStrategy(stage=3), devices=8)
+
+A LightningModule's steps stay plain Python; the modules that they call run as programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from zcompile.compiled import CompiledModule, compile
+from zcompile.errors import StateError
+from zcompile.integrations.missing import missing
+
+try:
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies.ddp import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise missing("Lightning", "lightning") from error
+
+_LAUNCH = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "precision"),
+    *("process_group_backend", "timeout", "start_method"),
+)
+"""What says where and how processes run, as the strategies of Lightning have it; the rest is for zcompile."""
+
+
+def _apart(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is for Lightning, and what is for `zcompile.compile`."""
+    for_lightning = {name: value for name, value in options.items() if name in _LAUNCH}
+    return for_lightning, {name: value for name, value in options.items() if name not in _LAUNCH}
+
+
+class ShardedStrategy(DDPStrategy):
+    """Trains, validates and predicts with a LightningModule whose parameters are shards.
+
+    Checkpoints are what plain training writes, whole, and resume in any stage and world, plain training too.
+
+    Args:
+        **options: Those of `zcompile.compile`, but for `optimizer`, and of Lightning's strategies, where processes run:
+            `accelerator`, `parallel_devices`, `cluster_environment`, `checkpoint_io`, `precision_plugin`,
+            `process_group_backend`, `timeout`, `start_method`.
+    """
+
+    strategy_name = "zcompile"
+
+    def __init__(self, **options: Any) -> None:
+        for_lightning, self._options = _apart(options)
+        super().__init__(**for_lightning)
+        self._compiled: tuple[nn.Module | None, CompiledModule | None] = None, None
+
+    @property
+    def compiled(self) -> CompiledModule | None:
+        """The LightningModule sharded, once it is set up."""
+        module, compiled = self._compiled
+        return compiled if module is self.lightning_module else None
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module, then make its optimizers. Collective."""
+        self.accelerator.setup(trainer)
+        if self.compiled is None:
+            module = self.lightning_module
+            if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+                module = self._layer_sync.apply(module)
+            self.model = self.precision_plugin.convert_module(module)
+            self.model_to_device()
+            self.configure_ddp()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def configure_ddp(self) -> None:
+        """Shard the module. Its steps are called as they are, so the strategy's model stays what it was."""
+        self._compiled = self.lightning_module, compile(self.lightning_module, **self._options)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around backwards whose gradients accumulate."""
+        with self._stored().no_sync():
+            yield
+
+    def teardown(self) -> None:
+        """Lightning's, but that shards stay on their device."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: each rank takes its part of what is read."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state, on the first rank. Collective."""
+        return self._stored().full_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._stored().load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state, on the first rank. Collective."""
+        return self._stored().full_optimizer_state_dict(_inner(optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._stored().load_full_optimizer_state_dict(_inner(optimizer), state)
+
+    def _stored(self) -> CompiledModule:
+        if self.compiled is None:
+            problem = "is not set up, so there is no state of it"
+            raise StateError("ShardedStrategy", problem, "save and load within fit, validate, test or predict")
+        return self.compiled
+
+
+class _SyncControl(_BackwardSyncControl):
+    """Lightning's word for `no_sync`."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        if enabled and isinstance(module, CompiledModule):
+            return module.no_sync()
+        return contextlib.nullcontext()
+
+
+class ShardedFabricStrategy(FabricDDPStrategy):
+    """`fabric.setup(model, optimizer)` shards both; `fabric.save` and `load` take and give what plain training has.
+
+    Args:
+        **options: As of `ShardedStrategy`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        for_lightning, self._options = _apart(options)
+        super().__init__(**for_lightning)
+        self._backward_sync_control = _SyncControl()
+        self._models: list[CompiledModule] = []
+
+    def setup_module(self, module: nn.Module) -> CompiledModule:
+        """Shard a module. Collective."""
+        return self._sharded(module, [])
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Shard a module, and point its optimizers at the shards. Collective."""
+        return self._sharded(module, optimizers), optimizers, scheduler
+
+    def _sharded(self, module: nn.Module, optimizers: list[Optimizer]) -> CompiledModule:
+        compiled = compile(module, optimizer=optimizers, **self._options)
+        self._models.append(compiled)
+        return compiled
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole state, on the first rank. Collective."""
+        return module.full_state_dict() if isinstance(module, CompiledModule) else module.state_dict()
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state, on the first rank. Collective."""
+        model = self._model_of(optimizer)
+        return super().get_optimizer_state(optimizer) if model is None else model.full_optimizer_state_dict(optimizer)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Lightning's, where each rank takes its part of an optimizer's state. Collective."""
+        alone = isinstance(state, Optimizer)
+        given = {"": state} if alone else dict(state) if isinstance(state, Mapping) else {}
+        optimizers = {name: (self._model_of(one), one) for name, one in given.items() if isinstance(one, Optimizer)}
+        sharded = {name: (model, one) for name, (model, one) in optimizers.items() if model is not None}
+        if not sharded:
+            return super().load_checkpoint(path, state, strict, weights_only)
+        whole = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        for name, (model, optimizer) in sharded.items():
+            if alone or name in whole:
+                model.load_full_optimizer_state_dict(optimizer, whole if alone else whole[name])
+            elif strict:
+                fix = "give the keys that were saved, or strict=False"
+                raise StateError(str(path), f"has no {name!r}", fix)
+        rest = {name: one for name, one in given.items() if name not in sharded}
+        left = super().load_checkpoint(path, rest, strict, weights_only) if rest else whole
+        if isinstance(state, dict):
+            state.update(rest)  # values that are no modules are replaced, as Lightning has it
+        return {} if alone else {name: value for name, value in left.items() if name not in sharded}
+
+    def _model_of(self, optimizer: Optimizer) -> CompiledModule | None:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return next((one for one in self._models if any(id(param) in held for param in one.parameters())), None)
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
