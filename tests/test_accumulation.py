@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
-from tests.cases import diagonal
+from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.test_fragments import make as make_broken
+from zcompile import OptionError
 
 MICRO = 3
 
@@ -25,15 +28,18 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
 
-def accumulate(model: nn.Module, wrapped: nn.Module, kind: str, rank: int, step: int) -> None:
+def accumulate(
+    model: nn.Module, wrapped: nn.Module, kind: str, rank: int, step: int, *, full: bool | None = None
+) -> None:
     """A step of three micro-batches, the last of which synchronises."""
+    options = {} if full is None else {"full_gradients": full}
     for micro in range(MICRO - 1):
-        with wrapped.no_sync():
+        with wrapped.no_sync(**options):
             (wrapped(*batch(kind, rank, 10 * step + micro)) / MICRO).backward()
     (wrapped(*batch(kind, rank, 10 * step + MICRO - 1)) / MICRO).backward()
 
 
-def against_ddp(rank: int, kind: str, stage: int, **options: object) -> list[str]:
+def against_ddp(rank: int, kind: str, stage: int, full: bool = False, **options: object) -> list[str]:
     model = make(kind)
     compiled = zcompile.compile(copy.deepcopy(model), stage=stage, backend="eager", **options)  # type: ignore[arg-type]
     ddp = DistributedDataParallel(model)
@@ -43,13 +49,13 @@ def against_ddp(rank: int, kind: str, stage: int, **options: object) -> list[str
     for step in range(2):
         accumulate(model, ddp, kind, rank, step)
         before = compiled.traffic.payload
-        accumulate(model, compiled, kind, rank, step)
+        accumulate(model, compiled, kind, rank, step, full=full)
         sent = compiled.traffic.payload - before
         psi = sum(param.padded_bytes for param in compiled.layout.params)
         if stage == 0:
             assert sent == 2 * psi, "one all_reduce for the three micro-batches"
         got, want = gradients(compiled), gradients(model)
-        exact = stage < 2  # stages 2 and 3 average each micro-batch: other roundings
+        exact = full or stage < 2  # stages 2 and 3 average each micro-batch: other roundings
         for name, grad in want.items():
             same = torch.equal(got[name], grad) if exact else torch.allclose(got[name], grad, rtol=1e-5, atol=1e-7)
             differing += [] if same else [f"step {step} {name}"]
@@ -62,6 +68,49 @@ def against_ddp(rank: int, kind: str, stage: int, **options: object) -> list[str
 @diagonal("stage, kind", range(4), ["mlp", "mlp", "gpt", "mlp"])
 def test_micro_batches_sum_as_under_ddp(ranks: Ranks, kind: str, stage: int) -> None:
     assert ranks.run(2, against_ddp, kind, stage) == [[], []]
+
+
+@diagonal("stage, kind, prefetch", [2, 3, 3, 2], ["mlp", "gpt", "mlp", "gpt"], [2, 0, 2, 1])
+def test_full_gradients_are_kept_in_every_stage(ranks: Ranks, kind: str, stage: int, prefetch: int) -> None:
+    assert ranks.run(2, full_gradients, kind, stage, prefetch) == [[], []]
+
+
+def full_gradients(rank: int, kind: str, stage: int, prefetch: int) -> list[str]:
+    return against_ddp(rank, kind, stage, full=True, prefetch=prefetch)
+
+
+def full_on_two_axes(rank: int, shard: str) -> bool:
+    """Against the same micro-batches reduced one by one."""
+    found = []
+    for full in (True, False):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        compiled = zcompile.compile(make("mlp"), stage=3, backend="eager", mesh=mesh, shard=shard)
+        accumulate(compiled, compiled, "mlp", rank, 0, full=full)
+        found.append(gradients(compiled))
+    return all(torch.allclose(grad, found[1][name], rtol=1e-5, atol=1e-7) for name, grad in found[0].items())
+
+
+@quickly("shard", ["hsdp", "hfsdp", "hpz"], ["hfsdp"])
+def test_full_gradients_are_kept_over_two_axes(ranks: Ranks, shard: str) -> None:
+    assert ranks.run(4, full_on_two_axes, shard) == [True] * 4
+
+
+def reduced(rank: int, stage: int) -> list[int]:
+    """Bytes that three micro-batches send, with gradients kept full and with each reduced."""
+    sent = []
+    for full in (True, False):
+        compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager")
+        accumulate(compiled, compiled, "gpt", rank, 0)
+        before = compiled.traffic.payload
+        accumulate(compiled, compiled, "gpt", rank, 1, full=full)
+        sent.append(compiled.traffic.payload - before)
+    psi = sum(param.padded_bytes for param in compiled.layout.params if param.shards)
+    return [(sent[1] - sent[0]) // psi, sent[0] < sent[1]]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_full_gradients_are_reduced_once(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, reduced, stage) == [[MICRO - 1, True]] * 2
 
 
 def broken(rank: int, stage: int) -> bool:
@@ -124,6 +173,15 @@ def test_a_step_on_gradients_held_back_is_refused_and_changes_nothing(stage: int
     left_open.__exit__(None, None, None)
     compiled(*batch("mlp", 0, 1)).backward()
     optimizer.step()
+
+
+def test_full_gradients_beside_shards_on_the_host_are_refused(tmp_path: Path) -> None:
+    compiled = zcompile.compile(make("mlp"), stage=3, backend="eager", offload_parameters=f"disk:{tmp_path}")
+    with (
+        pytest.raises(OptionError, match="full_gradients: keeps gradients on the device"),
+        compiled.no_sync(full_gradients=True),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("stage", [0, 1])

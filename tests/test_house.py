@@ -245,13 +245,18 @@ def test_one_file_names_kinds_of_gpus() -> None:
     assert found == []
 
 
+def length(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
 def test_functions_fit_on_a_screen() -> None:
+    """But for their docstrings: that of `compile` has a line for each option."""
     found = [
         f"{file}: {node.name} has {lines} lines"
         for file, tree in trees("zcompile", "passes", "runtime")
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST
+        and (lines := length(node) - (length(node.body[0]) if ast.get_docstring(node) else 0)) > LONGEST
     ]
     assert found == []
 

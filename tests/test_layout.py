@@ -416,3 +416,14 @@ def test_what_are_no_axes_is_refused(axes: str, found: str) -> None:
     with pytest.raises(ParseError) as caught:
         zcompile.parse(f"axes = {axes}\nstage = 3\n")
     assert str(caught.value).startswith(f"axes: {found}")
+
+
+def test_a_function_chooses_the_units() -> None:
+    def is_mlp(path: str, module: nn.Module) -> bool:
+        return path.endswith("mlp") and isinstance(module, nn.Sequential)
+
+    assert match_blocks(GPT(layers=2), is_mlp) == ["blocks.0.mlp", "blocks.1.mlp"]
+    layout = layout_of(GPT(layers=2), units=lambda path, module: isinstance(module, nn.Embedding))
+    assert list(params_of(layout))[:2] == ["tokens", "positions"]
+    with pytest.raises(OptionError, match=r"lies inside 'blocks\.0'"):
+        layout_of(GPT(layers=2), units=lambda path, module: path.startswith("blocks."))

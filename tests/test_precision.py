@@ -43,6 +43,37 @@ def test_a_mixed_program_parses_back() -> None:
     assert zcompile.parse(program.text(regions=True)).text(regions=True) == program.text(regions=True)
 
 
+class TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        """In the dtype of autocast, beside an integer and what is no tensor."""
+        y = self.body(x)
+        return {"logits": y, "order": y.argsort(), "more": [y.sum(1), "kept"]}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_results_are_cast_to_the_dtype_that_is_asked_for(stage: int) -> None:
+    torch.manual_seed(0)
+    model = TwoResults()
+    kept, cast = (
+        zcompile.compile(copy.deepcopy(model), stage=stage, dtype=torch.bfloat16, output_dtype=one, backend="eager")
+        for one in (None, torch.float32)
+    )
+    x = torch.randn(3, 4)
+    for compiled, dtype in ((kept, torch.bfloat16), (cast, torch.float32)):
+        result = compiled(x)
+        assert (result["logits"].dtype, result["order"].dtype, result["more"][1]) == (dtype, torch.int64, "kept")
+        (result["logits"].float().square().sum() + result["more"][0].float().sum()).backward()
+        with compiled.unsharded():
+            assert compiled(x)["logits"].dtype is dtype
+    assert torch.equal(full(kept.body.weight.grad), full(cast.body.weight.grad)), "values are those of bfloat16"
+    with pytest.raises(zcompile.OptionError, match="output_dtype"):
+        zcompile.compile(TwoResults(), output_dtype="float32")
+
+
 def low_traffic(rank: int, stage: int, options: dict[str, Any]) -> tuple[int, int]:
     compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager", **options)
     compiled(*batch("gpt", rank, 0)).backward()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zcompile._torch import local_tensor, replace_state_dict
+from zcompile._torch import local_tensor, replace_state_dict, tree_map_only
 from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.calls.fragments import Tree
 from zcompile.engine.engine import Engine
@@ -34,7 +34,7 @@ from zcompile.model.materialise import check_weights
 from zcompile.model.sharding import Retired, Site, shard_model
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_replicated, model_parallel
-from zcompile.model.units import make_layout
+from zcompile.model.units import UnitChoice, make_layout
 from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement, told_to_others
 from zcompile.runtime.async_work import TrafficMeter
@@ -53,6 +53,7 @@ from zcompile.runtime.tensors.sharded_state import model_state_of
 from zcompile.schedule.option_checks import (
     AUTO,
     check_axes,
+    check_dtype,
     check_gathered,
     check_outer,
 )
@@ -70,10 +71,12 @@ def compile(
     prefetch: int | Literal["auto"] = 2,
     mesh: DeviceMesh | None = None,
     shard: str | None = None,
-    units: Sequence[str] | None = None,
+    units: UnitChoice | None = None,
     whole: Sequence[str] | None = None,
+    ignore: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
     outer_dtype: torch.dtype | None = None,
     outer_gather_dtype: torch.dtype | None = None,
     checkpoint: str | int | float | None = None,
@@ -99,10 +102,13 @@ def compile(
         prefetch: How many units are gathered ahead of the one that computes; "auto": by the cost model, once measured.
         mesh: The data-parallel `DeviceMesh`, by default all ranks; of two dimensions, "replicate" repeats the shards.
         shard: What its two dimensions divide: "hsdp" (default), "hfsdp", "hpz", "flat" (docs/stages.md), or "auto".
-        units: Module paths (shell wildcards) whose parameters are gathered together; by default the repeated blocks.
+        units: Module paths (shell wildcards) whose parameters are gathered together, or a function of a path and its
+            module that is true for them; by default the repeated blocks.
         whole: Parameters (shell wildcards) that one rank each keeps whole, for Muon, Shampoo or SOAP; stages 1 to 3.
+        ignore: Parameters (shell wildcards) that stay as they are on each rank, values and gradients: left to the user.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
+        output_dtype: What floating-point results of a call are cast to; by default they are as the model gives them.
         outer_dtype: bfloat16 or int8, in which averages travel along a mesh's "replicate"; changes numbers.
         outer_gather_dtype: The same for shards that "hfsdp" and "hpz" gather along it.
         checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
@@ -121,7 +127,17 @@ def compile(
 
     Raises: OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError, for what does not fit.
     """
-    return _compiled(model, locals(), mesh, units, whole, optimizer, weights)
+    check_dtype("output_dtype", output_dtype)
+    parts = Parts(units, whole, ignore)
+    return _compiled(model, locals(), mesh, parts, optimizer, weights, output_dtype)
+
+
+class Parts(NamedTuple):
+    """What of a model is treated in which way: the options of these names."""
+
+    units: UnitChoice | None
+    whole: Sequence[str] | None
+    ignore: Sequence[str] | None
 
 
 class _Divided(NamedTuple):
@@ -138,16 +154,15 @@ def _divided(
     model: nn.Module,
     asked: Options,
     mesh: DeviceMesh | None,
-    units: Sequence[str] | None,
-    whole: Sequence[str] | None,
+    parts: Parts,
 ) -> _Divided:
     check_kinds(model)
-    asked, remarks = _settled(model, asked, mesh, units, whole)
+    asked, remarks = _settled(model, asked, mesh, parts)
     parallel = model_parallel(model, mesh, flat=asked.divides_outside)
     communicator = _communicator(model, asked, mesh, parallel)
     check_outer(asked.outer_dtype, communicator.mesh.ndim)
-    check_axes(asked.shard, communicator.mesh.ndim, whole=bool(whole))
-    layout = _layout(model, asked, communicator.mesh, parallel, units, whole)
+    check_axes(asked.shard, communicator.mesh.ndim, whole=bool(parts.whole))
+    layout = _layout(model, asked, communicator.mesh, parallel, parts)
     return _Divided(asked, remarks, parallel, communicator, layout)
 
 
@@ -155,14 +170,14 @@ def _compiled(
     model: nn.Module,
     given: Mapping[str, Any],
     mesh: DeviceMesh | None,
-    units: Sequence[str] | None,
-    whole: Sequence[str] | None,
+    parts: Parts,
     optimizer: Optimizer | Sequence[Optimizer] | None,
     weights: Source | None,
+    output_dtype: torch.dtype | None,
 ) -> CompiledModule:
     with told_to_others(lambda: ranks_of(mesh)):
         optimizers = _optimizers(optimizer, model)
-        asked, remarks, parallel, communicator, layout = _divided(model, Options.among(given), mesh, units, whole)
+        asked, remarks, parallel, communicator, layout = _divided(model, Options.among(given), mesh, parts)
     agreement = _agreed(communicator, [str(asked), *_model_lines(model, layout)])
     check_inside(communicator.mesh, asked.hybrid)
     check_gathered(layout, asked.outer_gather_dtype)
@@ -189,8 +204,9 @@ def _compiled(
     if not layout.stage.optimizer_sharded and layout.world > 1:
         Outside(shards, engine.runtime.delivery).watch()
     # The model's state is that of all ranks that have a part of it.
-    state = ModelState(model, everyone.communicator, everyone, asked.stage)
-    return CompiledModule(model, engine, sites, retired, state)
+    ignored = {name for name, _ in model.named_parameters()}.difference(param.name for param in layout.params)
+    state = ModelState(model, everyone.communicator, everyone, asked.stage, ignored)
+    return CompiledModule(model, engine, sites, retired, state, output_dtype)
 
 
 def _layout(
@@ -198,19 +214,18 @@ def _layout(
     asked: Options,
     mesh: DeviceMesh,
     parallel: ModelParallel | None,
-    units: Sequence[str] | None,
-    whole: Sequence[str] | None,
+    parts: Parts,
 ) -> Layout:
     axes = axes_of_mesh(mesh, None if parallel is None else parallel.mesh)
-    return make_layout(model, STAGES[asked.stage], axes, units, asked.precision, whole, asked.hybrid)
+    stage, (units, whole, ignore) = STAGES[asked.stage], parts
+    return make_layout(model, stage, axes, units, asked.precision, whole, asked.hybrid, ignore)
 
 
 def _settled(
     model: nn.Module,
     asked: Options,
     mesh: DeviceMesh | None,
-    units: Sequence[str] | None,
-    whole: Sequence[str] | None,
+    parts: Parts,
 ) -> tuple[Options, list[str]]:
     """Options without shard="auto", and what is said of the choice. Collective where there is one."""
     if asked.shard != AUTO:
@@ -223,13 +238,13 @@ def _settled(
     def layout_of(shard: str) -> Layout:
         settled = replace(asked, shard=shard)
         laid_over = as_one(communicator.mesh) if settled.has_one_axis else communicator.mesh
-        return _layout(model, settled, laid_over, parallel, units, whole)
+        return _layout(model, settled, laid_over, parallel, parts)
 
     held = sum(local_tensor(p).nbytes for p in model.parameters() if not p.is_meta)
     others = (None, None) if parallel is None else (parallel.mesh, parallel.ranks)
     tensor, everyone = (None if one is None else Communicator(one, communicator.device) for one in others)
     choice = choose_shard(
-        asked, communicator, layout_of, whole=bool(whole), held=held, model_parallel=tensor, everyone=everyone
+        asked, communicator, layout_of, whole=bool(parts.whole), held=held, model_parallel=tensor, everyone=everyone
     )
     return replace(asked, shard=choice.chosen.shard), [str(choice)]
 
@@ -308,12 +323,16 @@ def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
     return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
-def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
+def _forward_like(model: nn.Module, tree: Tree, output_dtype: torch.dtype | None) -> Callable[..., Any]:
     """A function that calls the model, and has its signature."""
+
+    def cast(result: torch.Tensor) -> torch.Tensor:
+        return result.to(output_dtype) if result.is_floating_point() else result
 
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return tree.run(tree.root, args, kwargs)
+        result = tree.run(tree.root, args, kwargs)
+        return result if output_dtype is None else tree_map_only(torch.Tensor, cast, result)
 
     forward = torch.compiler.disable(forward, reason="it is compiled by zcompile already")
     forward.__dict__["__signature__"] = inspect.signature(model.forward)
@@ -348,7 +367,13 @@ class CompiledModule(Savable, Reported, nn.Module):
     _model_state: ModelState
 
     def __init__(
-        self, model: nn.Module, engine: Engine, sites: Sequence[Site], retired: Retired, state: ModelState
+        self,
+        model: nn.Module,
+        engine: Engine,
+        sites: Sequence[Site],
+        retired: Retired,
+        state: ModelState,
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
@@ -360,7 +385,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         object.__setattr__(self, "_tree", Tree(model, engine, sites, retired))
         object.__setattr__(self, "_model_state", state)
         # With the signature of the model's own, by which trainers tell what of a batch it takes.
-        object.__setattr__(self, "forward", _forward_like(model, self._tree))
+        object.__setattr__(self, "forward", _forward_like(model, self._tree, output_dtype))
         replace_state_dict(model, model_state_of)
         watch_optimizers(self._tree, engine.runtime, dict(retired))  # as long as there is a module to call
 
@@ -379,15 +404,19 @@ class CompiledModule(Savable, Reported, nn.Module):
         """
         return self._tree.run(self._tree.root, args, kwargs)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self, *, full_gradients: bool = False) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients over micro-batches: `with compiled.no_sync(): compiled(batch).backward()`.
 
         Stages 0 and 1, which keep full gradients, communicate nothing in such a backward; the next one outside reduces
         the sum. Until then `.grad` shows this rank's own gradients (under stage 1 as a DTensor placed `Partial`), and
         an optimizer's step is refused. Stages 2 and 3 reduce each micro-batch into the shards, as without `no_sync`:
         full gradients are what they do without. What counts is where the backward runs.
+
+        Args:
+            full_gradients: Let stages 2 and 3 keep full gradients, too, as FSDP2 does: a whole model's memory more on
+                each rank, and less to send.
         """
-        return self._engine.runtime.no_sync()
+        return self._engine.runtime.no_sync(full_gradients=full_gradients)
 
     @property
     def require_backward_grad_sync(self) -> bool:

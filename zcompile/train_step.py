@@ -119,6 +119,9 @@ def _unpipelined(
     elif options:
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
+    if ignored := model._model_state.ignored:
+        problem = f"leaves {min(ignored)} to you, and a train step updates all parameters"
+        raise OptionError("ignore", problem, "train with zcompile.compile and a loop")
     if asked.offload_optimizer is not None and updater is not None:
         updater.states = optimizer_states(asked.offload_optimizer, model._engine.runtime, updater)
     return TrainStep(model, loss_fn, optimizers, updater, asked.clip_grad_norm, asked.grad_scaler)

@@ -148,19 +148,25 @@ class ModelRuntime:
         self.recorder.end_call(split=bool(self.breaks))
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, full_gradients: bool = False) -> Iterator[None]:
         """Backwards inside hold gradients back where the stage keeps full gradients; see `CompiledModule.no_sync`."""
-        before = self.accumulates
-        self.accumulate(True)
+        if full_gradients and self.options.offload_parameters is not None:
+            problem = "keeps gradients on the device, and shards are away from it"
+            raise OptionError("full_gradients", problem, "leave one of the two out")
+        before = self.accumulates, self.delivery.synchronises
+        self.accumulate(True, full_gradients=full_gradients)
         try:
             yield
         finally:
-            self.accumulate(before)
+            self.accumulates, self.delivery.synchronises = before
 
-    def accumulate(self, wanted: bool) -> None:
-        """From now on hold gradients back in backwards, or reduce them with what was held back."""
+    def accumulate(self, wanted: bool, *, full_gradients: bool = False) -> None:
+        """From now on hold gradients back in backwards, or reduce them with what was held back.
+
+        `full_gradients`: in stages, too, that divide them.
+        """
         self.accumulates = wanted
-        self.delivery.synchronises = not wanted or self.layout.stage.gradients_sharded
+        self.delivery.synchronises = not wanted or (self.layout.stage.gradients_sharded and not full_gradients)
 
     def names_held(self) -> list[str]:
         """Parameters with gradients that `no_sync` holds back."""

@@ -176,6 +176,8 @@ def compile_options(given: Mapping[str, Any] | None, mixed_precision: str) -> di
     if dtype is not None and options.setdefault("dtype", dtype) is not dtype:
         problem = f"is {mixed_precision!r}, and dtype= of zcompile {options['dtype']}"
         raise OptionError("mixed_precision", problem, "leave one of them out")
+    if dtype is not None:
+        options.setdefault("output_dtype", torch.float32)  # as Accelerate converts what models give
     return options
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,9 @@ from zcompile.errors import OptionError, nearest
 from zcompile.ir.axis import Axis, axes_of
 from zcompile.ir.layout import Hybrid, Layout, Param, Stage, Unit
 from zcompile.ir.spelling import identifier
+
+UnitChoice = Sequence[str] | Callable[[str, nn.Module], bool]
+"""The modules of units: by patterns of their paths, or by a function of a path and its module."""
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NORMALISES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -51,41 +54,44 @@ def blocks_of_names(names: Iterable[str]) -> list[str]:
     return [path for paths in numbered.values() if len(paths) > 1 for path in paths]
 
 
-def match_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Module paths that match the patterns of `units=` (shell wildcards), in module order.
+def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
+    """Paths of the modules that `units=` names, in module order.
 
     Raises:
-        OptionError: a pattern matches no module with parameters, or one match lies inside another.
+        OptionError: a pattern matches no module with parameters, or one module lies inside another.
     """
-    paths = [name for name, module in model.named_modules() if name and _has_parameters(module)]
-    for pattern in patterns:
-        if not any(_matches(path, pattern) for path in paths):
-            raise OptionError("units", f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
-    result = [path for path in paths if any(_matches(path, pattern) for pattern in patterns)]
+    paths = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
+    if callable(units):
+        result = [path for path, module in paths.items() if units(path, module)]
+    else:
+        for pattern in units:
+            if not any(_matches(path, pattern) for path in paths):
+                raise OptionError("units", f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
+        result = [path for path in paths if any(_matches(path, pattern) for pattern in units)]
     for outer in result:
         inner = next((path for path in result if path.startswith(outer + ".")), None)
         if inner:
-            raise OptionError("units", f"{inner!r} lies inside {outer!r}", "let the patterns match only one of the two")
+            raise OptionError("units", f"{inner!r} lies inside {outer!r}", "name only one of the two")
     return result
 
 
-def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str]) -> list[str]:
-    """Names of parameters that match the patterns of `whole=` (shell wildcards), in module order.
+def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str], option: str = "whole") -> list[str]:
+    """Names of parameters that match the patterns of an option (shell wildcards), in module order.
 
     Raises:
         OptionError: a pattern matches no parameter, or one of which tensor parallelism has divided the matrix.
     """
     fix = "give names of model.named_parameters(), such as [n for n, p in model.named_parameters() if p.ndim == 2]"
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError("whole", f"{patterns!r} is no list of names", fix)
+        raise OptionError(option, f"{patterns!r} is no list of names", fix)
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in params):
             within = "a wildcard stays within one name, as in 'blocks.*.mlp.*.weight'; "
-            raise OptionError("whole", f"{pattern!r} matches no parameter", within + nearest(pattern, params))
+            raise OptionError(option, f"{pattern!r} matches no parameter", within + nearest(pattern, params))
     found = [name for name in params if any(_matches(name, pattern) for pattern in patterns)]
     if divided := next((name for name in found if isinstance(params[name], DTensor)), None):
         problem = f"matches {divided!r}, which tensor parallelism divides: no rank has all of it"
-        raise OptionError("whole", problem, "leave it out, or do not parallelize its module")
+        raise OptionError(option, problem, "leave it out, or do not parallelize its module")
     return found
 
 
@@ -134,17 +140,18 @@ def make_layout(
     model: nn.Module,
     stage: Stage,
     axes: tuple[Axis, ...],
-    units: Sequence[str] | None = None,
+    units: UnitChoice | None = None,
     precision: Precision = Precision(),
     whole: Sequence[str] | None = None,
     hybrid: Hybrid = Hybrid.HSDP,
+    ignore: Sequence[str] | None = None,
 ) -> Layout:
     """The layout of `model`: one unit a block, and one for each run of parameters between blocks.
 
-    Parameters that match `whole` are kept by one rank each.
+    Parameters that match `whole` are kept by one rank each; those that match `ignore` are in no unit.
 
     Raises:
-        OptionError: `units` or `whole` matches nothing, or what it cannot mean.
+        OptionError: `units`, `whole` or `ignore` matches nothing, or what it cannot mean.
     """
     kept = {
         name
@@ -154,6 +161,8 @@ def make_layout(
     }
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
+    for name in match_params(params, ignore, "ignore") if ignore else ():
+        del params[name]
     layout = Layout((), stage, axes, hybrid=hybrid)
     layout = layout.with_units(tuple(make_units(params, blocks, layout, precision, kept=kept)))
     return layout.owned(match_params(params, whole)) if whole else layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,16 @@ from zcompile.runtime.tensors.explained import laid_out_like
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.placement import part_of, whole_of
 from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
-from zcompile.state.optimizer_state import Slots, SlotShape, empty_slots, is_kept, of_one_rank, put_together, take_apart
+from zcompile.state.optimizer_state import (
+    Slots,
+    SlotShape,
+    empty_slots,
+    is_kept,
+    of_one_rank,
+    ordered_names,
+    put_together,
+    take_apart,
+)
 from zcompile.state.whole_files import real, whole_file
 from zcompile.state.whole_optimizer import kept_of, parts_of_whole, whole_state
 
@@ -81,6 +90,7 @@ class ModelState:
         communicator: The mesh that they are shards on.
         agreement: Where the ranks tell each other what is wrong, so that an error is on all of them.
         stage: The stage, for people who look into a checkpoint.
+        ignored: Parameters that are no shards, and each rank's own.
     """
 
     def __init__(
@@ -89,9 +99,10 @@ class ModelState:
         communicator: Communicator,
         agreement: Agreement,
         stage: int,
+        ignored: Collection[str] = (),
     ) -> None:
         self.model, self.communicator, self.agreement = model, communicator, agreement
-        self.stage = stage
+        self.stage, self.ignored = stage, ignored
         self._group: dist.ProcessGroup | None = None
         self._pending: Save | None = None
 
@@ -181,7 +192,12 @@ class ModelState:
 
     def full_optimizer(self, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
         """`compiled.full_optimizer_state_dict`."""
-        everyones = self._share("full_optimizer_state_dict", lambda: kept_of(optimizer, self.model))
+
+        def kept() -> Any:
+            self._refuse_ignored(optimizer)
+            return kept_of(optimizer, self.model)
+
+        everyones = self._share("full_optimizer_state_dict", kept)
         return whole_state(optimizer, self.model, everyones, self.communicator, rank0_only)
 
     def load_full_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -218,7 +234,7 @@ class ModelState:
         """`compiled.save_checkpoint`."""
         self._settle()
         what = f"save_checkpoint({os.fspath(folder)!r})"
-        kept = self._share(f"{what}: what ranks keep", lambda: [_buffer_digests(self.model), _own(self.model)])
+        kept = self._share(f"{what}: what ranks keep", lambda: [self._own_digests(), _own(self.model)])
         own, names = kept[self.communicator.rank]
         first = next(rank for rank, (_, others) in enumerate(kept) if others == names)
         saved: dict[str, tuple[int, str]] = {}
@@ -288,6 +304,7 @@ class ModelState:
                 model[name] = for_others(value)
         content: dict[str, Any] = {"model": model}
         if optimizer is not None:
+            self._refuse_ignored(optimizer)
             state = take_apart(optimizer, self.model)
             content["optimizer"] = {"state": state.tensors}
             content["optimizer"]["owned"] = {n: _blob(f"state of {n}", values) for n, values in state.owned.items()}
@@ -297,6 +314,23 @@ class ModelState:
                 content["optimizer"]["parts"] = {str(rank): _blob("the optimizer's options", state.about)}
         content["ranks"] = {str(rank): _blob("extra", {"extra": extra, "own": own})}
         return content
+
+    def _refuse_ignored(self, optimizer: Optimizer) -> None:
+        """Raise StateError for an optimizer with state of parameters that are each rank's own."""
+        if held := [name for name in ordered_names(optimizer, self.model) if name in self.ignored]:
+            problem = "is left to you by ignore=, and the optimizer's state of it is this rank's own"
+            raise StateError(
+                held[0], problem, "step it by an optimizer of its own, and give its state_dict() as extra="
+            )
+
+    def _own_digests(self) -> dict[str, str]:
+        """What is saved and may differ between ranks, buffers and what is ignored, each with a digest of its value."""
+        shards = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}.difference(self.ignored)
+        return {
+            name: hashlib.sha256(_bytes(value)).hexdigest()
+            for name, value in self.model.state_dict().items()
+            if isinstance(value, torch.Tensor) and name not in shards and not is_elsewhere(value)
+        }
 
     def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None) -> Any:
         """`compiled.load_checkpoint`."""
@@ -505,16 +539,6 @@ def for_others(value: Any) -> Any:
 def _own_copy(value: torch.Tensor) -> torch.Tensor:
     """On the CPU, contiguous, in memory that no other tensor shares."""
     return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _buffer_digests(model: nn.Module) -> dict[str, str]:
-    """The saved buffers, each with a digest of its value: ranks may hold different ones."""
-    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {
-        name: hashlib.sha256(_bytes(value)).hexdigest()
-        for name, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor) and name not in params and not is_elsewhere(value)
-    }
 
 
 def _bytes(value: torch.Tensor) -> bytes:

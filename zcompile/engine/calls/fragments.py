@@ -66,6 +66,9 @@ class Tree:
         """True within `unsharded`."""
         self._fragments: dict[Entry, Fragment] = {}
         self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.placeholder)}
+        self._ignored = {id(p): name for name, p in self.model.named_parameters() if id(p) not in self._known}
+        """Parameters that are left to the user, as the rest of the tree is made of shards."""
+        self._known.update(self._ignored)
         self.watch = TreeWatch(self.model)
         for entry in self.entries:
             entry.put()
@@ -190,7 +193,7 @@ class Tree:
         """What the inputs of a graph are called that a function of `signature`, at `path`, was traced into."""
         return Names(
             {id(site.placeholder): site.name for site in self.sites},
-            {id(buffer): name for name, buffer in self.model.named_buffers()},
+            {id(buffer): name for name, buffer in self.model.named_buffers()} | self._ignored,
             frozenset(self._paths.values()),
             tuple(signature.parameters)[1:],
             path,
