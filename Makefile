@@ -24,6 +24,8 @@ PIP    := $(BIN)/python -m pip $(QUIET)
 HAS_TORCH := $(VENV)/.torch-installed
 READY  := $(VENV)/.project-installed
 TRITON := .triton/.installed
+LIBRARIES := .venv-integrations
+LIBRARIES_READY := $(LIBRARIES)/.installed
 BENCH  := .venv-bench
 BENCH_READY := $(BENCH)/.installed
 COPY   := $(abspath $(VENV))/typecheck
@@ -45,8 +47,12 @@ test: $(READY) ## Run all but the slow tests, JOBS at a time; ARGS goes to pytes
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: test-all
-test-all: $(READY) ## Run every test; ARGS goes to pytest
+test-all: $(READY) test-integrations ## Run every test; ARGS goes to pytest
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "" $(ARGS)
+
+.PHONY: test-integrations
+test-integrations: $(LIBRARIES_READY) ## Run the tests with Transformers, Accelerate, Lightning, trl and Ray, in an environment of their own
+	$(LIBRARIES)/bin/pytest --numprocesses $(JOBS) --dist worksteal -m "" tests/integrations $(ARGS)
 
 .PHONY: browser
 browser: $(READY) ## Install what tests of reports want: playwright, and, as root on Debian, Chromium and graphviz
@@ -126,6 +132,15 @@ $(READY): $(HAS_TORCH) pyproject.toml
 $(TRITON): constraints.txt | $(READY)
 	@echo "Setting up $(@D)"
 	@$(PIP) install --no-deps --upgrade --constraint constraints.txt --target $(@D) triton
+	@touch $@
+
+# Trainers of others bring dozens of packages that the project itself never needs.
+$(LIBRARIES_READY): constraints.txt pyproject.toml
+	@echo "Setting up $(LIBRARIES): torch, zcompile and the libraries that it works within"
+	@$(LIBRARIES)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(LIBRARIES)
+	@$(LIBRARIES)/bin/python -m pip install $(QUIET) --constraint constraints.txt torch
+	@$(LIBRARIES)/bin/python -m pip install $(QUIET) --constraint constraints.txt 'setuptools>=77.0.3' --editable '.[integrations]'
+	@rm -rf zcompile.egg-info build
 	@touch $@
 
 # The peers are in an environment of their own: DeepSpeed brings a dozen packages that the project itself never needs.

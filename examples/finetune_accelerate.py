@@ -2,33 +2,31 @@
 
     torchrun --standalone --nproc-per-node 2 examples/finetune_accelerate.py
 
-Accelerate starts the process group, divides the data among the ranks, accumulates and logs. The model is not given to
-`accelerator.prepare`, which would wrap it in DistributedDataParallel: zcompile has already prepared it.
-Needs `pip install transformers accelerate`.
+`accelerate launch` starts it as well. Needs `pip install 'zcompile[transformers]'`.
 """
 
 import torch
-from accelerate import Accelerator
 from finetune_hf import load_model, load_tokens, parser
 from torch.utils.data import DataLoader
 
-import zcompile
+from zcompile.integrations.accelerate import Accelerator
 
 
 def main() -> None:
     options = parser(__doc__).parse_args()
-    # Left to itself, Accelerate takes ranks without a GPU for programs of their own.
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), step_scheduler_with_optimizer=False)
-    torch.manual_seed(0)
-    model = zcompile.compile(
-        load_model(options.model).to(accelerator.device), stage=options.stage, backend=options.backend
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # else it takes ranks without a GPU for programs of their own
+        step_scheduler_with_optimizer=False,
+        zcompile={"stage": options.stage, "backend": options.backend},
     )
+    torch.manual_seed(0)
+    model = load_model(options.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps)
     tokens = load_tokens(options.model, options.data, options.context)
     windows = tokens[: len(tokens) // options.context * options.context].view(-1, options.context)
     loader = DataLoader(windows, batch_size=options.batch, shuffle=True, drop_last=True)
-    optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     for step, batch in zip(range(1, options.steps + 1), loader, strict=False):
         loss = model(input_ids=batch, labels=batch).loss
         accelerator.backward(loss)
@@ -39,6 +37,8 @@ def main() -> None:
         mean = accelerator.reduce(loss.detach(), "mean").item()
         if step % 10 == 0 or step == 1:
             accelerator.print(f"step {step:4}  loss {mean:.3f}", flush=True)
+    if options.save:
+        accelerator.save_model(model, options.save)
     accelerator.end_training()
 
 

@@ -51,7 +51,8 @@ class Script:
         folder.mkdir(exist_ok=True)
         script = folder / "script.py"
         script.write_text(self.text(sharded=sharded))
-        command = [sys.executable, "-m", *self.launch, str(world), str(script), str(folder), json.dumps(options)]
+        launch = ["-m", *self.launch, str(world)] if self.launch else []
+        command = [sys.executable, *launch, str(script), str(folder), json.dumps(options)]
         quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -103,6 +104,24 @@ SFT = Script(
         "    processing_class=tokenizer,\n": f"    processing_class=tokenizer, zcompile={AS_DICT},\n",
     },
 )
+RAY = Script(
+    "rayed",
+    ("ray",),
+    {
+        "import torch\nfrom ray": "import torch\nimport zcompile\nfrom ray",
+        "ray.train.torch.prepare_model(model)": 'zcompile.compile(model, optimizer=optimizer, backend="eager")',
+    },
+    (),
+    compared=("history",),
+)
+SEQ2SEQ = Script(
+    "seq2seq",
+    ("transformers", "accelerate"),
+    {
+        "from transformers import Seq2SeqTrainer\n": "from zcompile.integrations.transformers import Seq2SeqTrainer\n",
+        "arguments, **data)": f"arguments, **data, zcompile={AS_DICT})",
+    },
+)
 ALL = [TRAINER, ACCELERATED, LIGHTNING, FABRIC, SFT]
 
 
@@ -110,10 +129,17 @@ def named(scripts: list[Script]) -> Any:
     return pytest.mark.parametrize("script", scripts, ids=lambda script: script.name)
 
 
-@named(ALL)
+@named([*ALL, SEQ2SEQ, RAY])
 def test_two_lines_change(script: Script) -> None:
     before, after = (script.text(sharded=sharded).splitlines() for sharded in (False, True))
-    assert sum(line.startswith("- ") for line in difflib.ndiff(before, after)) == 2
+    assert sum(line.startswith("+ ") for line in difflib.ndiff(before, after)) == 2
+
+
+@named([SEQ2SEQ, RAY])
+def test_training_is_that_of_ddp(script: Script, tmp_path: Path) -> None:
+    want, got = (script.run(tmp_path / str(sharded), sharded=sharded) for sharded in (False, True))
+    assert same(script, got, want)
+    assert got.get("texts") == want.get("texts"), "what is generated"
 
 
 def same(script: Script, got: Result, want: Result, last: int | None = None) -> bool:
@@ -187,6 +213,18 @@ def test_options_of_accelerate(tmp_path: Path, options: dict[str, Any]) -> None:
     for kept in ("last", "weights"):
         ours, theirs = (load_file(tmp_path / one / kept / "model.safetensors") for one in ("sharded", "plain"))
         assert sorted(ours) == sorted(theirs)
+
+
+def test_adapters_of_peft_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    want = TRAINER.run(tmp_path / "plain", sharded=False, lora=True, **best)
+    got = TRAINER.run(tmp_path / "sharded", sharded=True, lora=True, **best)
+    assert same(TRAINER, got, want)
+    ours, theirs = (load_file(tmp_path / one / "last" / "adapter_model.safetensors") for one in ("sharded", "plain"))
+    assert sorted(ours) == sorted(theirs)
+    assert all(value.sub(theirs[name]).abs().max() < 1e-5 for name, value in ours.items())
+    again = TRAINER.run(forget(tmp_path / "sharded", TRAINER), sharded=True, lora=True, resume=True, **best)
+    assert same(TRAINER, again, want, last=3)
 
 
 def test_gradients_of_fabric_accumulate(tmp_path: Path) -> None:

@@ -121,6 +121,10 @@ class Trainer(ShardedTrainerMixin, transformers.Trainer):
     """The Trainer of Transformers, its model sharded: `ShardedTrainerMixin` says how."""
 
 
+class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
+    """The Seq2SeqTrainer of Transformers, its model sharded: `ShardedTrainerMixin` says how."""
+
+
 def _check(arguments: Any) -> None:
     """Refuse what would shard the model in another way, or train on one device of several."""
     if arguments.fsdp or arguments.deepspeed:

@@ -9,11 +9,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer
 
 folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-resume = options.pop("resume", False)
+resume, lora = options.pop("resume", False), options.pop("lora", False)
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=61, max_position_embeddings=32, eos_token_id=None, **sizes))
+if lora:
+    from peft import LoraConfig, get_peft_model
+
+    targets = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.0, task_type="CAUSAL_LM", **targets))
 tokens = torch.randint(0, 61, (52, 12), generator=torch.Generator().manual_seed(1))
 examples = [{"input_ids": row, "labels": row} for row in tokens]
 arguments = TrainingArguments(
