@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile import ProfileError
-from zcompile.cost.hardware import Hardware, Link, load_profile, parse_profile, profile_text, profiles
+from zcompile.cost.hardware import Hardware, Link, load_profile, parse_profile, profile_text
+from zcompile.cost.profile_files import profiles
 from zcompile.ir.axis import Axis, AxisKind
 
 NODES = replace(

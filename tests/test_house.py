@@ -60,10 +60,10 @@ ROOMS = {
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
     "compiled": "ir model schedule runtime runtime.gradients engine state",
-    "train_step": "frontend ir schedule report runtime runtime.gradients engine compiled pipelining",
+    "training_step": "frontend ir schedule report runtime runtime.gradients engine compiled pipelining",
     "tools": "torch_range ir cost frontend model proof schedule report runtime engine compiled recording pipelining "
     "planning",
-    "": "torch_range ir cost facts model proof schedule tools compiled torch_backend train_step pipelining",
+    "": "torch_range ir cost facts model proof schedule tools compiled torch_backend training_step pipelining",
     "__main__": "tools",
     "integrations": "compiled",
 }

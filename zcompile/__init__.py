@@ -1,54 +1,58 @@
-"""zcompile: a compiler for distributed training. `zcompile.compile(model)` shards a plain model by ZeRO."""
+"""zcompile: a compiler for distributed training. `zcompile.compile(model)` shards a plain model by ZeRO.
 
+A public name is imported when it is first used: importing torch takes seconds, and `zcompile --help` needs none of it.
+"""
+
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-import torch
+from zcompile.torch_range import check_torch, torch_version
 
-from zcompile.torch_range import check_torch
+check_torch(torch_version())
 
-check_torch(torch.__version__)
-
-from zcompile.compiled import CompiledModule, compile
-from zcompile.cost.dag import dag
-from zcompile.cost.forecast import Forecast, Plan
-from zcompile.cost.hardware import Hardware, load_profile
-from zcompile.cost.mesh_plan import MeshForecast, MeshPlan
-from zcompile.cost.timeline import Timeline
-from zcompile.errors import (
-    AgreementError,
-    BackwardError,
-    CaptureError,
-    GroupError,
-    ModelError,
-    OptimizerError,
-    OptionError,
-    ParameterError,
-    ParseError,
-    PipelineError,
-    ProfileError,
-    ProgramError,
-    ProofError,
-    ReplayError,
-    StateError,
-    SubjectError,
-    TimelineError,
-    VersionError,
-    ZcompileError,
-)
-from zcompile.facts import Fact, Violation, verify
-from zcompile.ir.parser import parse
-from zcompile.ir.program import Program
-from zcompile.ir.region import Region
-from zcompile.model.tensor_parallel import tensor_parallel_plan
-from zcompile.pipelining.step import PipelinedStep
-from zcompile.proof.rules import Rule
-from zcompile.proof.values import computes
-from zcompile.schedule.default_pipeline import pipeline
-from zcompile.schedule.pipeline import Pass, Pipeline
-from zcompile.tools.mesh_planner import plan_meshes
-from zcompile.tools.planner import plan
-from zcompile.torch_backend import Backend, backend
-from zcompile.train_step import TrainStep, train_step
+if TYPE_CHECKING:
+    from zcompile.compiled import CompiledModule, compile
+    from zcompile.cost.dag import dag
+    from zcompile.cost.forecast import Forecast, Plan
+    from zcompile.cost.hardware import Hardware, load_profile
+    from zcompile.cost.mesh_plan import MeshForecast, MeshPlan
+    from zcompile.cost.timeline import Timeline
+    from zcompile.errors import (
+        AgreementError,
+        BackwardError,
+        CaptureError,
+        GroupError,
+        ModelError,
+        OptimizerError,
+        OptionError,
+        ParameterError,
+        ParseError,
+        PipelineError,
+        ProfileError,
+        ProgramError,
+        ProofError,
+        ReplayError,
+        StateError,
+        SubjectError,
+        TimelineError,
+        VersionError,
+        ZcompileError,
+    )
+    from zcompile.facts import Fact, Violation, verify
+    from zcompile.ir.parser import parse
+    from zcompile.ir.program import Program
+    from zcompile.ir.region import Region
+    from zcompile.model.tensor_parallel import tensor_parallel_plan
+    from zcompile.pipelining.step import PipelinedStep
+    from zcompile.proof.rules import Rule
+    from zcompile.proof.values import computes
+    from zcompile.schedule.default_pipeline import pipeline
+    from zcompile.schedule.pipeline import Pass, Pipeline
+    from zcompile.tools.mesh_planner import plan_meshes
+    from zcompile.tools.planner import plan
+    from zcompile.torch_backend import Backend, backend
+    from zcompile.training_step import TrainStep, train_step
 
 __version__ = version("zcompile")
 
@@ -102,3 +106,42 @@ __all__ = [
     "train_step",
     "verify",
 ]
+
+_HOMES = {
+    "zcompile.compiled": "CompiledModule compile",
+    "zcompile.cost.dag": "dag",
+    "zcompile.cost.forecast": "Forecast Plan",
+    "zcompile.cost.hardware": "Hardware load_profile",
+    "zcompile.cost.mesh_plan": "MeshForecast MeshPlan",
+    "zcompile.cost.timeline": "Timeline",
+    "zcompile.errors": "AgreementError BackwardError CaptureError GroupError ModelError OptimizerError OptionError "
+    "ParameterError ParseError PipelineError ProfileError ProgramError ProofError ReplayError "
+    "StateError SubjectError TimelineError VersionError ZcompileError",
+    "zcompile.facts": "Fact Violation verify",
+    "zcompile.ir.parser": "parse",
+    "zcompile.ir.program": "Program",
+    "zcompile.ir.region": "Region",
+    "zcompile.model.tensor_parallel": "tensor_parallel_plan",
+    "zcompile.pipelining.step": "PipelinedStep",
+    "zcompile.proof.rules": "Rule",
+    "zcompile.proof.values": "computes",
+    "zcompile.schedule.default_pipeline": "pipeline",
+    "zcompile.schedule.pipeline": "Pass Pipeline",
+    "zcompile.tools.mesh_planner": "plan_meshes",
+    "zcompile.tools.planner": "plan",
+    "zcompile.torch_backend": "Backend backend",
+    "zcompile.training_step": "TrainStep train_step",
+}
+"""Where each public name is, as those who check types read it above."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+from importlib import metadata
 
 from zcompile.errors import VersionError
 
@@ -11,6 +14,16 @@ FIRST, LAST = (2, 11), (2, 15)
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """The releases that the tests have run on."""
 REQUIREMENT = f"torch>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}"
+
+
+def torch_version() -> str:
+    """The version of the torch that is loaded, or would be: asked for without loading it, which takes seconds."""
+    if "torch" not in sys.modules:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # of a checkout of torch on the path
+            return metadata.version("torch")
+    import torch
+
+    return str(torch.__version__)
 
 
 def check_torch(version: str) -> None:

@@ -10,18 +10,15 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zcompile.cost.profile_files import DTYPES, profiles, text_of
 from zcompile.errors import ProfileError, nearest
 from zcompile.ir.axis import Axis
 from zcompile.runtime.device import CUDA, HOST, KINDS
-
-DTYPES = ("float32", "bfloat16", "float16")
-"""Those that a profile has rates of matrix products for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +147,6 @@ GPU = replace(
 # -- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def profiles() -> list[str]:
-    """The names of the profiles that come with zcompile."""
-    return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
-
-
 def load_profile(name: str) -> Hardware:
     """The profile of this name, or in the file at this path.
 
@@ -169,7 +161,7 @@ def load_profile(name: str) -> Hardware:
             fix = "give the path of a profile that `zcompile doctor --write` has written, or a name"
             raise ProfileError(name, f"cannot be read: {error.strerror}", fix) from error
     elif name in profiles():
-        text = (_folder() / f"{name}.toml").read_text()
+        text = text_of(name)
     else:
         raise ProfileError(name, "is no profile", f"{nearest(name, profiles())}; or give the path of a .toml file")
     return parse_profile(text, name)
@@ -202,10 +194,6 @@ def profile_text(hardware: Hardware) -> str:
     for link in hardware.links:
         lines += ["", "[[links]]", *(f"{f.name} = {_toml(getattr(link, f.name))}" for f in fields(Link))]
     return "\n".join(lines) + "\n"
-
-
-def _folder() -> Any:
-    return resources.files("zcompile.cost") / "profiles"
 
 
 def _checked(found: Any, kind: type[Any], where: str) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from zcompile._torch import real_tensors
-from zcompile.cost.hardware import DTYPES, Hardware, Link
+from zcompile.cost.hardware import Hardware, Link
+from zcompile.cost.profile_files import DTYPES
 from zcompile.runtime.device import is_gpu, synchronize, total_bytes
 from zcompile.runtime.groups import AxisCommunicator, Communicator
 

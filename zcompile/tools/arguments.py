@@ -1,26 +1,26 @@
-"""What several commands take: models, batches, hardware, dtypes; and how they show that they are at work."""
+"""What several commands take: models, batches, hardware, dtypes; and how they show that they are at work.
+
+As in every module that declares a command, what needs torch is imported in the functions that use it: neither `--help`
+nor the message for a wrong command waits for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from zcompile.cost.forecast import Checkpoint
-from zcompile.cost.hardware import DTYPES, profiles
+from zcompile.cost.profile_files import DTYPES, profiles
 from zcompile.errors import OptionError, nearest
+from zcompile.tools.choices import OWN
 
-OWN = "own"
-"""What a dtype is called that is the model's own."""
-PIPED = 200
-"""Columns where the output is no terminal: no table is wider."""
+if TYPE_CHECKING:
+    import torch
 
 Model = Annotated[
     str,
@@ -65,7 +65,7 @@ def check_target(option: str, target: Path, suffix: str) -> None:
         raise OptionError(option, problem, "give a file in a folder of yours") from error
 
 
-def checkpoint_of(text: str) -> Checkpoint:
+def checkpoint_of(text: str) -> str | float | None:
     """A setting of `checkpoint=`, from its text."""
     if text == "none":
         return None
@@ -85,6 +85,8 @@ def dtype_of(text: str) -> torch.dtype | None:
         return None
     if text not in DTYPES:
         raise OptionError("dtype", f"{text!r} is unknown", nearest(text, (OWN, *DTYPES)))
+    import torch
+
     result: torch.dtype = getattr(torch, text)
     return result
 
@@ -92,6 +94,8 @@ def dtype_of(text: str) -> torch.dtype | None:
 @contextlib.contextmanager
 def progress_bar(*, quiet: bool) -> Iterator[Any]:
     """A bar on stderr, which is gone at the end."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True, emoji=False), transient=True, disable=quiet) as bar:
         task = bar.add_task("making the model", total=None)

@@ -7,29 +7,25 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from zcompile.cost.hardware import profile_text
 from zcompile.errors import OptionError, ProofError, ZcompileError
-from zcompile.proof.dumps import MANIFEST, TRUSTED, prove_dump, rank_folders
-from zcompile.proof.ranks import check_folders
-from zcompile.recording.archive import Archive
-from zcompile.tools import doctor
 from zcompile.tools.arguments import (
     check_target,
     progress_bar,
 )
 from zcompile.tools.inspect_command import inspect_command
 from zcompile.tools.plan_command import plan_command
-from zcompile.tools.replay import Replay
-from zcompile.tools.replay_report import ReplayReport, overview
-from zcompile.tools.replay_report import save as save_values
+from zcompile.torch_range import torch_version
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zcompile.tools.doctor import Finding
 
 app = typer.Typer(
     name="zcompile",
@@ -42,7 +38,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"zcompile {metadata.version('zcompile')}, torch {torch.__version__}")
+        print(f"zcompile {metadata.version('zcompile')}, torch {torch_version()}")
         raise typer.Exit
 
 
@@ -70,6 +66,9 @@ def prove_command(
 
     Exits with 1 where that is not proven, and says at which line.
     """
+    from zcompile.proof.dumps import MANIFEST, TRUSTED, prove_dump, rank_folders
+    from zcompile.proof.ranks import check_folders
+
     ranks = {} if (folder / MANIFEST).exists() else rank_folders(folder)
     homes = [(f"{home.name}/", home) for home in ranks.values()] or [("", folder)]
     proven, failed = False, list[ProofError]()
@@ -108,6 +107,9 @@ def doctor_command(
     """
     if ranks is not None and target is None:
         raise OptionError("ranks", "measure, and nothing is measured", "say where to: --write here.toml")
+    from zcompile.cost.hardware import profile_text
+    from zcompile.tools import doctor
+
     findings = list(doctor.examine())
     if os.environ.get("RANK", "0") == "0":
         Console(emoji=False).print(_findings(findings))
@@ -146,11 +148,18 @@ def replay_command(
     if rank is None:
         if until or save is not None:
             raise OptionError("until" if until else "save", "is of one rank's program", "give --rank, too")
+        from zcompile.tools.replay_report import overview
+
         for line in overview(folder):
             print(line)
         return
     if save is not None:
         check_target("save", save, ".pt")
+    from zcompile.recording.archive import Archive
+    from zcompile.tools.replay import Replay
+    from zcompile.tools.replay_report import ReplayReport
+    from zcompile.tools.replay_report import save as save_values
+
     report = ReplayReport(Replay(Archive(folder, rank)))
     for line in report.text(until, brief=brief):
         print(line, flush=True)
@@ -161,7 +170,9 @@ def replay_command(
         raise typer.Exit(1)
 
 
-def _findings(findings: Sequence[doctor.Finding]) -> Table:
+def _findings(findings: Sequence[Finding]) -> Table:
+    from rich.table import Table
+
     table = Table("", "state", "found", "what to do")
     for finding in findings:
         state = "ok" if finding.is_well else "missing" if finding.is_needed else "absent"

@@ -9,13 +9,9 @@ from typing import Annotated
 
 import typer
 
-from zcompile.cost.hardware import DTYPES, load_profile
+from zcompile.cost.profile_files import DTYPES
 from zcompile.errors import OptionError
-from zcompile.pipelining.action_tables import SCHEDULES
-from zcompile.schedule.options import Options
-from zcompile.tools import inspection
 from zcompile.tools.arguments import (
-    OWN,
     Batch,
     Hardware_,
     Sequence_,
@@ -24,8 +20,7 @@ from zcompile.tools.arguments import (
     checkpoint_of,
     dtype_of,
 )
-from zcompile.tools.named_models import subject_of
-from zcompile.tools.pipeline_inspection import of_pipeline
+from zcompile.tools.choices import OWN, SCHEDULES
 
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="STAGESxRANKS: of a pipeline's mesh ('pp', 'dp'), such as 4x2.")
@@ -69,6 +64,12 @@ def inspect_command(
     measures is taken from the profile: prefetch="auto", and the memory of checkpoint="auto". With --mesh it is the
     step of a pipeline, and each rank with stages of its own has a folder.
     """
+    from zcompile.cost.hardware import load_profile
+    from zcompile.schedule.options import Options
+    from zcompile.tools import inspection
+    from zcompile.tools.named_models import subject_of
+    from zcompile.tools.pipeline_inspection import of_pipeline
+
     device = load_profile(hardware)
     _check_given(context, is_script=subject.endswith(".py"), pipelined=mesh is not None)
     if subject.endswith(".py"):

@@ -7,19 +7,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from zcompile.cost.forecast import Plan
-from zcompile.cost.hardware import DTYPES, load_profile
+from zcompile.cost.profile_files import DTYPES
 from zcompile.errors import OptionError
-from zcompile.report.plan_page import write_plan_page
-from zcompile.schedule.option_checks import FLAT, SHARDS, bytes_of
 from zcompile.tools.arguments import (
-    OWN,
-    PIPED,
     Batch,
     Hardware_,
     Model,
@@ -31,9 +26,10 @@ from zcompile.tools.arguments import (
     dtype_of,
     progress_bar,
 )
-from zcompile.tools.mesh_planner import plan_meshes
-from zcompile.tools.named_models import subject_of
-from zcompile.tools.planner import CHECKPOINTS, PREFETCHES, STAGE_NUMBERS, choices_of, plan
+from zcompile.tools.choices import CHECKPOINTS, FLAT, OWN, PIPED, PREFETCHES, SHARDS, STAGES
+
+if TYPE_CHECKING:
+    from zcompile.cost.forecast import Plan
 
 CHECKPOINT_TEXTS = [str(one or "none") for one in CHECKPOINTS]
 AUTO = "auto"
@@ -77,7 +73,7 @@ def plan_command(
     memory_limit: Limit = None,
     batch: Batch = 1,
     sequence: Sequence_ = 1024,
-    stage: Annotated[list[int], typer.Option("--stage", help="Stages to compare; repeat.")] = list(STAGE_NUMBERS),  # noqa: B006
+    stage: Annotated[list[int], typer.Option("--stage", help="Stages to compare; repeat.")] = list(STAGES),  # noqa: B006
     prefetch: Annotated[list[int], typer.Option("--prefetch", help="Depths to compare; repeat.")] = list(PREFETCHES),  # noqa: B006
     checkpoint: Checkpoints = list(CHECKPOINT_TEXTS),  # noqa: B006
     dtype: Dtypes = [],  # noqa: B006
@@ -93,6 +89,10 @@ def plan_command(
 
     Nothing is run: no process group, no GPU, no memory for the model.
     """
+    from zcompile.cost.hardware import load_profile
+    from zcompile.tools.named_models import subject_of
+    from zcompile.tools.planner import choices_of, plan
+
     if mesh == [AUTO]:
         _plan_meshes(context)
         return
@@ -133,6 +133,10 @@ def _plan_meshes(context: typer.Context) -> None:
     Raises:
         OptionError: an option that is not for it, or several of one that is.
     """
+    from zcompile.cost.hardware import load_profile
+    from zcompile.tools.mesh_planner import plan_meshes
+    from zcompile.tools.named_models import subject_of
+
     given = context.params
     for name in ("prefetch", "shard", "whole", "html"):
         source = context.get_parameter_source(name)
@@ -175,6 +179,8 @@ def _limit(text: str | None) -> int | None:
     Raises:
         OptionError: it is no size.
     """
+    from zcompile.schedule.option_checks import bytes_of
+
     return bytes_of("memory_limit", f"{text}B" if (text or "").isdecimal() else text)
 
 
@@ -204,6 +210,8 @@ def _tell(made: Plan, html: Path | None, beside: Mapping[str, int] | None) -> No
     else:
         made.print(Console(width=None if sys.stdout.isatty() else PIPED))
     if html is not None:
+        from zcompile.report.plan_page import write_plan_page
+
         write_plan_page(html, made)
     for ranks in made.worlds:
         if made.fastest(ranks) is None:

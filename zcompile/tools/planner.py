@@ -27,11 +27,10 @@ from zcompile.model.units import Precision, axes_over, make_layout
 from zcompile.schedule.option_checks import bytes_of, check_worlds
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Trait, Verified
+from zcompile.tools.choices import CHECKPOINTS, PREFETCHES
+from zcompile.tools.choices import STAGES as STAGE_NUMBERS
 from zcompile.tools.tracing import trace
 
-STAGE_NUMBERS = tuple(stage.number for stage in STAGES)
-PREFETCHES = (0, 1, 2, 4)
-CHECKPOINTS = (None, "unit")
 RESERVED = 0.1
 """Share of a device's memory that a plan leaves to what it does not count: workspaces, fragments, libraries."""
 
