@@ -284,6 +284,30 @@ def test_an_option_of_ours_that_is_misspelled_is_not_the_scripts(run: Run) -> No
     assert "--wrold" in err
 
 
+def test_where_the_options_of_a_script_belong_is_said_with_the_line_to_write(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, _, err = run("inspect", "script.py", "-w", "4", "--width=8", "--steps", "3")
+    assert code == 2
+    assert "No such option: --width. Arguments of the script stand behind `--`:" in err
+    assert "zcompile inspect script.py -w 4 -- --width=8 --steps 3" in re.sub(r"[\s│]+", " ", err)
+    assert "stand behind" not in run("inspect", "gpt:2x64", "--wrold", "4")[2]
+    assert "if it is the script's argument, put it behind `--`" in run("inspect", "script.py", "--stage", "1")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("gpt:1.3b", "1.5b"), ("gpt:1B", "774m"), ("gpt:100b", "128b"), ("llama:7b", "8b"), ("llama:300b", "405b")],
+)
+def test_the_nearest_size_is_offered(run: Run, name: str, near: str) -> None:
+    assert f"Fix: did you mean {near!r}? choose from " in run("plan", name)[2]
+
+
+def test_what_is_no_size_has_none_that_is_near(run: Run) -> None:
+    assert "Fix: choose from '8b', '70b', '405b'; or LAYERSxWIDTH" in run("plan", "llama:small")[2]
+
+
 def test_a_dump_takes_the_place_of_another(run: Run, tmp_path: Path) -> None:
     assert run("inspect", "gpt:2x64", "-s", "16", "-o", "dump")[0] == 0
     assert run("inspect", "fac.py:make", "-o", "dump", "--stage", "0")[0] == 0

@@ -18,7 +18,7 @@ from zcompile.tools.arguments import (
     check_target,
     progress_bar,
 )
-from zcompile.tools.inspect_command import inspect_command
+from zcompile.tools.inspect_command import InspectCommand, inspect_command
 from zcompile.tools.plan_command import plan_command
 from zcompile.torch_range import torch_version
 
@@ -43,7 +43,7 @@ def _version(wanted: bool) -> None:
 
 
 app.command("plan")(plan_command)
-app.command("inspect", context_settings={"allow_extra_args": True})(inspect_command)
+app.command("inspect", cls=InspectCommand, context_settings={"allow_extra_args": True})(inspect_command)
 
 
 @app.callback()

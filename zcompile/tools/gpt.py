@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zcompile.errors import OptionError, nearest
+from zcompile.errors import OptionError
+from zcompile.tools.choices import nearest_size
 
 VOCABULARY = 50304
 """GPT-2's, rounded up to a multiple of 128."""
@@ -78,5 +79,5 @@ def shape_of(name: str) -> GPTShape:
         return shape
     if (match := re.fullmatch(r"(\d+)x(\d+)", name)) and int(match[1]) and int(match[2]) % 64 == 0 and int(match[2]):
         return GPTShape(int(match[1]), int(match[2]), int(match[2]) // 64)
-    fix = f"{nearest(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 64, such as gpt:48x1600"
+    fix = f"{nearest_size(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 64, such as gpt:48x1600"
     raise OptionError("model", f"gpt:{name} is no size", fix)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from zcompile.cost.profile_files import DTYPES
 from zcompile.errors import OptionError
@@ -31,11 +32,28 @@ Microbatches = Annotated[
 ]
 Split = Annotated[list[str], typer.Option("--split", help="With --mesh, units with which stages begin; repeat.")]
 Limit = Annotated[str | None, typer.Option("--memory-limit", "-m", help="Of a model, such as '20 GB'.")]
+SUBJECT = "A script that trains, its own arguments behind `--`; or what `plan` takes."
+
+
+class InspectCommand(TyperCommand):
+    """The command, which says of an unknown option where those of a script belong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # of click, or of the copy of it that newer releases of typer have
+            unknown = getattr(error, "option_name", None)
+            place = next((at for at, one in enumerate(given) if one.partition("=")[0] == unknown), 0)
+            if any(one.endswith(".py") for one in given[:place]) and isinstance(getattr(error, "message", None), str):
+                line = " ".join(["zcompile", "inspect", *given[:place], "--", *given[place:]])
+                error.message += f". Arguments of the script stand behind `--`: {line}"  # type: ignore[attr-defined]
+            raise
 
 
 def inspect_command(
     context: typer.Context,
-    subject: Annotated[str, typer.Argument(help="A script that trains, or what `plan` takes.", show_default=False)],
+    subject: Annotated[str, typer.Argument(help=SUBJECT, show_default=False)],
     folder: Annotated[Path, typer.Option("--dump", "-o", help="Where to write.")] = Path("zcompile_dump"),
     world: Annotated[int, typer.Option("--world", "-w", min=1, help="Ranks to lay the program out for.")] = 2,
     stage: Annotated[int, typer.Option("--stage", help="Of a model; a script says its own.")] = 3,
@@ -104,7 +122,10 @@ def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) ->
     for name, why in unasked.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
-            raise OptionError(name, f"means nothing here: {why}", "leave it out")
+            fix = (
+                "leave it out; if it is an argument of the script, put it behind `--`" if is_script else "leave it out"
+            )
+            raise OptionError(name, f"means nothing here: {why}", fix)
     if context.args and not is_script:
         fix = "leave it out; only a script takes arguments of its own"
         raise OptionError(context.args[0], "means nothing here", fix)

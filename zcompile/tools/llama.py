@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from zcompile.errors import OptionError, nearest
+from zcompile.errors import OptionError
+from zcompile.tools.choices import nearest_size
 
 VOCABULARY = 128256
 BASE = 500_000.0
@@ -152,5 +153,5 @@ def shape_of(name: str) -> LlamaShape:
     if (match := re.fullmatch(r"(\d+)x(\d+)", name)) and int(match[1]) and int(match[2]) and int(match[2]) % 128 == 0:
         width = int(match[2])
         return LlamaShape(int(match[1]), width, 7 * width // 2, width // 64, width // 128)
-    fix = f"{nearest(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 128, such as llama:16x2048"
+    fix = f"{nearest_size(name, SHAPES)}; or LAYERSxWIDTH, the width a multiple of 128, such as llama:16x2048"
     raise OptionError("model", f"llama:{name} is no size", fix)
