@@ -293,7 +293,7 @@ def test_where_the_options_of_a_script_belong_is_said_with_the_line_to_write(
     assert "No such option: --width. Arguments of the script stand behind `--`:" in err
     assert "zcompile inspect script.py -w 4 -- --width=8 --steps 3" in re.sub(r"[\s│]+", " ", err)
     assert "stand behind" not in run("inspect", "gpt:2x64", "--wrold", "4")[2]
-    assert "if it is the script's argument, put it behind `--`" in run("inspect", "script.py", "--stage", "1")[2]
+    assert "if it is the script's own, put it behind `--`" in run("inspect", "script.py", "--stage", "1")[2]
 
 
 @pytest.mark.parametrize(

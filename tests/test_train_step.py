@@ -177,6 +177,27 @@ def test_a_model_as_models_are(ranks: Ranks, stage: int, clip: float | None) -> 
     assert ranks.run(2, outside_the_model, stage, clip) == [[], []]
 
 
+def norms(rank: int, stage: int) -> list[str]:
+    """What a log says of the norm in a train step and in the loop."""
+    model, other = make("mlp"), make("mlp")
+    step = zcompile.train_step(
+        model, None, torch.optim.AdamW(model.parameters()), stage=stage, backend="eager", clip_grad_norm=1.0
+    )
+    compiled = zcompile.compile(other, stage=stage, backend="eager")
+    step(*batch("mlp", rank, 0))
+    compiled(*batch("mlp", rank, 0)).backward()
+    norm = nn.utils.clip_grad_norm_(compiled.parameters(), 1.0)
+    assert type(step.grad_norm) is torch.Tensor
+    return [f"{step.grad_norm:.6f}", f"{norm.item():.6f}", f"{float(norm):.6f}"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_norm_can_be_printed(ranks: Ranks, world: int, stage: int) -> None:
+    found = {text for texts in ranks.run(world, norms, stage) for text in texts}
+    assert len(found) == 1
+
+
 def gradients_alive(rank: int) -> tuple[int, int]:
     """The most bytes of gradients that are alive while the optimizer steps a unit, and those of the largest unit."""
     model = make("gpt")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import backend_name, has_step_pre_hooks
@@ -219,7 +220,7 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizers, self.clip_grad_norm = model, optimizers, clip_grad_norm
         self.grad_norm: torch.Tensor | None = None
-        """With `clip_grad_norm=`, the norm of all gradients of the last step before it was clipped."""
+        """With `clip_grad_norm=`, the norm of the last step's gradients before it was clipped, a plain tensor."""
         self._scaler = grad_scaler
         self._parameters = dict(model.named_parameters())
         held = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
@@ -267,7 +268,8 @@ class TrainStep:
         """The optimizers' steps with gradients that were kept."""
         if self.clip_grad_norm is not None:
             unscale(self._scaler, self.optimizers)
-            self.grad_norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
+            norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
+            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # f"{norm:.3f}" takes no DTensor
         step_all(self._scaler, self.optimizers)
 
     @property

@@ -122,9 +122,7 @@ def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) ->
     for name, why in unasked.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
-            fix = (
-                "leave it out; if it is an argument of the script, put it behind `--`" if is_script else "leave it out"
-            )
+            fix = "leave it out" + "; if it is the script's own, put it behind `--`" * is_script
             raise OptionError(name, f"means nothing here: {why}", fix)
     if context.args and not is_script:
         fix = "leave it out; only a script takes arguments of its own"
