@@ -15,9 +15,11 @@ from torch import nn
 
 import zcompile
 from tests.models import batch, make
-from zcompile import OptionError, TimelineError
+from zcompile import OptionError, Program, TimelineError
 from zcompile.cost.dag import dag
 from zcompile.cost.hardware import Hardware
+from zcompile.facts import PHASES_SPLIT, RELEASED_ONCE
+from zcompile.ir.ops import Release
 from zcompile.report import dumps
 from zcompile.report.dot import dot_text
 from zcompile.report.dumps import NOTE, difference, trace
@@ -208,3 +210,66 @@ def test_training_goes_on_where_the_folder_of_the_dump_is_gone(tmp_path: Path) -
     with pytest.warns(UserWarning, match="is not dumped: dump: is '.*', which cannot be written"):
         made(*batch("mlp", 0, 0)).backward()
     assert all(param.grad is not None for param in made.parameters())
+
+
+# -- where a pass fails -----------------------------------------------------------------------------------------------
+
+
+def forget(found: Program) -> Program:
+    """Without the first release of a full parameter."""
+    found = found.copy()
+    found.graph.erase_node(found.nodes(Release)[0])
+    return found
+
+
+def give_up(found: Program) -> Program:
+    raise KeyError("no such node")
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_limit": "1 MiB"}, {"prefetch": "auto"}], ids=str)
+def test_where_a_pass_breaks_a_fact_its_input_and_output_are_dumped(tmp_path: Path, options: dict[str, Any]) -> None:
+    mine = zcompile.Pass("forget", forget, (RELEASED_ONCE,))
+    (home := tmp_path / "program_0").mkdir()
+    (home / "09_old.py").touch()
+    made = zcompile.compile(make("mlp"), backend="eager", dump=tmp_path, passes={"forget": mine}, **options)
+    with pytest.raises(RuntimeError, match="after forget: gathers released exactly once") as caught:
+        made(*batch("mlp", 0, 0))
+    assert f"Dump: {home} has the program after every pass up to there." in str(caught.value)
+    assert "fix the pass forget: this held before it ran, and does not hold after it" in str(caught.value)
+    texts = sorted(path.name for path in home.glob("*.py"))
+    assert texts[:2] == ["00_capture.py", "01_split_phases.py"]
+    assert texts[-1] == f"{len(texts) - 1:02}_forget.failed.py"
+    before, after = ((home / name).read_text() for name in texts[-2:])
+    assert zcompile.parse(before).text(regions=True) == before
+    (line,) = [one for one in difference(before, after, "before", "after").splitlines() if one.startswith("-  ")]
+    assert "release(" in line
+
+
+def test_where_a_pass_raises_its_input_is_dumped(tmp_path: Path) -> None:
+    passes = {"split_phases": zcompile.Pass("split_phases", give_up, ensures=(PHASES_SPLIT,))}
+    made = zcompile.compile(make("mlp"), backend="eager", dump=tmp_path, passes=passes)
+    with pytest.raises(RuntimeError, match=r"split_phases: raised KeyError: 'no such node'.\n.*\n  Dump: "):
+        made(*batch("mlp", 0, 0))
+    assert [path.name for path in (tmp_path / "program_0").iterdir()] == ["00_capture.py"]
+
+
+def test_without_a_folder_nothing_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = zcompile.compile(make("mlp"), backend="eager", passes={"give_up": zcompile.Pass("give_up", give_up)})
+    with pytest.raises(RuntimeError, match="give_up: raised KeyError") as caught:
+        made(*batch("mlp", 0, 0))
+    assert "Dump:" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_cannot_be_printed_is_dumped_all_the_same(tmp_path: Path) -> None:
+    def cut(found: Program) -> Program:
+        found = found.copy()
+        found.nodes(Release)[0].meta.clear()
+        return found
+
+    made = zcompile.compile(make("mlp"), backend="eager", dump=tmp_path, passes={"cut": zcompile.Pass("cut", cut)})
+    with pytest.raises(RuntimeError, match="Dump: "):
+        made(*batch("mlp", 0, 0))
+    (last,) = (tmp_path / "program_0").glob("*.failed.py")
+    assert last.read_text().startswith("# it cannot be printed: KeyError")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from tests.passes.programs import CHAIN, OUTLINED, joined
 from zcompile import Fact, OptionError, Pass, Pipeline, PipelineError, Program, ProgramError, Violation, facts
 from zcompile.errors import nearest
 from zcompile.ir.layout import STAGES
-from zcompile.schedule.pipeline import Journal, Trait
+from zcompile.schedule import blame
+from zcompile.schedule.pipeline import Journal, JournalEntry, Trait, Verified
 
 ORDER = [
     "split_phases",
@@ -199,8 +201,103 @@ def test_a_pass_that_does_not_ensure_its_fact_is_named_with_the_line() -> None:
     assert "yb = region_0(b, ya)" in marked
 
 
+def no_b(found: Program) -> Iterator[Violation]:
+    if found.node("yb").args[-1] is not found.node("ya"):
+        yield Violation(found.node("yb"), "yb reads another value")
+
+
+READS_YA = Fact("yb reads ya", no_b)
+
+
+def turned(found: Program) -> Program:
+    """Where yb reads x in place of ya, what was computed before: facts alone are looked at here."""
+    found = found.copy()
+    found.node("yb").args = (*found.node("yb").args[:-1], found.node("x"))
+    return found
+
+
+def advice(*steps: Pass, goals: tuple[Fact, ...] = ()) -> str:
+    """What to fix, in the message of a pipeline that fails; values are not compared."""
+    pipeline, given = Pipeline(STAGES[3], steps, goals), program()
+    started = replace(Verified.traced(given), values=Unchecked())
+    journal = Journal()
+    try:
+        pipeline.check_goals(started.after(pipeline.passes, journal).program, journal)
+    except ProgramError as error:
+        return error.fix.splitlines()[0]
+    raise AssertionError("a fact fails")
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    fact: Fact = Fact("values", holds)  # noqa: RUF009
+
+    def modulo(self, rules: Any) -> Unchecked:
+        return self
+
+
+def test_the_pass_that_broke_a_fact_is_to_be_fixed() -> None:
+    mine = Pass("mine", turned)
+    held = "fix the pass mine: this held before it ran, and does not hold after it"
+    assert advice(step("first", (), (READS_YA,)), mine, step("last")) == held
+    assert advice(Pass("mine", turned, (), (READS_YA,)), step("last")) == held
+
+
+def test_a_pass_that_finds_a_fact_broken_is_not_blamed_alone() -> None:
+    assert advice(step("first"), Pass("mine", turned), step("other"), step("bounded", (), (READS_YA,))) == (
+        "fix the pass bounded, which should ensure this, or mine, the last pass before it to write or move the line"
+    )
+
+
+def test_the_pass_that_broke_a_goal_is_to_be_fixed_not_the_last() -> None:
+    assert advice(step("first"), Pass("mine", turned), step("last"), goals=(READS_YA,)) == (
+        "fix the pass mine: this held before it ran, and does not hold after it"
+    )
+
+
+def test_of_a_goal_that_never_held_the_writer_of_the_line_is_named() -> None:
+    mine = Pass("mine", turned)
+    found = advice(step("first"), mine, step("last"), goals=(Fact("a goal", broken),))
+    assert found == "add a pass that ensures this, or fix mine, the last pass to write or move the line"
+
+
+def test_a_pass_that_moves_a_line_is_its_writer() -> None:
+    def moved(found: Program) -> Program:
+        found = found.copy()
+        found.node("ya").append(found.node("b"))
+        return found
+
+    entry = JournalEntry(Pass("moves", moved), given := program(), moved(given), 0.0, 0.0)
+    assert blame._touches(entry, "b")
+    assert not blame._touches(entry, "yb")
+    assert not blame._touches(entry, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"requires": FIRST},
+            r"pass 'mine': has one fact as requires, which is a tuple .*\n  Fix: .* comma: requires=\(FACT,\)",
+        ),
+        ({"ensures": FIRST}, "pass 'mine': has one fact as ensures"),
+        ({"ensures": ["first"]}, "pass 'mine': has list as ensures.\n  Fix: give a tuple of zcompile.Fact"),
+        ({"requires": ("first",)}, "pass 'mine': has str as requires"),
+        ({"rules": zcompile.Rule("r", "aten.neg.default(x)", "x")}, "pass 'mine': has one rule as rules"),
+    ],
+)
+def test_what_are_no_facts_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        Pass("mine", lambda program: program, **given)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(PipelineError, match="pass 'mine': has 3 to run"):
+        Pass("mine", 3)  # type: ignore[arg-type]
+
+
 def test_a_later_pass_that_breaks_an_earlier_fact_is_named() -> None:
-    def no_b(found: Program) -> Iterator[Violation]:
+    def without_b(found: Program) -> Iterator[Violation]:
         if "yb" not in {node.name for node in found.nodes()}:
             yield Violation(None, "yb is gone")
 
@@ -210,7 +307,7 @@ def test_a_later_pass_that_breaks_an_earlier_fact_is_named() -> None:
         found.graph.erase_node(found.node("yb"))
         return found
 
-    fact = Fact("yb is there", no_b)
+    fact = Fact("yb is there", without_b)
     steps = built(step("before", (), (fact,)), Pass("remove_b", remove_b, (fact,)), step("after"))
     with pytest.raises(ProgramError, match="after remove_b: yb is there: yb is gone"):
         steps.run(program())

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Parameter, Update
 from zcompile.ir.program import Program
 from zcompile.proof.ranks import conflict_along
+from zcompile.report.dumps import dumping_failures
 from zcompile.runtime.device import free_bytes, is_gpu
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.schedule.decision import Request, checkpoint_budget, decide
@@ -112,6 +114,21 @@ class Compiler:
 
     def _lowered(self, traced: Program, updater: Updater | None) -> Runner:
         journal = Journal()
+        with dumping_failures(self._dump_folder, len(self.journals), journal):
+            step = self._rewritten(traced, updater, journal)
+        self.runtime.steps.append(step)
+        self.runtime.recorder.captured()
+        self.journals.append(journal)
+        self._lowered_one()
+        return step
+
+    @property
+    def _dump_folder(self) -> Path | None:
+        """Where this rank writes dumps, if it does: of all that have a part of the model, the first one."""
+        is_first = self.runtime.everyone.communicator.rank == 0
+        return Path(self.options.dump) if self.options.dump and is_first else None
+
+    def _rewritten(self, traced: Program, updater: Updater | None, journal: Journal) -> CompiledStep:
         # Casts are in the graph already: compiled under autocast, a region would get them twice.
         no_autocast = torch.autocast(self.runtime.communicator.device.type, enabled=False)
         with _collector_paused(), no_autocast:
@@ -119,18 +136,14 @@ class Compiler:
                 traced = self.runtime.tensor.marked(traced)
             request = self._request(traced, updater)
             if not self._chosen and request.chooses(traced):
-                self.schedule, self._chosen = decide(traced, request, self._measured, self.runtime.everyone.share), True
+                self.schedule = decide(traced, request, self._measured, self.runtime.everyone.share, journal)
+                self._chosen = True
             pipeline = request.pipeline(self.schedule)
             verified = pipeline.verified(traced, journal)
             if updater is None and verified.program.nodes(Update):
                 fix = "leave it out, or call zcompile.train_step"
                 raise PipelineError("insert_updates", "updates parameters, and no optimizer is known", fix)
-            step = CompiledStep(traced, verified, self.regions, replace(self._session, updater=updater))
-        self.runtime.steps.append(step)
-        self.runtime.recorder.captured()
-        self.journals.append(journal)
-        self._lowered_one()
-        return step
+            return CompiledStep(traced, verified, self.regions, replace(self._session, updater=updater))
 
     def _keeps(self, traced: Program) -> bool:
         """True if the program may keep units full from its forward to its backward: if it reads all parameters.

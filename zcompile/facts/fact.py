@@ -34,19 +34,34 @@ class Fact:
         return self.name
 
 
-def verify(program: Program, facts: Iterable[Fact], where: str) -> None:
+def _usual_advice(fact: Fact, violation: Violation) -> str:
+    return "change the program, or the pass that made it, so that this holds"
+
+
+def verify(
+    program: Program,
+    facts: Iterable[Fact],
+    where: str,
+    advice: Callable[[Fact, Violation], str] = _usual_advice,
+) -> None:
     """Check all `facts`.
+
+    Args:
+        program: The program that they must hold of.
+        facts: These.
+        where: What has made the program, for the message.
+        advice: Gives what to do about a violation.
 
     Raises:
         ProgramError: naming the fact, what is wrong, and the line with a mark in the printed program.
     """
     for fact in facts:
-        if (violation := _first(fact, program)) is not None:
-            fix = f"fix the pass that ran last, or the program\n{_marked(program, violation.node)}"
+        if (violation := first_violation(fact, program)) is not None:
+            fix = f"{advice(fact, violation)}\n{_marked(program, violation.node)}"
             raise ProgramError(f"{where}: {fact.name}", violation.message, fix)
 
 
-def _first(fact: Fact, program: Program) -> Violation | None:
+def first_violation(fact: Fact, program: Program) -> Violation | None:
     """The first violation of `fact`; a program that the check cannot even be made of is one, too."""
     try:
         return next(fact.violations(program), None)

@@ -16,6 +16,8 @@ A folder has
         program.dot            the same as a drawing; program.svg where graphviz is installed
         regions/region_0.py    each region's ATen operations
         regions/region_0.inductor.py   what Inductor makes of it, if that is asked for
+
+Where a pass fails, a program's folder has the text after every pass before it, and 03_name.failed.py what it has made.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from zcompile.cost.dag import dag
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.simulator import simulate
 from zcompile.cost.timeline import Timeline
-from zcompile.errors import OptionError
+from zcompile.errors import OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import Phase
 from zcompile.ir.printer import region_text
 from zcompile.ir.program import Program
@@ -107,8 +109,7 @@ def write_dump(
         home = folder / f"program_{number}"
         home.mkdir(exist_ok=True)
         phases = [home / f"{phase}.py" for phase in Phase]
-        for stale in (*home.glob("[0-9][0-9]_*"), *(home / "regions").glob("region_*"), *filter(Path.exists, phases)):
-            stale.unlink()  # of another dump; drawings are compared
+        _clear(home)
         program = journal.entries[-1].after
         _write_passes(home, journal)
         for phase in program.phases if program.has_backward else program.phases[:1]:
@@ -128,6 +129,58 @@ def write_dump(
         (folder / "NOTES.txt").write_text("".join(f"{note}.\n" for note in notes))
     write_manifest(folder, files, torch.__version__, rules)
     return list(notes)
+
+
+@contextlib.contextmanager
+def dumping_failures(folder: Path | None, number: int, journal: Journal) -> Iterator[None]:
+    """While passes run on program `number`: where one fails, write what `journal` has, and let the error say where.
+
+    Raises:
+        PipelineError, ProgramError: as they come, with the folder.
+    """
+    try:
+        yield
+    except (PipelineError, ProgramError) as error:
+        if folder is None or journal.failure is None:
+            raise
+        home = folder / f"program_{number}"
+        try:
+            _write_failed(home, journal)
+            told = f"{home} has the program after every pass up to there"
+        except OSError as refused:
+            told = f"{home} cannot be written: {refused.strerror or refused}"
+        fix = f"{error.fix.rstrip()}\n  Dump: {told}."
+        raise type(error)(error.subject, error.problem, fix).with_traceback(error.__traceback__) from error.__cause__
+
+
+def _write_failed(home: Path, journal: Journal) -> None:
+    """The text before and after every pass, and what the one that failed has made."""
+    failure = journal.failure
+    assert failure is not None, "a pass has failed"
+    home.mkdir(parents=True, exist_ok=True)
+    (home.parent / MANIFEST).unlink(missing_ok=True)  # it names what is not there any more
+    _clear(home)
+    if journal.entries:
+        _write_passes(home, journal)
+    else:
+        (home / CAPTURE).write_text(failure.before.text(regions=True))
+    if failure.after is not None:
+        (home / f"{len(journal.entries) + 1:02}_{failure.name}.failed.py").write_text(_text_of(failure.after))
+
+
+def _text_of(program: Program) -> str:
+    """The text of a program that may be too broken to have one."""
+    try:
+        return program.text(regions=True)
+    except Exception as error:
+        return f"# it cannot be printed: {type(error).__name__}: {error}\n{program.graph}"
+
+
+def _clear(home: Path) -> None:
+    """Remove what another dump has left, but for drawings, which are compared."""
+    phases = [home / f"{phase}.py" for phase in Phase]
+    for stale in (*home.glob("[0-9][0-9]_*"), *(home / "regions").glob("region_*"), *filter(Path.exists, phases)):
+        stale.unlink()
 
 
 def trace(programs: Sequence[Program], hardware: Hardware, measured: Sequence[Timeline] = ()) -> dict[str, Any]:

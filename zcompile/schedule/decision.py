@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import model_state
+from zcompile.errors import PipelineError, ProgramError
 from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
 from zcompile.passes.keep_within import check_fits
 from zcompile.schedule.options import Options
-from zcompile.schedule.pipeline import Pipeline
+from zcompile.schedule.pipeline import Journal, Pipeline
 from zcompile.schedule.prefetch import Schedule, choose, fit
 
 MARGIN = 0.9
@@ -49,7 +50,13 @@ class Request:
         return self.options.chooses and self.keeps and traced.has_backward
 
 
-def decide(traced: Program, request: Request, hardware: Callable[[], Hardware], share: Share | None = None) -> Schedule:
+def decide(
+    traced: Program,
+    request: Request,
+    hardware: Callable[[], Hardware],
+    share: Share | None = None,
+    journal: Journal | None = None,
+) -> Schedule:
     """The schedule of a program. Collective.
 
     Ranks may have batches of different sizes, and must have the same communications: how far ahead to gather is the
@@ -60,10 +67,23 @@ def decide(traced: Program, request: Request, hardware: Callable[[], Hardware], 
         request: What it is to be compiled with.
         hardware: Gives what prefetch="auto" counts with; called only for that.
         share: How ranks tell each other; None for one rank alone.
+        journal: What tells, where a pass fails, what those before it did.
 
     Raises:
         OptionError: on every rank: on one, the step takes more than the memory limit.
+        ProgramError, PipelineError: a pass went wrong.
     """
+    try:
+        return _decided(traced, request, hardware, share)
+    except (PipelineError, ProgramError):
+        if journal is not None:
+            request.pipeline().verified(traced, journal)  # it fails again
+        raise
+
+
+def _decided(
+    traced: Program, request: Request, hardware: Callable[[], Hardware], share: Share | None = None
+) -> Schedule:
     options, schedule = request.options, request.schedule
     limit, tell = options.limit, share or (lambda _, text: [text])
     if not request.chooses(traced):

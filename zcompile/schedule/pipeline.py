@@ -30,6 +30,7 @@ from zcompile.facts import (
     VOLUME_RIGHT,
     WELL_FORMED,
     Fact,
+    Violation,
     verify,
 )
 from zcompile.ir.layout import Layout, Stage
@@ -37,6 +38,7 @@ from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
 from zcompile.proof.rules import Rule
 from zcompile.proof.values import TracedValues
+from zcompile.schedule import blame
 
 ALWAYS = (WELL_FORMED, OWNED, PLACES_DISJOINT)
 """Facts that hold of every program, checked after every pass; and its values are those that were traced."""
@@ -74,8 +76,33 @@ class Pass:
     traits: Trait = Trait.NONE
     rules: tuple[Rule, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_named(self.name, self.run)
+        for field_, kind in (("requires", Fact), ("ensures", Fact), ("rules", Rule)):
+            _check_tuple(self.name, field_, getattr(self, field_), kind)
+
     def __call__(self, program: Program) -> Program:
         return self.run(program)
+
+
+def _check_named(name: object, run: object) -> None:
+    """Raise PipelineError for what is no name and function."""
+    if not isinstance(name, str) or not callable(run):
+        fix = "give a name and a function from program to program: Pass('mine', mine)"
+        raise PipelineError(f"pass {name!r}", f"has {run!r} to run", fix)
+
+
+def _check_tuple(name: str, what: str, given: object, kind: type[Fact] | type[Rule]) -> None:
+    """Raise PipelineError where `given` is no tuple of `kind`: one alone, above all."""
+    if isinstance(given, kind):
+        problem = f"has one {kind.__name__.lower()} as {what}, which is a tuple of them"
+        raise PipelineError(
+            f"pass {name!r}", problem, f"write parentheses and a comma: {what}=({kind.__name__.upper()},)"
+        )
+    if not isinstance(given, tuple) or not all(isinstance(one, kind) for one in given):
+        kinds = sorted({type(one).__name__ for one in given}) if isinstance(given, tuple) else [type(given).__name__]
+        problem = f"has {', '.join(kinds)} as {what}"
+        raise PipelineError(f"pass {name!r}", problem, f"give a tuple of zcompile.{kind.__name__}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +120,22 @@ class JournalEntry:
         return self.step.name
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A pass that failed: the program that it was given, and what it made of it, if it has made one."""
+
+    name: str
+    before: Program
+    after: Program | None = None
+
+
 @dataclass
 class Journal:
     """What a pipeline did to one program, pass by pass."""
 
     entries: list[JournalEntry] = field(default_factory=list)
+    failure: Failure | None = None
+    """Where it ended early."""
 
 
 def _applied(step: Pass, program: Program) -> Program:
@@ -162,21 +200,38 @@ class Verified:
             ProgramError: a fact failed; the message names the pass and marks the line.
             PipelineError: a pass raised something, returned no program, or changed the one that it was given.
         """
-        result = self
+        result, journal = self, Journal() if journal is None else journal
         for step in passes:
+            journal.failure = Failure(step.name, result.program)
             started = time.perf_counter()
             after = _applied(step, result.program)
             ran = time.perf_counter()
-            values = result.values.modulo(step.rules)
             notes = (f"{step.name} changes values, by the rule {rule}" for rule in step.rules)
             after = replace(after, notes=(*after.notes, *notes))
-            facts = tuple(dict.fromkeys((*result.facts, *step.ensures)))
-            verify(after, (*facts, values.fact), f"after {step.name}")
-            if journal is not None:
-                seconds = ran - started, time.perf_counter() - ran
-                journal.entries.append(JournalEntry(step, result.program, after, *seconds))
-            result = Verified(after, values, facts)
+            journal.failure = replace(journal.failure, after=after)
+            checked = result._checked(step, after, journal)
+            journal.failure = None
+            seconds = ran - started, time.perf_counter() - ran
+            journal.entries.append(JournalEntry(step, result.program, after, *seconds))
+            result = checked
         return result
+
+    def _checked(self, step: Pass, after: Program, journal: Journal) -> Verified:
+        """What is known of `after`, which `step` has made of this program.
+
+        Raises:
+            ProgramError: a fact failed.
+        """
+        values = self.values.modulo(step.rules)
+        facts = tuple(dict.fromkeys((*self.facts, *step.ensures)))
+
+        def advice(fact: Fact, violation: Violation) -> str:
+            if fact == values.fact:
+                return f"fix the pass {step.name}; one that means to change values says so by its rules"
+            return blame.of_pass(step.name, self.program, fact, violation, journal.entries)
+
+        verify(after, (*facts, values.fact), f"after {step.name}", advice)
+        return Verified(after, values, facts)
 
 
 @dataclass(frozen=True)
@@ -210,9 +265,25 @@ class Pipeline:
         Raises:
             ProgramError, PipelineError: as `run`.
         """
+        journal = Journal() if journal is None else journal
         finished = Verified.traced(program).after(self.passes, journal)
-        verify(finished.program, self.goals, "at the end of the pipeline")
+
+        self.check_goals(finished.program, journal)
         return finished
+
+    def check_goals(self, finished: Program, journal: Journal) -> None:
+        """Check what the finished program must have; `journal` has what made it.
+
+        Raises:
+            ProgramError: it has it not.
+        """
+
+        def advice(fact: Fact, violation: Violation) -> str:
+            return blame.of_goal(fact, violation, journal.entries)
+
+        journal.failure = Failure("end", finished)
+        verify(finished, self.goals, "at the end of the pipeline", advice)
+        journal.failure = None
 
     @property
     def names(self) -> list[str]:

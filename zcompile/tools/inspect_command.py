@@ -91,7 +91,7 @@ def inspect_command(
     device = load_profile(hardware)
     _check_given(context, is_script=subject.endswith(".py"), pipelined=mesh is not None)
     if subject.endswith(".py"):
-        journal = inspection.of_script(Path(subject), context.args, world, device)
+        journal = inspection.of_script(Path(subject), context.args, world, device, folder)
         _tell(*inspection.write(journal, folder, subject, device, code=code), folder)
         return
     options = Options(

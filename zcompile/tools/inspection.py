@@ -24,7 +24,7 @@ from zcompile.errors import SubjectError, ZcompileError
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.model.units import axes_over, make_layout
-from zcompile.report.dumps import write_dump
+from zcompile.report.dumps import dumping_failures, write_dump
 from zcompile.report.explain import explain
 from zcompile.report.program_page import write_page
 from zcompile.schedule.decision import Request, checkpoint_budget, decide
@@ -49,11 +49,13 @@ def of_subject(
     axes = axes_over(subject.model, world)
     layout = make_layout(subject.model, STAGES[options.stage], axes, units, options.precision, whole)
     schedule = replace(options.schedule, bucket=bucket_for(CPU if hardware.device == CPU.device else GPU))
-    return _rewritten(traced, layout, Request(options, schedule), hardware)
+    return _rewritten(traced, layout, Request(options, schedule), hardware, None)
 
 
-def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware) -> Journal:
+def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hardware, folder: Path) -> Journal:
     """What the passes make of the first model that `script` calls compiled, laid out for `world` ranks.
+
+    Where a pass fails, what those before it made is in `folder`.
 
     Raises:
         SubjectError: there is no such file, or it ends, or fails, before it has called one.
@@ -66,7 +68,7 @@ def of_script(script: Path, arguments: Sequence[str], world: int, hardware: Hard
             runpy.run_path(str(script), run_name="__main__")
     except Traced as traced:
         layout = traced.program.layout.over(world)
-        return _rewritten(traced.program, layout, traced.request, hardware)
+        return _rewritten(traced.program, layout, traced.request, hardware, folder)
     except ZcompileError:
         raise
     except SystemExit as error:
@@ -95,12 +97,13 @@ def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, cod
     return text, notes
 
 
-def _rewritten(traced: Program, layout: Layout, request: Request, hardware: Hardware) -> Journal:
+def _rewritten(traced: Program, layout: Layout, request: Request, hardware: Hardware, folder: Path | None) -> Journal:
     """What training would do with the program, but for what it measures: that is taken from `hardware`."""
     traced, journal = replace(traced, layout=layout), Journal()
     free = checkpoint_budget(request.options, layout, lambda: hardware.memory - model_state(layout).parameters)
     request = replace(request, free=free)
-    request.pipeline(decide(traced, request, lambda: hardware)).run(traced, journal)
+    with dumping_failures(folder, 0, journal):
+        request.pipeline(decide(traced, request, lambda: hardware, journal=journal)).run(traced, journal)
     return journal
 
 
