@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,12 @@ from torch import nn
 import zcompile
 from examples.own_pass import WAIT_AT_END, Net, wait_at_end
 from tests.ranks import Ranks
-from zcompile import ProgramError
+from zcompile import ProgramError, facts
 from zcompile.facts import RELEASED_ONCE
+from zcompile.ir import ops
 from zcompile.ir.operation import Phase
 from zcompile.ir.ops import AllGather, Call, Release, WaitReduce
+from zcompile.schedule.pipeline import ALWAYS
 
 ROOT = Path(__file__).parent.parent
 
@@ -125,6 +129,75 @@ def test_a_fact_as_it_is_shown() -> None:
     assert len(program.nodes(AllGather)) > 8
     with pytest.raises(ProgramError, match="my pass: at most eight gathers: one gather too many"):
         zcompile.verify(program, [names["FEW_GATHERS"]], "my pass")
+
+
+PASSES = (ROOT / "docs" / "passes.md").read_text()
+
+
+def blocks(page: str, heading: str) -> list[str]:
+    """The code of a section."""
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+def test_passes_land_where_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(PASSES, "Where a pass lands")
+    exec(code, {})
+    said = [line.rpartition("# ")[2] for line in code.splitlines() if "names)" in line]
+    names = [line for line in capsys.readouterr().out.splitlines() if line.startswith("['")]
+    for line, found in zip(said, names, strict=True):
+        pattern = re.escape(line).replace(r"\[\.\.\.,", r"\[.*").replace(r"\.\.\.,", ".*")
+        assert re.fullmatch(pattern, found), (line, found)
+
+
+def test_a_program_is_read_as_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(PASSES, "Reading and editing a program")
+    compiled = zcompile.compile(Net(), backend="eager")
+    compiled(torch.ones(8, 64)).backward()
+    exec(code, {"program": compiled.journals[0].entries[-1].after})
+    assert "layers_1_gather layers.1 layers_1_full" in capsys.readouterr().out
+
+
+def test_fields_of_operations_are_those_of_the_table() -> None:
+    rows = re.findall(r"^\| `[^|]*` \| `(\w+)`[^|]*\|([^|]*)\|", PASSES, re.MULTILINE)
+    assert len(rows) == 10
+    for name, named in rows:
+        fields = {field.name for field in dataclasses.fields(getattr(ops, name))} if named.strip() else set()
+        assert set(re.findall(r"`(\w+)`", named)) <= fields, name
+
+
+def test_the_table_of_facts_has_all_with_the_passes_that_ensure_them() -> None:
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \| .*? \|$", PASSES.partition("\n## Facts")[2], re.MULTILINE)
+    known = {name: eval(name, vars(facts)) for name, *_ in rows}
+    constants = {name for name, value in vars(facts).items() if isinstance(value, zcompile.Fact)}
+    made = {"units_bounded", "buffers_bounded", "memory_bounded"}
+    assert {name.partition("(")[0] for name in known} == constants | made
+    options: dict[str, Any] = {"prefetch": 2, "bucket": 2**20, "updates": True, "arenas": True, "cuda_graphs": True}
+    pipelines = [zcompile.pipeline(**options, memory_limit=limit) for limit in (None, 2**30)]
+    for name, printed, makers in rows:
+        assert printed == str(known[name])
+        ensuring = [step.name for pipeline in pipelines for step in pipeline.passes if known[name] in step.ensures]
+        assert re.findall("`(.*?)`", makers) == list(dict.fromkeys(ensuring)), name
+        assert ("always" in makers) == (known[name] in ALWAYS)
+        assert ("end of the pipeline" in makers) == (known[name] in pipelines[0].goals)
+
+
+def test_a_unit_is_kept_full_as_it_is_shown() -> None:
+    (code,) = blocks(PASSES, "Keeping a unit full")
+    names: dict[str, Any] = {"model": Net(6), "zcompile": zcompile}
+    exec(code, names)
+    compiled, x = names["compiled"], torch.ones(8, 64)
+    compiled(x).backward()
+    forward, backward = compiled.programs[:2]
+    assert "layers_1_full" in str(forward).partition("return")[2]
+    assert "layers_1_gather" not in str(backward)
+    with torch.no_grad():
+        compiled(x)
+    refused = zcompile.compile(Net(6), prefetch=1, passes={"keep_unit": names["KEEP"]}, backend="eager")
+    with pytest.raises(ProgramError) as caught:
+        refused(x)
+    (shown,) = re.findall(r"^    ProgramError: (after schedule_prefetch:.*)$", PASSES, re.MULTILINE)
+    assert str(caught.value).splitlines()[0] == shown
 
 
 def forget(program: zcompile.Program) -> zcompile.Program:

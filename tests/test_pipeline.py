@@ -245,7 +245,13 @@ def test_the_pass_that_broke_a_fact_is_to_be_fixed() -> None:
 
 def test_a_pass_that_finds_a_fact_broken_is_not_blamed_alone() -> None:
     assert advice(step("first"), Pass("mine", turned), step("other"), step("bounded", (), (READS_YA,))) == (
-        "fix the pass bounded, which should ensure this, or mine, the last pass before it to write or move the line"
+        "fix the pass bounded, which should ensure this, or mine, after which it no longer held"
+    )
+
+
+def test_the_writer_of_the_line_is_named_where_a_fact_never_held() -> None:
+    assert advice(step("first"), Pass("mine", turned), step("bad", (), (Fact("a fact", broken),))) == (
+        "fix the pass bad, which should ensure this, or mine, the last pass before it to write or move the line"
     )
 
 
@@ -258,7 +264,7 @@ def test_the_pass_that_broke_a_goal_is_to_be_fixed_not_the_last() -> None:
 def test_of_a_goal_that_never_held_the_writer_of_the_line_is_named() -> None:
     mine = Pass("mine", turned)
     found = advice(step("first"), mine, step("last"), goals=(Fact("a goal", broken),))
-    assert found == "add a pass that ensures this, or fix mine, the last pass to write or move the line"
+    assert found == "add a pass that ensures this, or fix mine, the last to write or move the line"
 
 
 def test_a_pass_that_moves_a_line_is_its_writer() -> None:

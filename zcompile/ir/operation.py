@@ -133,7 +133,8 @@ class Data:
     source: str = ""
     """Path of the module it comes from; for communication, of the unit."""
     unit: str = ""
-    """The unit whose region it belongs to, once assigned; empty for glue between units."""
+    """Of compute, the unit whose region it belongs to, once assigned; empty for glue between units. Of communication it
+    is the operation that knows the unit: `data(node).op.unit`."""
     view: bool = False
     """True if the value shares the memory of another one."""
     replicated: str = ""

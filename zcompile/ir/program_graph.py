@@ -183,7 +183,7 @@ class ProgramGraph:
             return set_data(self.graph.create_node("placeholder", name, name=name), meta)
 
     def add(self, args: tuple[Any, ...], meta: Data, name: str) -> fx.Node:
-        """Insert a line of `held`'s operation at the graph's insertion point."""
+        """Insert a line of the operation of `meta` at the graph's insertion point."""
         node = self.graph.create_node("call_function", FUNCTIONS[meta.op.function], args, name=name)
         return self.respell(set_data(node, meta), meta.op)
 

@@ -27,27 +27,30 @@ class Change(Protocol):
 
 
 def of_pass(name: str, before: Program, fact: Fact, violation: Violation, earlier: Sequence[Change]) -> str:
-    """What to fix where `fact` does not hold behind the pass called `name`, which was given `before`.
+    """What to fix where `fact` does not hold after the pass called `name`, which was given `before`.
 
-    If it held before, the pass has broken it. If it did not, the pass ensures it, and it may have been given what it
-    cannot make good: by the pass that last wrote or moved the line.
+    If it held before, the pass has broken it. If it did not, the pass should ensure it, and may have been given what it
+    cannot make good: by the pass after which it no longer held, or by the one that last wrote or moved the line.
     """
     if first_violation(fact, before) is None:
         return f"fix the pass {name}: this held before it ran, and does not hold after it"
-    other = _writer(violation.node, earlier)
-    which = f", or {other}, the last pass before it to write or move the line" if other else ""
-    return f"fix the pass {name}, which should ensure this{which}"
+    breaker, writer = _breaker(fact, earlier), _writer(violation.node, earlier)
+    other = f", or {writer}, the last pass before it to write or move the line" if writer else ""
+    other = f", or {breaker}, after which it no longer held" if breaker else other
+    return f"fix the pass {name}, which should ensure this{other}"
 
 
 def of_goal(fact: Fact, violation: Violation, changes: Sequence[Change]) -> str:
-    """What to fix where `fact` does not hold at the end: the pass behind which it no longer did."""
-    for index, change in reversed(list(enumerate(changes))):
-        if first_violation(fact, change.before) is None:
-            return of_pass(change.name, change.before, fact, violation, changes[:index])
-    name = _writer(violation.node, changes)
-    return "add a pass that ensures this" + (
-        f", or fix {name}, the last pass to write or move the line" if name else ""
-    )
+    """What to fix where `fact` does not hold at the end: the pass after which it no longer did."""
+    if (breaker := _breaker(fact, changes)) is not None:
+        return f"fix the pass {breaker}: this held before it ran, and does not hold after it"
+    writer = _writer(violation.node, changes)
+    return "add a pass that ensures this" + (f", or fix {writer}, the last to write or move the line" if writer else "")
+
+
+def _breaker(fact: Fact, changes: Sequence[Change]) -> str | None:
+    """The pass before which `fact` held for the last time."""
+    return next((one.name for one in reversed(changes) if first_violation(fact, one.before) is None), None)
 
 
 def _writer(node: fx.Node | None, changes: Sequence[Change]) -> str | None:

@@ -289,6 +289,15 @@ class Pipeline:
     def names(self) -> list[str]:
         return [step.name for step in self.passes]
 
+    def __getitem__(self, name: str) -> Pass:
+        """The pass of that name.
+
+        Raises:
+            PipelineError: there is none.
+        """
+        self._known(name)
+        return next(step for step in self.passes if step.name == name)
+
     def until(self, trait: Trait) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
         """The passes before the first that has `trait`, and the rest."""
         first = next((index for index, step in enumerate(self.passes) if trait in step.traits), len(self.passes))
