@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import fx
 
+from zcompile.errors import ProofError
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Input
+from zcompile.ir.ops import Communication, Input
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import shared_results
 from zcompile.ir.side_effects import is_opaque
@@ -242,7 +243,14 @@ class TracedValues:
 
 
 def computes(traced: Program) -> Fact:
-    """The fact that a program computes what `traced` does, a step as it was traced; for `zcompile.verify`."""
+    """The fact that a program computes what `traced` does, a step as it was traced; for `zcompile.verify`.
+
+    Raises:
+        ProofError: passes have been over that: it communicates.
+    """
+    if traced.nodes(Communication):
+        fix = "give it the step as it was traced: 00_capture.py of a dump, or compiled.journals[0].entries[0].before"
+        raise ProofError("computes", "was given a program that communicates, which no traced step does", fix)
     return TracedValues.of(traced).fact
 
 
