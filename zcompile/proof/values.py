@@ -249,7 +249,7 @@ def computes(traced: Program) -> Fact:
         ProofError: passes have been over that: it communicates.
     """
     if traced.nodes(Communication):
-        fix = "give it the step as it was traced: 00_capture.py of a dump, or compiled.journals[0].entries[0].before"
+        fix = "give it the step as it was traced: compiled.journals[0].entries[0].before"
         raise ProofError("computes", "was given a program that communicates, which no traced step does", fix)
     return TracedValues.of(traced).fact
 
