@@ -61,8 +61,9 @@ ROOMS = {
     "named_backend": "torch_backend",
     "compiled": "ir model schedule runtime runtime.gradients engine state",
     "training_step": "frontend ir schedule report runtime runtime.gradients engine compiled pipelining",
+    "tools.migration": "",
     "tools": "torch_range ir cost frontend model proof schedule report runtime engine compiled recording pipelining "
-    "planning",
+    "planning tools.migration",
     "": "torch_range ir cost facts model proof schedule tools compiled torch_backend training_step pipelining",
     "__main__": "tools",
     "integrations": "compiled",

@@ -1,4 +1,4 @@
-"""The command `zcompile`: plan, inspect, prove, doctor, replay."""
+"""The command `zcompile`: plan, inspect, prove, doctor, replay, migrate."""
 
 from __future__ import annotations
 
@@ -168,6 +168,21 @@ def replay_command(
         print(f"Written to {save}: torch.load({str(save)!r}) gives the last line's values by name.")
     if not report.is_sound:
         raise typer.Exit(1)
+
+
+@app.command("migrate")
+def migrate_command(
+    file: Annotated[
+        Path, typer.Argument(help="A JSON of DeepSpeed's, or a YAML of `accelerate config`.", show_default=False)
+    ],
+) -> None:
+    """Print the lines of zcompile for a config of DeepSpeed's or Accelerate's, and what has no counterpart.
+
+    What is printed is Python: what is not code is a comment.
+    """
+    from zcompile.tools.migration.files import migrated
+
+    print(migrated(file).text, end="")
 
 
 def _findings(findings: Sequence[Finding]) -> Table:

@@ -1,0 +1,164 @@
+"""What a config becomes: the lines to write, what zcompile does in another way, and what has no counterpart."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+from zcompile.errors import nearest
+from zcompile.tools.migration.config import Config, is_off
+
+MESH = 'mesh = init_device_mesh("cuda", ({outer}, {inner}), mesh_dim_names=("replicate", "shard"))'
+WORLD = "dist.get_world_size()"
+
+
+@dataclass
+class Script:
+    """The lines of a training script, as text, and what is to be said of them."""
+
+    source: str
+    """What was read."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Of `zcompile.compile`: names, and values as Python."""
+    mesh: tuple[str, str] | None = None
+    """Ranks along the outer and the inner dimension, as Python."""
+    optimizer: str | None = None
+    """What makes it, as Python, but for the parameters: `torch.optim.AdamW({}, lr=0.1)`."""
+    clip: str | None = None
+    """The largest norm, as Python."""
+    accumulate: str | None = None
+    """Micro-batches of a step, as Python; None for one."""
+    scaler: dict[str, str] | None = None
+    """Of a GradScaler, which float16 wants."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state on the host: that is a train step."""
+    launch: str | None = None
+    saving: list[str] = field(default_factory=list)
+    """Lines that save, as comments."""
+    otherwise: list[str] = field(default_factory=list)
+    """What zcompile does without being asked, or is asked for in another place."""
+    missing: list[str] = field(default_factory=list)
+    """What has no counterpart, and why."""
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def stage(self) -> int:
+        return int(self.options.get("stage", "3"))
+
+    @property
+    def precision(self) -> str | None:
+        return self.options.get("dtype")
+
+    @property
+    def text(self) -> str:
+        """All of it, as Python: what is no code is a comment."""
+        code = [*self._imports(), "", *self._made(), "", *self._loop()]
+        lines = [f"# From {self.source}. `model`, `batches` and `loss_of(model, batch)` are yours."]
+        lines += ['# `args` are the TrainingArguments from which the Trainer fills in what is "auto".'] * (
+            "args." in str(code)
+        )
+        lines += ["", *code]
+        for heading, entries in (
+            ("Saving", self.saving),
+            ("Handled differently", self.otherwise),
+            ("No counterpart", self.missing),
+            ("Unknown keys, which are ignored", self.unknown),
+        ):
+            if entries:
+                lines += ["", f"# {heading}:", *(line for entry in _grouped(entries) for line in _comment(entry))]
+        return "\n".join(lines) + "\n"
+
+    def _imports(self) -> Iterator[str]:
+        if self.accumulate is not None:
+            yield "from contextlib import nullcontext"
+            yield ""
+        yield "import torch"
+        if self.mesh is not None:
+            yield "import torch.distributed as dist"
+            yield "from torch.distributed.device_mesh import init_device_mesh"
+        yield ""
+        yield "import zcompile"
+
+    @property
+    def compiling(self) -> str:
+        """The options as they are written in a call."""
+        given = {**({"mesh": "mesh"} if self.mesh is not None else {}), **self.options}
+        return "".join(f", {name}={value}" for name, value in given.items())
+
+    def _made(self) -> Iterator[str]:
+        if self.launch is not None:
+            yield f"# {self.launch}"
+        if self.options.get("offload_parameters") == '"cpu"':
+            yield 'torch.distributed.init_process_group("cpu:gloo,cuda:nccl")  # gradients are on the host'
+        if self.mesh is not None:
+            yield MESH.format(outer=self.mesh[0], inner=self.mesh[1])
+        made = self.optimizer or "make_optimizer({})"
+        if self.offload_optimizer:
+            yield f"optimizer = {made.format('model.parameters()')}"
+            yield f'step = zcompile.train_step(model, loss_of, optimizer, offload_optimizer="cpu"{self.compiling})'
+            return
+        yield f"compiled = zcompile.compile(model{self.compiling})"
+        yield f"optimizer = {made.format('compiled.parameters()')}"
+        if self.scaler is not None:
+            given = "".join(f", {name}={value}" for name, value in self.scaler.items())
+            yield f'scaler = torch.amp.GradScaler("cuda"{given})'
+
+    def _loop(self) -> Iterator[str]:
+        if self.offload_optimizer:
+            yield from ("for batch in batches:", "    loss = step(batch)")
+            return
+        loss = "loss_of(compiled, batch)" + (f" / {self.accumulate}" if self.accumulate is not None else "")
+        backward = "loss.backward()" if self.scaler is None else "scaler.scale(loss).backward()"
+        if self.accumulate is not None:
+            yield "for number, batch in enumerate(batches, 1):"
+            yield f"    is_last = number % {self.accumulate} == 0"
+            yield "    with nullcontext() if is_last else compiled.no_sync():"
+            yield f"        loss = {loss}"
+            yield f"        {backward}"
+            yield "    if is_last:"
+            yield from textwrap.indent("\n".join(self._step()), "        ").splitlines()
+            return
+        yield "for batch in batches:"
+        yield f"    loss = {loss}"
+        yield f"    {backward}"
+        yield from textwrap.indent("\n".join(self._step()), "    ").splitlines()
+
+    def _step(self) -> Iterator[str]:
+        if self.clip is not None:
+            if self.scaler is not None:
+                yield "scaler.unscale_(optimizer)"
+            yield f"norm = torch.nn.utils.clip_grad_norm_(compiled.parameters(), {self.clip})"
+        yield from ("optimizer.step()",) if self.scaler is None else ("scaler.step(optimizer)", "scaler.update()")
+        yield "optimizer.zero_grad()"
+
+    def tell_rest(self, config: Config, otherwise: Mapping[str, str], missing: Mapping[str, str]) -> None:
+        """Say what is to be said of keys that nobody took, by these texts."""
+        known = {*otherwise, *missing}
+        for path, value in config.rest(known):
+            if path in known and is_off(value):
+                continue
+            if path in otherwise:
+                self.otherwise.append(f"{path}: {otherwise[path]}")
+            elif path in missing:
+                self.missing.append(f"{path}: {missing[path]}")
+            else:
+                self.unknown.append(f"{path}: {_near(path, {*known, *config.taken})}")
+
+
+def _near(path: str, known: Set[str]) -> str:
+    advice = nearest(path, known)
+    return advice.partition(" choose")[0] if advice.startswith("did") else "no key of this name is known"
+
+
+def _grouped(entries: list[str]) -> Iterator[str]:
+    """The entries, those together that say the same of several keys."""
+    keys: dict[str, list[str]] = {}
+    for entry in entries:
+        key, colon, text = entry.partition(": ")
+        keys.setdefault(text if colon else key, []).extend([key] if colon else [])
+    yield from (f"{', '.join(of)}: {text}" if of else text for text, of in keys.items())
+
+
+def _comment(entry: str) -> list[str]:
+    return textwrap.wrap(entry, 116, initial_indent="# - ", subsequent_indent="#   ", break_long_words=False)
