@@ -139,3 +139,22 @@ def test_options_and_methods_that_are_named_exist() -> None:
     methods = set(re.findall(r"\b(?:compiled|model)\.(\w+)\(", " ".join(after)))
     assert methods
     assert all(hasattr(zcompile.CompiledModule, name) for name in methods), code
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub and MyST call the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower().replace("`", "")).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_pages_and_headings_that_are_there(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([\w/.]*\.md)?(?:#([\w-]+))?\)", page.read_text()):
+        other = page.parent / target if target else page
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other), f"{target}#{anchor}"
