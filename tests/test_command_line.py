@@ -264,6 +264,18 @@ def test_what_is_inspected_is_asked_for_as_in_a_run() -> None:
         )
 
 
+def test_an_inspected_script_whose_pass_fails_is_dumped_up_to_there(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        CHOOSING.replace("**OPTIONS", "passes={'fails': zcompile.Pass('fails', lambda p: 3)}")
+    )
+    code, _, err = run("inspect", "script.py", "-w", "2", "-o", "dump")
+    assert code == 1
+    assert "error: fails: returned int." in err
+    assert "Dump: dump/program_0 has the program after every pass up to there." in err
+    names = sorted(path.name for path in (tmp_path / "dump" / "program_0").glob("*.py"))
+    assert (names[0], names[-1]) == ("00_capture.py", "11_sink_waits.py")
+
+
 def test_an_inspected_limit_that_cannot_be_kept_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(CHOOSING.replace("**OPTIONS", "memory_limit='1 KB'"))
     code, _, err = run("inspect", "script.py", "-w", "2")
