@@ -20,11 +20,16 @@ import zcompile
 from tests.models import batch, make
 from tests.test_dumps import steps
 from zcompile.cost.forecast import Plan
-from zcompile.cost.hardware import Hardware
+from zcompile.cost.hardware import CPU, Hardware
 from zcompile.cost.memory import alive_at, live_by_kind
+from zcompile.cost.simulator import simulate
 from zcompile.ir.printer import lines_with_nodes
+from zcompile.ir.tensor_type import human_bytes
+from zcompile.report.axes import human_seconds, ticks
+from zcompile.report.charts import memory_curve, step_chart
+from zcompile.report.highlight import coloured
 from zcompile.report.plan_page import plan_page_text
-from zcompile.report.program_page import page_text
+from zcompile.report.program_page import _changes, page_text
 from zcompile.schedule.pipeline import Journal
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)
@@ -50,9 +55,114 @@ def text(journal: Journal) -> str:
 
 
 def test_every_line_of_the_program_is_there(journal: Journal, text: str) -> None:
-    for line, node in lines_with_nodes(journal.entries[-1].after):
-        assert html.escape(line).replace("&#x27;", "&#39;").replace("&quot;", "&#34;") in text, line
-        assert not node or f'data-node="{node}"' in text
+    """As it is printed, blank for blank: parts of a line are in tags and nothing else."""
+    shown = re.findall(r'<div class="line[^>]*?(?: data-node="([^"]*)"[^>]*)?>(.*?)</div>', text)
+    printed = [(node, line) for line, node in lines_with_nodes(journal.entries[-1].after)]
+    assert [(node, html.unescape(re.sub(r"</?i[^>]*>", "", line))) for node, line in shown] == printed[1:]
+    assert printed[0] == ("", ""), "the blank line before the first function"
+
+
+@pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        (
+            "    a = wait(b)  #  -2 KiB  a.b",
+            '    a = <i class="operation">wait</i>(b)<i class="margin">  #  <i class="freed">-2 KiB</i>  a.b</i>',
+        ),
+        (
+            "    y = region_0(x)  # &bf16[8, s0=4], 3 values  +3.5 MiB",
+            '    y = <i class="region">region_0</i>(x)<i class="margin">  # <i class="type">&amp;bf16[8, s0=4]</i>, '
+            '<i class="type">3 values</i>  <i class="gained">+3.5 MiB</i></i>',
+        ),
+        (
+            "y = aten.mm.default(a, 'return # <b>')",
+            'y = <i class="function">aten.mm.default</i>(a, <i class="string">&#39;return # &lt;b&gt;&#39;</i>)',
+        ),
+        ("    return [returned]", '    <i class="keyword">return</i> [returned]'),
+    ],
+)
+def test_parts_of_a_line_have_colours(line: str, made: str) -> None:
+    assert str(coloured(line)) == made
+
+
+def test_a_difference_is_not_in_columns_that_were_aligned_anew() -> None:
+    before = ["def forward(box):", "    a = f(x)  # f32[4]", "    b = g(a)  # f32[4]"]
+    after = [
+        "def forward(box):",
+        "    a = f(x)        # f32[4]",
+        "    long = h(a)     # f32[4]",
+        "    b = g(a)        # f32[4]",
+    ]
+    kinds = [(kind, line) for kind, _, line in _changes(before, after)]
+    assert [line for kind, line in kinds if kind == "added"] == [after[2]]
+    assert [line for kind, line in kinds if kind == "removed"] == []
+    assert ("context", after[1]) in kinds
+
+
+def test_figures_have_units_and_few_digits(text: str) -> None:
+    shown = html.unescape(
+        re.sub(r"<(style|script)>.*?</\1>|<div class=\"line.*?</div>|<[^>]*>", " ", text, flags=re.DOTALL)
+    )
+    assert not re.findall(r"\b0\.0\d+ ?(?:ms|s)\b", shown), "a smaller unit"
+    figures = re.findall(r"\b([\d.]+) (?:s|ms|µs|ns|[KMGT]iB)\b", shown)
+    assert figures
+    assert [figure for figure in figures if len(figure.replace(".", "").lstrip("0")) > 4] == []
+
+
+def test_the_hardware_is_named_and_why_it_was_taken(tmp_path: Path) -> None:
+    compiled = zcompile.compile(make("gpt"), backend="eager")
+    steps(compiled, 1)
+    told = html.unescape(compiled.report(tmp_path / "report.html").read_text())
+    assert f"<strong>{CPU.name}</strong>, taken because no hardware= was given" in told
+    assert CPU.source in told
+    assert "50 GFLOP/s in every dtype; memory 10 GB/s; between ranks 125 MB/s, 200 µs latency" in told
+    assert "given as hardware=" in compiled.report(tmp_path / "report.html", hardware=RATES).read_text()
+
+
+def test_memory_is_drawn_over_the_time_of_the_step(journal: Journal) -> None:
+    program = journal.entries[-1].after
+    timeline = simulate(program, RATES, steps=True)
+    curve = memory_curve(program, timeline)
+    assert curve is not None
+    computed = [event for event in timeline.events if event.is_line]
+    for event in computed:
+        assert curve.spans[event.node] == pytest.approx(
+            (100 * event.start / timeline.seconds, 100 * event.end / timeline.seconds)
+        )
+    places = [place for span in curve.spans.values() for place in span]
+    assert places == sorted(places)
+    assert curve.held[curve.peak_node] == curve.most == max(curve.held.values())
+    assert re.fullmatch(r"region_\d+ of [\w.]+, in the (forward|backward)", curve.peak), curve.peak
+
+
+def test_forward_backward_and_optimizer_follow_each_other(journal: Journal) -> None:
+    parts = step_chart(simulate(journal.entries[-1].after, RATES, steps=True), "").parts
+    assert [part.name for part in parts] == ["forward", "backward", "optimizer"]
+    for part, after in itertools.pairwise(parts):
+        assert part.start + part.width == pytest.approx(after.start)
+    assert parts[0].start == 0.0
+    assert parts[-1].start + parts[-1].width == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0"), (3e-7, "300 ns"), (7.806e-7, "781 ns"), (0.0007806, "781 µs"), (0.9999, "1 s"), (83.26, "83.3 s")],
+)
+def test_seconds_for_reading(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
+
+
+def test_ticks_are_at_round_figures() -> None:
+    assert [(tick.at, tick.text) for tick in ticks(0.05, human_seconds)] == [
+        (0.0, "0"), (pytest.approx(40.0), "20 ms"), (pytest.approx(80.0), "40 ms"),
+    ]  # fmt: skip
+    assert [tick.text for tick in ticks(650 * 2**20, human_bytes, base=1024)] == [
+        "0 B",
+        "200 MiB",
+        "400 MiB",
+        "600 MiB",
+    ]
+    assert ticks(0, human_bytes) == []
 
 
 def test_every_pass_is_there_with_its_facts(journal: Journal, text: str) -> None:
@@ -115,7 +225,7 @@ class Given(nn.Module):
 def test_a_program_without_a_line_has_a_page(tmp_path: Path) -> None:
     compiled = zcompile.compile(Given(), backend="eager", dump=tmp_path)
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
-    assert "Memory of a rank" not in (tmp_path / "report.html").read_text()
+    assert 'svg class="curve"' not in (tmp_path / "report.html").read_text()
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------------
@@ -168,7 +278,8 @@ def test_a_click_on_a_line_marks_it_everywhere(page: Any) -> None:
     assert "kept" in line.get_attribute("class")
     assert line.get_attribute("aria-selected") == "true"
     assert "kept" in page.locator(f"table.collectives tr[data-node='{node}']").get_attribute("class")
-    assert page.locator("line.cursor").get_attribute("x1") == line.get_attribute("data-at")
+    assert page.locator("i.cursor").evaluate("one => one.style.left") == f"{float(line.get_attribute('data-start')):g}%"
+    assert line.get_attribute("data-about") in page.locator("output.readout").inner_text()
     line.click()
     assert "kept" not in line.get_attribute("class"), "a second click takes the mark away"
 
@@ -189,14 +300,28 @@ def test_hovering_marks_and_leaves_nothing(page: Any) -> None:
 
 
 def test_the_memory_leads_to_its_line(page: Any) -> None:
-    page.locator("button.to-line").click()
-    at = page.locator("line.peak").get_attribute("x1")
-    assert page.locator(".text .line.kept").first.get_attribute("data-at") == at
-    box, line = page.locator(".text").first.bounding_box(), page.locator(".text .line.kept").first.bounding_box()
+    button = page.locator("button.to-line")
+    button.click()
+    kept = page.locator(".text .line.kept")
+    assert kept.first.get_attribute("data-node") == button.get_attribute("data-node")
+    peak = page.locator("i.peak").evaluate("one => parseFloat(one.style.left)")
+    assert float(kept.first.get_attribute("data-start")) <= peak <= float(kept.first.get_attribute("data-end"))
+    box, line = page.locator(".text").first.bounding_box(), kept.first.bounding_box()
     assert box["y"] <= line["y"] <= box["y"] + 0.6 * box["height"]
-    assert "(" in page.locator("button.to-line").inner_text()
     page.locator("svg.curve").click(position={"x": 3, "y": 20})
-    assert page.locator(".text .line.kept").first.get_attribute("data-at") != at
+    assert kept.first.get_attribute("data-node") != button.get_attribute("data-node")
+
+
+def test_lanes_memory_and_axis_are_on_one_time_axis(page: Any) -> None:
+    """What is drawn at a moment is at one place: bars, the border before the backward, and the memory."""
+    left, width = page.locator("svg.curve").evaluate("one => [one.getBoundingClientRect().x, one.clientWidth]")
+    for lane in page.locator(".lane svg").all():
+        assert lane.evaluate("one => [one.getBoundingClientRect().x, one.clientWidth]") == [left, width]
+    border = page.locator("i.border").first
+    at = border.evaluate("one => [one.getBoundingClientRect().x, parseFloat(one.style.left)]")
+    assert at[0] == pytest.approx(left + width * at[1] / 100, abs=1.0)
+    assert border.is_visible()
+    assert page.locator(".axis span").count() > 3
 
 
 def test_the_keyboard_goes_through_the_lines(page: Any) -> None:
@@ -217,11 +342,14 @@ def test_light_and_dark(page: Any) -> None:
     assert page.locator("#theme").get_attribute("aria-pressed") == "true"
 
 
-@pytest.mark.parametrize("width", [360, 800, 2400])
+@pytest.mark.parametrize("width", [360, 390, 800, 1280, 2400])
 def test_no_width_scrolls_sideways(page: Any, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("rect.bar").first.is_visible()
+    cut = "one => one.scrollWidth > one.clientWidth"
+    assert not page.locator(".text").evaluate(cut), "types and modules are not cut"
 
 
 def test_passes_show_what_they_change(page: Any) -> None:
@@ -229,6 +357,30 @@ def test_passes_show_what_they_change(page: Any) -> None:
     step.locator("summary").click()
     assert "all_gather(" in step.locator(".diff").inner_text()
     assert step.locator(".added").first.is_visible()
+
+
+def test_each_line_of_a_difference_is_a_line(page: Any) -> None:
+    step = page.locator("details.pass", has_text="insert_gathers")
+    step.locator("summary").click()
+    boxes = step.locator(".diff > div").evaluate_all("all => all.map((one) => one.getBoundingClientRect().toJSON())")
+    assert len(boxes) > 10
+    for above, below in itertools.pairwise(boxes):
+        assert below["y"] == pytest.approx(above["y"] + above["height"], abs=1.0)
+        assert below["x"] == above["x"]
+        assert below["height"] < 30
+    assert max(box["width"] for box in boxes) < 1300
+
+
+def test_the_scheme_of_the_system_is_taken_without_a_click(browser: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(text)
+    papers = []
+    for scheme in ("light", "dark"):
+        context = browser.new_context(color_scheme=scheme, java_script_enabled=False)
+        page = context.new_page()
+        page.goto(f"file://{tmp_path}/report.html")
+        papers.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        context.close()
+    assert papers == ["rgb(255, 255, 255)", "rgb(13, 17, 23)"]
 
 
 # -- a plan's page ----------------------------------------------------------------------------------------------------

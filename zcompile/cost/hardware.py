@@ -132,12 +132,15 @@ class Hardware:
 
 
 CPU = replace(
-    Hardware.of(flops=50e9, memory_bandwidth=10e9, latency=200e-6, bandwidth=125e6), name="a CPU core on 1 Gbit/s"
+    Hardware.of(flops=50e9, memory_bandwidth=10e9, latency=200e-6, bandwidth=125e6),
+    name="a CPU core on 1 Gbit/s",
+    source="a guess for any CPU: nothing was measured, so trust relative sizes alone",
 )
 """One core and a 1 Gbit/s link, for choices on a CPU that was not measured: relative sizes are what counts."""
 GPU = replace(
     Hardware.of(flops=100e12, memory_bandwidth=1.5e12, latency=20e-6, bandwidth=25e9),
     name="a GPU on 200 Gbit/s",
+    source="a guess for any GPU: nothing was measured, so trust relative sizes alone",
     device=CUDA,
     host_bandwidth=25e9,
 )

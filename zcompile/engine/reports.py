@@ -20,7 +20,7 @@ from zcompile.ir.program import Program
 from zcompile.recording.recording import rank_folder
 from zcompile.report.dumps import check_dump, write_dump, writing
 from zcompile.report.explain import explain
-from zcompile.report.program_page import write_page
+from zcompile.report.program_page import GIVEN, write_page
 from zcompile.runtime.device import is_gpu
 from zcompile.schedule.pipeline import Journal
 
@@ -121,24 +121,24 @@ class Reports:
     ) -> Path:
         """See `CompiledModule.dump`."""
         if all_ranks or self._rank == 0:
-            chosen = self._profile_of(hardware)
+            chosen, why = self._profile_of(hardware)
             home = rank_folder(Path(folder), self._rank) if all_ranks else Path(folder)
             written = generated_code if code else None
             with writing("dump", folder):
                 write_dump(home, self.compiler.journals, self.explain(), chosen, measured=self.profiled, code=written)
-                self._write_page(home / "report.html", chosen)
+                self._write_page(home / "report.html", chosen, why)
         return Path(folder)
 
     def report(self, path: str | os.PathLike[str], hardware: str | Hardware | None = None) -> Path:
         """See `CompiledModule.report`."""
         if self._rank == 0:
-            chosen = self._profile_of(hardware)
+            chosen, why = self._profile_of(hardware)
             with writing("report", path):
-                self._write_page(Path(path), chosen)
+                self._write_page(Path(path), chosen, why)
         return Path(path)
 
-    def _write_page(self, path: Path, hardware: Hardware) -> None:
-        write_page(path, self.title, self.compiler.journals, hardware, self.profiled)
+    def _write_page(self, path: Path, hardware: Hardware, why: str) -> None:
+        write_page(path, self.title, self.compiler.journals, hardware, self.profiled, why=why)
 
     def dump_if_asked(self) -> None:
         """Write the dump that the options ask for, as it is by now."""
@@ -148,8 +148,11 @@ class Reports:
             except OptionError as error:  # of one rank alone, which is no reason for the others to wait for it
                 warnings.warn(f"zcompile: the program is not dumped: {error}", stacklevel=3)
 
-    def _profile_of(self, hardware: str | Hardware | None) -> Hardware:
-        return load_profile(hardware) if isinstance(hardware, str) else hardware or self.compiler.hardware
+    def _profile_of(self, hardware: str | Hardware | None) -> tuple[Hardware, str]:
+        """What steps are predicted for, and why."""
+        if hardware is None:
+            return self.compiler.hardware, "taken because no hardware= was given"
+        return (load_profile(hardware) if isinstance(hardware, str) else hardware), GIVEN
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:

@@ -69,9 +69,9 @@ class PipelineReports(Reports):
         """What each rank has, does, sends and holds, as predicted."""
         return explain_pipeline(self.compiler.programs, self.compiler.table, self.compiler.hardware)
 
-    def _write_page(self, path: Path, hardware: Hardware) -> None:
+    def _write_page(self, path: Path, hardware: Hardware, why: str) -> None:
         code = self.compiler
-        write_page(path, self.title, code.journals, hardware, self.profiled, code.programs)
+        write_page(path, self.title, code.journals, hardware, self.profiled, code.programs, why=why)
 
 
 def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: Hardware) -> str:

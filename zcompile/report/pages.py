@@ -12,6 +12,8 @@ from typing import Any
 import jinja2
 
 from zcompile.ir.tensor_type import human_bytes
+from zcompile.report.axes import decimal_bytes, human_count, human_seconds
+from zcompile.report.highlight import coloured
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -23,7 +25,14 @@ def rendered(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["human"] = human_bytes
+    environment.filters |= {
+        "human": human_bytes,
+        "decimal": decimal_bytes,
+        "count": human_count,
+        "seconds": human_seconds,
+        "coloured": coloured,
+        "kind": lambda name: name.replace(" ", "-"),
+    }
     return environment.get_template(template).render(version=version("zcompile"), **values)
 
 

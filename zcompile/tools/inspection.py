@@ -91,7 +91,7 @@ def write(journal: Journal, folder: Path, title: str, hardware: Hardware, *, cod
     text = explain(program.layout, [program], len(program.regions))
     try:
         notes = write_dump(folder, [journal], text, hardware, code=generated_code if code else None)
-        write_page(folder / "report.html", title, [journal], hardware)
+        write_page(folder / "report.html", title, [journal], hardware, why="chosen by --hardware")
     except OSError as error:
         raise SubjectError(str(folder), f"cannot be written: {error.strerror}", "give another folder") from error
     return text, notes

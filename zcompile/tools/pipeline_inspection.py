@@ -64,7 +64,9 @@ class InspectedPipeline:
                 home = rank_folder(folder, rank * self.data)
                 written = generated_code if code else None
                 notes += write_dump(home, [journal], text, self.hardware, code=written)
-                write_page(home / "report.html", title, [journal], self.hardware, (), self.programs)
+                write_page(
+                    home / "report.html", title, [journal], self.hardware, (), self.programs, why="chosen by --hardware"
+                )
         except OSError as error:
             raise SubjectError(str(folder), f"cannot be written: {error.strerror}", "give another folder") from error
         return text, list(dict.fromkeys(notes))

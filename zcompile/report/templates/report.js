@@ -2,8 +2,9 @@ for (const section of document.querySelectorAll("section.program")) {
   const marked = {};
   const text = section.querySelector(".text");
   const lines = [...text.querySelectorAll("[data-node]")];
-  const cursor = section.querySelector("line.cursor");
+  const cursor = section.querySelector("i.cursor");
   const curve = section.querySelector("svg.curve");
+  const readout = section.querySelector("output.readout");
   const of = (node) => section.querySelectorAll(`[data-node="${CSS.escape(node)}"]:not(button)`);
 
   const mark = (kind, node) => {
@@ -11,9 +12,12 @@ for (const section of document.querySelectorAll("section.program")) {
     if (marked[kind]) for (const one of of(marked[kind])) one.classList.remove(kind);
     marked[kind] = node;
     if (node) for (const one of of(node)) one.classList.add(kind);
+    if (!cursor) return;
     const line = lines.find((one) => one.dataset.node === (marked.hover || marked.kept));
-    const at = line && line.dataset.at ? line.dataset.at : "-9";
-    if (cursor) for (const end of ["x1", "x2"]) cursor.setAttribute(end, at);
+    const runs = line !== undefined && line.dataset.start !== undefined;
+    cursor.hidden = !runs;
+    if (runs) cursor.style.left = `${line.dataset.start}%`;
+    readout.textContent = runs ? `${line.dataset.node}, ${line.dataset.about}` : "";
   };
   const keep = (node, scrolls) => {
     mark("kept", node);
@@ -30,12 +34,15 @@ for (const section of document.querySelectorAll("section.program")) {
     return found && section.contains(found) ? found.dataset.node : "";
   };
   const within = (event) => curve !== null && curve.contains(event.target);
+  // The line that runs at the place of the mouse; between lines, the nearest one that takes time.
   const nearest = (event) => {
     const box = curve.getBoundingClientRect();
-    const at = ((event.clientX - box.left) / box.width) * curve.viewBox.baseVal.width;
+    const at = ((event.clientX - box.left) / box.width) * 100;
     let best = "", least = Infinity;
     for (const line of lines) {
-      const far = line.dataset.at ? Math.abs(Number(line.dataset.at) - at) : Infinity;
+      const start = Number(line.dataset.start), end = Number(line.dataset.end);
+      if (!(end > start)) continue;
+      const far = Math.max(start - at, at - end, 0);
       if (far < least) [best, least] = [line.dataset.node, far];
     }
     return best;

@@ -1,10 +1,13 @@
 const button = document.getElementById("theme");
+const preference = window.matchMedia("(prefers-color-scheme: dark)");
 const show = (dark) => {
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
   button.setAttribute("aria-pressed", String(dark));
   button.textContent = dark ? "Light" : "Dark";
 };
-const preference = window.matchMedia("(prefers-color-scheme: dark)");
-show(preference.matches);
-preference.addEventListener("change", (event) => show(event.matches));
-button.addEventListener("click", () => show(document.documentElement.dataset.theme !== "dark"));
+const isDark = () => (document.documentElement.dataset.theme || (preference.matches ? "dark" : "light")) === "dark";
+show(isDark());
+preference.addEventListener("change", () => show(isDark()));
+button.addEventListener("click", () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  show(isDark());
+});

@@ -1,0 +1,245 @@
+"""Charts of a step on its time axis: what is computed, sent and waited for, and the memory of a rank under it.
+
+The template draws them: places are percent of the width, and lanes and bands have units of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zcompile.cost.line_calls import line_of
+from zcompile.cost.memory import MemoryKind, alive_at, live_by_kind, model_state
+from zcompile.cost.simulator import idle_share
+from zcompile.cost.timeline import Event, Spent, Timeline
+from zcompile.ir.operation import Phase, data
+from zcompile.ir.program import Program
+from zcompile.ir.tensor_type import human_bytes
+from zcompile.report.axes import Tick, binary_bytes, human_seconds, ticks
+
+WIDTH = 100_000
+"""Of charts, in their own units; on the screen they are as wide as the page."""
+HEIGHT = 300
+"""Of the chart of memory."""
+MOST_ALIVE = 60
+"""Lines listed at the peak; the rest is counted."""
+HEADROOM = 1.1
+"""How high the chart of memory is, beside its peak: a line above it has room for the peak's own figure."""
+LEAST_WIDTH = 20.0
+"""Of a bar: what takes next to no time is seen, too."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span of a lane."""
+
+    start: float
+    width: float
+    kind: str
+    title: str
+    node: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Spans that follow each other."""
+
+    name: str
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step that is named above its lanes: forward, backward, optimizer. Places are percent."""
+
+    name: str
+    start: float
+    width: float
+
+
+@dataclass(frozen=True)
+class Alive:
+    """What is there at the peak: the line that has made it, what it is, its bytes and the module it comes from."""
+
+    node: str
+    kind: str
+    nbytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The memory of a rank over the time of a step: a band for each kind, stacked."""
+
+    bands: Mapping[str, str]
+    """The path of each kind's band."""
+    spans: Mapping[str, tuple[float, float]]
+    """When each line runs, by its node, in percent of the width."""
+    held: Mapping[str, int]
+    """Bytes while each line runs, by its node."""
+    peak_node: str
+    peak: str
+    """The line of the peak: what it calls, for which unit, and in which phase."""
+    most: int
+    """Bytes at the peak."""
+    beside: int
+    """Of them, those beside shards and optimizer state."""
+    alive: Sequence[Alive]
+    """The largest at the peak."""
+    left: int
+    """How many more there are."""
+    ticks: Sequence[Tick]
+    """Percent from the bottom."""
+
+    @property
+    def peak_at(self) -> float:
+        """The middle of the line of the peak."""
+        return sum(self.spans[self.peak_node]) / 2
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A step on its lanes."""
+
+    title: str
+    seconds: float
+    summary: str
+    lanes: Sequence[Lane]
+    parts: Sequence[Part]
+    curve: Curve | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """What its bars are, each once."""
+        return list(dict.fromkeys(bar.kind for lane in self.lanes for bar in lane.bars))
+
+    @property
+    def ticks(self) -> Sequence[Tick]:
+        """Of the time axis."""
+        return ticks(self.seconds, human_seconds, about=8)
+
+
+def step_chart(timeline: Timeline, title: str, curve: Curve | None = None) -> Chart:
+    """A step of one rank, with the memory of its program if `curve` has it."""
+    total = timeline.seconds or 1.0
+    lanes: dict[str, list[Bar]] = {}
+    for event in timeline.events:
+        if event.own > 0 and event.spent in _LANES:
+            what = f"{event.operation} {event.unit}".strip()
+            bar = _bar(total, event.start, event.end, str(event.spent), what, event.node)
+            lanes.setdefault(_LANES[event.spent], []).append(bar)
+    for name, messages in timeline.flights().items():
+        for message in messages:
+            what = f"{message.operation} {message.unit}".strip() + f", {human_bytes(message.nbytes)}"
+            bar = _bar(total, message.start, message.end, "message", what, message.node)
+            lanes.setdefault(name, []).append(bar)
+    order = [name for name in dict.fromkeys(_LANES.values()) if name in lanes]
+    order += [name for name in lanes if name not in order]
+    spent = [f"{kind} {human_seconds(timeline.spent(kind))}" for kind in Spent if timeline.spent(kind) > 1e-9]
+    parts = list(_parts(timeline.events, total))
+    return Chart(title, timeline.seconds, ", ".join(spent), [Lane(name, lanes[name]) for name in order], parts, curve)
+
+
+_LANES = {Spent.COMPUTE: "compute", Spent.OPTIMIZER: "compute", Spent.EXPOSED: "waiting"}
+
+
+def _bar(total: float, start: float, end: float, kind: str, what: str, node: str) -> Bar:
+    width = max((end - start) / total * WIDTH, LEAST_WIDTH)
+    return Bar(start / total * WIDTH, width, kind, f"{what}: {human_seconds(end - start)}", node)
+
+
+def _parts(events: Sequence[Event], total: float) -> Iterator[Part]:
+    """Forward and backward, and the optimizer's step behind them, as far as there are such."""
+    named: dict[str, list[Event]] = {}
+    for event in events:
+        name = event.phase or (str(Spent.OPTIMIZER) if event.spent is Spent.OPTIMIZER else "")
+        named.setdefault(name, []).append(event)
+    for name in (Phase.FORWARD, Phase.BACKWARD, Spent.OPTIMIZER):
+        if among := named.get(name):
+            start, end = min(event.start for event in among), max(event.end for event in among)
+            yield Part(name, 100 * start / total, 100 * (end - start) / total)
+
+
+def pipeline_chart(programs: Sequence[Program], timelines: Sequence[Timeline], title: str) -> Chart:
+    """The ranks of a pipeline in a step: a lane each, with a bar for what an action computes."""
+    total = max(timeline.seconds for timeline in timelines) or 1.0
+    lanes = []
+    for place, (program, timeline) in enumerate(zip(programs, timelines, strict=True)):
+        bars = []
+        for event in (event for event in timeline.events if event.spent in (Spent.COMPUTE, Spent.OPTIMIZER)):
+            action = data(program.node(event.node)).action if event.node else ""
+            kind = "backward" if action.strip("0123456789") in ("B", "I", "W") else str(event.spent)
+            bars.append(_bar(total, event.start, event.end, kind, f"{action or event.operation} {event.unit}", ""))
+        lanes.append(Lane(f"rank {place}", bars))
+    idle = f"{idle_share(timelines):.1%} of the time of all ranks is idle, in bubbles and waits"
+    return Chart(title, total, idle, lanes, ())
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_curve(program: Program, timeline: Timeline) -> Curve | None:
+    """The memory of a program that runs as `timeline` says; None if it has no line: it gives back what it is given."""
+    live, state = live_by_kind(program), model_state(program.layout)
+    if not live or not timeline.seconds:
+        return None
+    spans = _spans([node.name for node in live], timeline)
+    always = {"optimizer state": state.moments, "shards": state.parameters}
+    kinds = {name: [nbytes] * len(live) for name, nbytes in always.items()}
+    kinds |= {str(kind): [held[kind] for held in live.values()] for kind in MemoryKind}
+    totals = {node: sum(held.values()) for node, held in live.items()}
+    peak = max(totals, key=lambda node: totals[node])
+    most = sum(always.values()) + totals[peak]
+    alive = [Alive(n.name, str(kind), size, data(n).source or "the root") for n, kind, size in alive_at(program, peak)]
+    return Curve(
+        bands=_bands(kinds, list(spans.values()), HEADROOM * most),
+        spans=spans,
+        held={node.name: sum(always.values()) + nbytes for node, nbytes in totals.items()},
+        peak_node=peak.name,
+        peak=_name_of(program, peak.name),
+        most=most,
+        beside=totals[peak],
+        alive=alive[:MOST_ALIVE],
+        left=max(len(alive) - MOST_ALIVE, 0),
+        ticks=ticks(HEADROOM * most, binary_bytes, about=5, base=1024),
+    )
+
+
+def _name_of(program: Program, name: str) -> str:
+    """What the line of a node calls, for which unit, and in which phase."""
+    node = program.node(name)
+    line, phase = line_of(program, node), data(node).phase
+    unit = f" of {line.unit}" if line.unit else ""
+    return f"{line.operation}{unit}" + (f", in the {phase}" if phase is not Phase.STEP else "")
+
+
+def _spans(nodes: Sequence[str], timeline: Timeline) -> dict[str, tuple[float, float]]:
+    """When each line runs, in percent; one that takes no time stands where the one before it has ended."""
+    ran = {event.node: event for event in timeline.events if event.node}
+    result, now = {}, 0.0
+    for node in nodes:
+        start, end = (ran[node].start, ran[node].end) if node in ran else (now, now)
+        result[node] = 100 * start / timeline.seconds, 100 * end / timeline.seconds
+        now = end
+    return result
+
+
+def _bands(kinds: Mapping[str, Sequence[int]], spans: Sequence[tuple[float, float]], top: float) -> dict[str, str]:
+    """The outline of each kind's band as an SVG path: what a line holds is held until the next one begins."""
+    starts = [start for start, _ in spans]
+    ends = [*starts[1:], 100.0]
+    across = [place * WIDTH / 100 for span in zip(starts, ends, strict=True) for place in span]
+    below, result = [0.0] * len(spans), {}
+    for name, heights in kinds.items():
+        above = [low + height for low, height in zip(below, heights, strict=True)]
+        if above != below:
+            edges = [_edge(across, levels, top) for levels in (above, below)]
+            result[name] = f"M{' L'.join([*edges[0], *reversed(edges[1])])} Z"
+        below = above
+    return result
+
+
+def _edge(across: Sequence[float], levels: Sequence[float], top: float) -> list[str]:
+    """Points of a line that goes level from where each of `levels` begins to where it ends."""
+    twice = (level for level in levels for _ in range(2))
+    return [f"{x:.0f},{HEIGHT * (1 - level / top):.2f}" for x, level in zip(across, twice, strict=True)]
