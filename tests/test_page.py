@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import itertools
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,15 +20,16 @@ from torch import nn
 import zcompile
 from tests.models import batch, make
 from tests.test_dumps import steps
-from zcompile.cost.forecast import Plan
+from zcompile.cost.forecast import Choice, Forecast, Plan
 from zcompile.cost.hardware import CPU, Hardware
-from zcompile.cost.memory import alive_at, live_by_kind
+from zcompile.cost.memory import MemoryKind, alive_at, live_by_kind
 from zcompile.cost.simulator import simulate
 from zcompile.ir.printer import lines_with_nodes
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.report.axes import human_seconds, ticks
+from zcompile.report.axes import decimal_bytes, human_seconds, ticks
 from zcompile.report.charts import memory_curve, step_chart
 from zcompile.report.highlight import coloured
+from zcompile.report.plan_chart import name_of, plan_chart
 from zcompile.report.plan_page import plan_page_text
 from zcompile.report.program_page import _changes, page_text
 from zcompile.schedule.pipeline import Journal
@@ -397,10 +399,66 @@ def plan() -> Plan:
 def test_every_choice_of_a_plan_is_there(plan: Plan) -> None:
     text = plan_page_text(plan)
     for forecast in plan.forecasts:
-        assert f"{forecast.nbytes / 1e9:.2f}</td>" in text
+        assert f"{decimal_bytes(forecast.nbytes)}</td>" in text
+        assert f"{human_seconds(forecast.seconds)}</td>" in text
         assert html.escape(str(forecast.choice)).replace("&#x27;", "&#39;") in text
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", text)
     assert "http" not in text
+
+
+def test_the_memory_limit_has_a_line_wherever_it_is(plan: Plan) -> None:
+    largest = max(forecast.nbytes for forecast in plan.of(2))
+    for limit in (1, largest // 2, 2 * largest):
+        place = plan_chart(replace(plan, memory_limit=limit), 2).limit
+        assert place is not None
+        assert 0 < place <= 100
+    above = replace(plan, memory_limit=100 * largest)
+    assert plan_chart(above, 2).limit == 0.0
+    assert f"limit {decimal_bytes(100 * largest)}, far above</text>" in plan_page_text(above)
+    boundless = replace(plan, memory_limit=math.inf)
+    assert plan_chart(boundless, 2).limit is None
+    assert "<dd>none of a rank" in plan_page_text(boundless)
+
+
+def test_the_best_choice_and_its_neighbours_have_names(plan: Plan) -> None:
+    chart, best = plan_chart(plan, 2), plan.fastest(2)
+    assert best is not None
+    for screen, text in (("wide", f"best: {name_of(best)}"), ("narrow", "best")):
+        labels = [label for label in chart.labels if label.screen == screen]
+        assert [label.text for label in labels if label.is_best] == [text]
+        assert len(labels) > 1
+    assert chart.drawn[-1].forecast is best, "no other dot covers it"
+
+
+def told(seconds: float, nbytes: int, **choice: Any) -> Forecast:
+    held = {MemoryKind.ACTIVATIONS: nbytes}
+    return Forecast(Choice(3, 0, None, None, **choice), 8, 0, 0, held, seconds, 0.0, 0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ([], "1 s a step and 2 GB of a rank. Nothing else fits."),
+        (
+            [told(1.0, 3 * 10**9)],
+            "1 s a step and 2 GB of a rank. Of 2 choices that are as fast it takes the least memory "
+            "(the others: stage 3, prefetch 0).",
+        ),
+        (
+            [told(1.0, 2 * 10**9), told(1.0, 3 * 10**9)],
+            "1 s a step and 2 GB of a rank. Of 3 choices that are as fast it is the first of those that take the least "
+            "memory (the others: stage 3, prefetch 0; stage 3, prefetch 0).",
+        ),
+        (
+            [told(1.005, 10**9), told(1.001, 3 * 10**9)],
+            "1 s a step and 2 GB of a rank. The next, stage 3, prefetch 0, takes 0.1% longer. "
+            "With 1 GB, stage 3, prefetch 0 takes 0.5% longer.",
+        ),
+    ],
+)
+def test_what_is_best_has_a_reason(others: list[Forecast], reason: str) -> None:
+    made = Plan("m", 1, RATES, 10**10, [told(1.0, 2 * 10**9), *others, told(0.5, 10**11)])
+    assert f'<p class="reason">{reason}</p>' in plan_page_text(made)
 
 
 def test_bars_of_memory_lie_end_to_end_in_proportion(plan: Plan) -> None:
@@ -434,11 +492,13 @@ def test_a_plan_marks_sorts_and_copies(browser: Any, plan: Plan, tmp_path: Path)
         assert best.count() == world.locator("circle.best").count() == 1
         best.click()
         assert "kept" in (world.locator("circle.best").get_attribute("class") or "")
-        world.get_by_role("button", name="step s").click()
-        seconds = [float(cell) for cell in rows.locator("td:nth-child(6)").all_inner_texts()]
+        step = world.get_by_role("button", name="step")
+        taken = "all => all.map((one) => Number(one.dataset.value))"
+        step.click()
+        seconds = rows.locator("td:nth-child(6)").evaluate_all(taken)
         assert seconds == sorted(seconds)
-        world.get_by_role("button", name="step s").click()
-        seconds = [float(cell) for cell in rows.locator("td:nth-child(6)").all_inner_texts()]
+        step.click()
+        seconds = rows.locator("td:nth-child(6)").evaluate_all(taken)
         assert seconds == sorted(seconds, reverse=True)
         rows.first.focus()
         page.keyboard.press("ArrowDown")
@@ -448,8 +508,48 @@ def test_a_plan_marks_sorts_and_copies(browser: Any, plan: Plan, tmp_path: Path)
         page.wait_for_function("document.querySelector('.copy').textContent !== 'Copy'")
 
 
-@pytest.mark.parametrize("width", [360, 768, 1300, 2400])
+PLACES = "all => all.map((one) => one.getBoundingClientRect().toJSON())"
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1280, 2400])
 def test_no_width_scrolls_a_plan_sideways(browser: Any, plan: Plan, tmp_path: Path, width: int) -> None:
     with opened(browser, plan_page_text(plan), tmp_path) as page:
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for part in ("circle.dot", ".chart text", ".choices td"):
+            for box in page.locator(part).evaluate_all(PLACES):
+                assert box["left"] >= 0, part
+                assert box["right"] <= width, part
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_cover_neither_dots_nor_each_other(browser: Any, plan: Plan, tmp_path: Path, width: int) -> None:
+    with opened(browser, plan_page_text(plan), tmp_path) as page:
+        page.set_viewport_size({"width": width, "height": 800})
+        world = page.locator("#world-2")
+        names = [box for box in world.locator("text.label").evaluate_all(PLACES) if box["width"]]
+        dots = world.locator("circle.dot").evaluate_all(PLACES)
+        assert len(names) > 1
+        for one, other in [*itertools.combinations(names, 2), *itertools.product(names, dots)]:
+            across = min(one["right"], other["right"]) - max(one["left"], other["left"])
+            down = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
+            assert min(across, down) < 3, (one, other)
+
+
+def test_headings_stand_above_their_columns(browser: Any, plan: Plan, tmp_path: Path) -> None:
+    with opened(browser, plan_page_text(plan), tmp_path) as page:
+        headings = page.locator("#world-2 th:has(button)")
+        cells = page.locator("#world-2 tbody tr").first.locator("td")
+        inside = """one => {
+            const range = document.createRange();
+            range.selectNodeContents(one.querySelector("button") || one);
+            return range.getBoundingClientRect().toJSON();
+        }"""
+        compared = 0
+        for index in range(headings.count()):
+            heading, cell = headings.nth(index).evaluate(inside), cells.nth(index).evaluate(inside)
+            side = "right" if "number" in (cells.nth(index).get_attribute("class") or "") else "left"
+            if cell["width"]:
+                assert heading[side] == pytest.approx(cell[side], abs=1.0)
+                compared += 1
+        assert compared > 4
