@@ -16,11 +16,15 @@ class Tick:
     at: float
     """Percent of the axis."""
     text: str
+    is_fine: bool = False
+    """True for one that is left out where there is little room: every second of many."""
 
 
 def ticks(most: float, text: Callable[[float], str], *, about: int = 4, base: int = 10) -> list[Tick]:
     """Ticks at round figures from 0 to `most`; with `base` 1024, figures that are round in KiB, MiB or GiB."""
-    return [Tick(100 * at / most, text(at)) for at in _round(most, about, base)] if most > 0 else []
+    places = list(_round(most, about, base)) if most > 0 else []
+    are_many = len(places) > 4
+    return [Tick(100 * at / most, text(at), are_many and index % 2 == 1) for index, at in enumerate(places)]
 
 
 def _round(most: float, about: int, base: int) -> Iterator[float]:

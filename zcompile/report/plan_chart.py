@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zcompile.cost.forecast import Forecast, Plan, choice_cells
 from zcompile.report.axes import Tick, decimal_bytes, human_seconds, ticks
@@ -66,6 +66,8 @@ class PlanChart:
     across: Sequence[Tick]
     up: Sequence[Tick]
     labels: Sequence[Label] = ()
+    limit_sides: Mapping[str, str] = field(default_factory=dict)
+    """At which end of its line the limit is named, on each kind of screen: "start" or "end"."""
 
     @property
     def drawn(self) -> list[Dot]:
@@ -91,6 +93,7 @@ def plan_chart(plan: Plan, ranks: int) -> PlanChart:
     ]
     limit = (100 * (1 - plan.memory_limit / top) if is_near else 0.0) if has_limit else None
     chart = PlanChart(dots, limit, ticks(right, human_seconds, about=8), ticks(top, decimal_bytes, about=5))
+    chart = replace(chart, limit_sides={screen: _limit_side(chart, screen) for screen in WIDTHS})
     best = plan.fastest(ranks)
     return replace(chart, labels=[label for screen in WIDTHS for label in _labels(chart, screen, best)])
 
@@ -117,13 +120,31 @@ Box = tuple[float, float, float, float]
 """Left, top, right and bottom, in pixels."""
 
 
+def _limit_box(chart: PlanChart, screen: str, side: str) -> Box:
+    """Where the limit's name would be: above its line, or below it at the top of the chart."""
+    y = (chart.limit or 0.0) * HEIGHT / 100
+    top = y - LINE if y > LINE else y
+    left = 0.0 if side == "start" else WIDTHS[screen] - _LIMIT_NAME
+    return left, top, left + _LIMIT_NAME, top + LINE
+
+
+_LIMIT_NAME = 90.0
+"""Width of the limit's name, in pixels, about."""
+
+
+def _limit_side(chart: PlanChart, screen: str) -> str:
+    """The end of the limit's line where fewer dots are."""
+    around = [_around(dot, WIDTHS[screen]) for dot in chart.dots]
+    return min(("end", "start"), key=lambda side: sum(_meet(_limit_box(chart, screen, side), one) for one in around))
+
+
 def _labels(chart: PlanChart, screen: str, best: Forecast | None) -> Iterator[Label]:
     """Names of dots, the best first and then the fastest, each where it covers neither a dot nor another name."""
     width = WIDTHS[screen]
     taken = [_around(dot, width) for dot in chart.dots]
     if chart.limit is not None:
         y = chart.limit * HEIGHT / 100
-        taken.append((0.0, y - 3, width, y + 3))
+        taken += [(0.0, y - 3, width, y + 3), _limit_box(chart, screen, chart.limit_sides[screen])]
     for group in _groups(chart.dots, screen, best):
         lead, is_best = group[0], group[0].forecast is best
         text = _name([dot.forecast for dot in group], [dot.forecast for dot in chart.dots])

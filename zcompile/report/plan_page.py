@@ -19,7 +19,7 @@ HEADINGS = (*CHOICE, "memory", "step", "TFLOP/s", "hidden")
 """Of the table: the choice, and what it gives."""
 NAMED = 3
 """Choices that are named in a sentence; others are counted."""
-WHY = "chosen by hardware= or --hardware: h100, unless it says another"
+WHY = "as hardware= or --hardware said; h100 is the default"
 """Why steps are predicted for this hardware and no other."""
 
 

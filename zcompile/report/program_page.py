@@ -138,7 +138,7 @@ def _figures(program: Program, told: Timeline, curve: Curve | None) -> Iterator[
     yield "predicted step", human_seconds(told.seconds), f"{exposed} of it waiting for communication, {hidden} hidden"
     if curve:
         yield "predicted peak of a rank", human_bytes(curve.most), f"in {curve.peak}"
-    volume = volume_line(program).removeprefix("volume: ")
+    volume = volume_line(program).removeprefix("volume: ").replace("N-1", "N−1")
     yield "each rank sends", human_bytes(program.volume()), volume.partition(" = ")[2] or volume
     count = sum(param.numel for param in layout.params)
     yield "parameters", human_count(count), f"Ψ = {count:,}, in {len(layout.units)} units"
