@@ -55,8 +55,8 @@ test-integrations: $(LIBRARIES_READY) ## Run the tests with Transformers, Accele
 	$(LIBRARIES)/bin/pytest --numprocesses $(JOBS) --dist worksteal -m "" tests/integrations $(ARGS)
 
 .PHONY: browser
-browser: $(READY) ## Install what tests of reports want: playwright, and, as root on Debian, Chromium and graphviz
-	@$(PIP) install --editable '.[browser]'
+browser: $(READY) ## Install what tests of pages want: playwright, Sphinx, and, as root on Debian, Chromium and graphviz
+	@$(PIP) install --editable '.[browser,docs]'
 	@command -v chromium >/dev/null && command -v dot >/dev/null || \
 	    { apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes chromium graphviz; } >/dev/null
 

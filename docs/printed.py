@@ -45,7 +45,7 @@ from zcompile.tools.tracing import trace
 
 ROOT = Path(__file__).parent.parent
 STAGES_PAGE = ROOT / "docs" / "stages.md"
-PAGES = ("programs.md", "passes.md", "proof.md", "training.md")
+PAGES = ("index.md", "programs.md", "passes.md", "proof.md", "training.md")
 WITH_BLOCKS = [ROOT / "README.md", *(ROOT / "docs" / page for page in PAGES)]
 WORLD, PREFETCH = 4, 1
 COLUMNS = {"stage 0": 0, "stages 1 and 2": 2, "stage 3": 3}
