@@ -21,9 +21,10 @@ import zcompile
 from tests.models import batch, make
 from tests.test_dumps import steps
 from zcompile.cost.forecast import Choice, Forecast, Plan
-from zcompile.cost.hardware import CPU, Hardware
+from zcompile.cost.hardware import CPU, Hardware, load_profile
 from zcompile.cost.memory import MemoryKind, alive_at, live_by_kind
-from zcompile.cost.simulator import simulate
+from zcompile.cost.simulator import simulate, simulate_pipeline
+from zcompile.cost.timeline import Sent
 from zcompile.ir.printer import lines_with_nodes
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.axes import decimal_bytes, human_seconds, ticks
@@ -32,7 +33,10 @@ from zcompile.report.highlight import coloured
 from zcompile.report.plan_chart import name_of, plan_chart
 from zcompile.report.plan_page import plan_page_text
 from zcompile.report.program_page import _changes, page_text
+from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal
+from zcompile.tools.named_models import subject_of
+from zcompile.tools.pipeline_inspection import of_pipeline
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -138,12 +142,42 @@ def test_memory_is_drawn_over_the_time_of_the_step(journal: Journal) -> None:
 
 
 def test_forward_backward_and_optimizer_follow_each_other(journal: Journal) -> None:
-    parts = step_chart(simulate(journal.entries[-1].after, RATES, steps=True), "").parts
+    parts = step_chart(simulate(journal.entries[-1].after, RATES, steps=True), "", journal.entries[-1].after).parts
     assert [part.name for part in parts] == ["forward", "backward", "optimizer"]
     for part, after in itertools.pairwise(parts):
         assert part.start + part.width == pytest.approx(after.start)
     assert parts[0].start == 0.0
     assert parts[-1].start + parts[-1].width == pytest.approx(100.0)
+
+
+def test_messages_at_the_same_time_are_in_rows_of_one_lane(journal: Journal) -> None:
+    program = journal.entries[-1].after
+    sent = [Sent("all_gather", "a", 8, at, at + 2.0) for at in (0.0, 1.0, 2.0)]
+    sent.append(Sent("all_reduce", "a", 8, 0.0, 1.0, group="replicate"))
+    timeline = replace(simulate(program, RATES), messages=sent)
+    lanes = {lane.name: lane for lane in step_chart(timeline, "", program).lanes}
+    assert [bar.row for bar in lanes["communication"].bars] == [0, 0, 1]
+    assert [bar.row for bar in lanes["along replicate"].bars] == [0]
+    assert lanes["communication"].row_height < lanes["along replicate"].row_height
+
+
+def test_a_rank_of_a_pipeline_is_shown_beside_the_others(tmp_path: Path) -> None:
+    """A rank alone would not wait for what the others have yet to compute."""
+    hardware = load_profile("h100")
+    subject = subject_of("gpt:2x64", batch=1, sequence=32)
+    made = of_pipeline(subject, Options(stage=1), (2, 2), ("1f1b", 4, None), hardware)
+    step = max(timeline.seconds for timeline in simulate_pipeline(made.programs, hardware))
+    assert min(simulate(program, hardware, steps=True).seconds for program in made.programs) < step
+    for journal in made.journals:
+        text = page_text(
+            "a GPT",
+            [journal],
+            hardware,
+            ranks=[zcompile.parse(program.text(regions=True)) for program in made.programs],
+        )
+        assert f'<dd class="figure">{human_seconds(step)}</dd>' in text
+        assert re.search(r"in (region_\d+|\w+) of [\w.]+, in \d[FB]\d</dd>", text)
+        assert 'class="bar backward"' in text
 
 
 @pytest.mark.parametrize(

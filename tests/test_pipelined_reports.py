@@ -76,7 +76,7 @@ def test_a_pipeline_shows_what_all_ranks_do(ranks: Ranks, tmp_path: Path) -> Non
         assert "recv" in one["lines"]
         assert (rank == 0) is ("all ranks of the pipeline" in one["page"])
     page = found[0]["page"]
-    assert page.count('class="lane-name">rank ') == 2
+    assert page.count('class="lane-name" title="rank ') == 2
     assert "1B3 blocks.2" in page
     assert "idle, in bubbles and waits" in page
     check_folders(rank_folders(tmp_path / "dump"))

@@ -5,8 +5,9 @@ The template draws them: places are percent of the width, and lanes and bands ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zcompile.cost.line_calls import line_of
 from zcompile.cost.memory import MemoryKind, alive_at, live_by_kind, model_state
@@ -25,6 +26,8 @@ MOST_ALIVE = 60
 """Lines listed at the peak; the rest is counted."""
 HEADROOM = 1.1
 """How high the chart of memory is, beside its peak: a line above it has room for the peak's own figure."""
+ROW, LEAST_HEIGHT = 8, 26
+"""Of rows where a lane has several, and of a lane, in pixels."""
 LEAST_WIDTH = 20.0
 """Of a bar: what takes next to no time is seen, too."""
 
@@ -38,14 +41,30 @@ class Bar:
     kind: str
     title: str
     node: str
+    row: int = 0
+    """Within its lane: what flies at the same time is in rows of its own."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Spans that follow each other."""
+    """Spans that follow each other, in each of its rows."""
 
     name: str
     bars: Sequence[Bar]
+
+    @property
+    def height(self) -> int:
+        """In pixels."""
+        return max(ROW * self._rows + 4, LEAST_HEIGHT)
+
+    @property
+    def row_height(self) -> float:
+        """Of each row."""
+        return (self.height - 4) / self._rows
+
+    @property
+    def _rows(self) -> int:
+        return 1 + max((bar.row for bar in self.bars), default=0)
 
 
 @dataclass(frozen=True)
@@ -119,28 +138,43 @@ class Chart:
         return ticks(self.seconds, human_seconds, about=8)
 
 
-def step_chart(timeline: Timeline, title: str, curve: Curve | None = None) -> Chart:
-    """A step of one rank, with the memory of its program if `curve` has it."""
+def step_chart(timeline: Timeline, title: str, program: Program, curve: Curve | None = None) -> Chart:
+    """A step of one rank that runs `program`, with its memory if `curve` has it."""
     total = timeline.seconds or 1.0
     lanes: dict[str, list[Bar]] = {}
+    actions = _actions(program)
     for event in timeline.events:
         if event.own > 0 and event.spent in _LANES:
             what = f"{event.operation} {event.unit}".strip()
-            bar = _bar(total, event.start, event.end, str(event.spent), what, event.node)
+            bar = _bar(total, event.start, event.end, _kind(actions, event), what, event.node)
             lanes.setdefault(_LANES[event.spent], []).append(bar)
-    for name, messages in timeline.flights().items():
+    lanes = {name: lanes[name] for name in dict.fromkeys(_LANES.values()) if name in lanes}
+    rows: Counter[str] = Counter()
+    for messages in timeline.flights().values():
+        group = messages[0].group
         for message in messages:
             what = f"{message.operation} {message.unit}".strip() + f", {human_bytes(message.nbytes)}"
             bar = _bar(total, message.start, message.end, "message", what, message.node)
-            lanes.setdefault(name, []).append(bar)
-    order = [name for name in dict.fromkeys(_LANES.values()) if name in lanes]
-    order += [name for name in lanes if name not in order]
+            name = f"along {group}" if group else "communication"
+            lanes.setdefault(name, []).append(replace(bar, row=rows[group]))
+        rows[group] += 1
     spent = [f"{kind} {human_seconds(timeline.spent(kind))}" for kind in Spent if timeline.spent(kind) > 1e-9]
     parts = list(_parts(timeline.events, total))
-    return Chart(title, timeline.seconds, ", ".join(spent), [Lane(name, lanes[name]) for name in order], parts, curve)
+    return Chart(title, timeline.seconds, ", ".join(spent), [Lane(*lane) for lane in lanes.items()], parts, curve)
 
 
 _LANES = {Spent.COMPUTE: "compute", Spent.OPTIMIZER: "compute", Spent.EXPOSED: "waiting"}
+
+
+def _actions(program: Program) -> dict[str, str]:
+    """The action of a pipeline schedule that each line is a part of, by its node; of other programs nothing."""
+    return {node.name: action for node in program.graph.nodes if (action := data(node).action)}
+
+
+def _kind(actions: Mapping[str, str], event: Event) -> str:
+    """What a bar is: in a pipeline, whose halves alternate, the backward is told apart."""
+    action = actions.get(event.node, "") if event.spent is Spent.COMPUTE else ""
+    return "backward" if action.strip("0123456789") in ("B", "I", "W") else str(event.spent)
 
 
 def _bar(total: float, start: float, end: float, kind: str, what: str, node: str) -> Bar:
@@ -165,11 +199,10 @@ def pipeline_chart(programs: Sequence[Program], timelines: Sequence[Timeline], t
     total = max(timeline.seconds for timeline in timelines) or 1.0
     lanes = []
     for place, (program, timeline) in enumerate(zip(programs, timelines, strict=True)):
-        bars = []
+        bars, actions = [], _actions(program)
         for event in (event for event in timeline.events if event.spent in (Spent.COMPUTE, Spent.OPTIMIZER)):
-            action = data(program.node(event.node)).action if event.node else ""
-            kind = "backward" if action.strip("0123456789") in ("B", "I", "W") else str(event.spent)
-            bars.append(_bar(total, event.start, event.end, kind, f"{action or event.operation} {event.unit}", ""))
+            what = f"{actions.get(event.node) or event.operation} {event.unit}".strip()
+            bars.append(_bar(total, event.start, event.end, _kind(actions, event), what, ""))
         lanes.append(Lane(f"rank {place}", bars))
     idle = f"{idle_share(timelines):.1%} of the time of all ranks is idle, in bubbles and waits"
     return Chart(title, total, idle, lanes, ())
@@ -206,11 +239,12 @@ def memory_curve(program: Program, timeline: Timeline) -> Curve | None:
 
 
 def _name_of(program: Program, name: str) -> str:
-    """What the line of a node calls, for which unit, and in which phase."""
+    """What the line of a node calls, for which unit, and in which phase, or action of a pipeline."""
     node = program.node(name)
-    line, phase = line_of(program, node), data(node).phase
+    line, meta = line_of(program, node), data(node)
     unit = f" of {line.unit}" if line.unit else ""
-    return f"{line.operation}{unit}" + (f", in the {phase}" if phase is not Phase.STEP else "")
+    when = meta.action if meta.phase is Phase.STEP else f"the {meta.phase}"
+    return f"{line.operation}{unit}" + (f", in {when}" if when else "")
 
 
 def _spans(nodes: Sequence[str], timeline: Timeline) -> dict[str, tuple[float, float]]:

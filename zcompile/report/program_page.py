@@ -7,7 +7,7 @@ Nothing is fetched. Text of the program, names of modules above all, is escaped 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import fx
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.simulator import simulate, simulate_pipeline
 from zcompile.cost.timeline import Timeline
-from zcompile.ir.operation import data, op_of
+from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Communication
 from zcompile.ir.printer import function_text, lines_with_nodes
 from zcompile.ir.program import Program
@@ -103,27 +103,43 @@ def page_text(
     why: str = GIVEN,
 ) -> str:
     """The page as HTML."""
-    sections = [_Section(number, journal, hardware, measured) for number, journal in enumerate(journals)]
+    programs = [journal.entries[-1].after for journal in journals]
+    own = {program.digest(): program for program in programs} if ranks else {}
+    ranks = [own.get(one.digest(), one) for one in ranks]  # one that was parsed names its lines otherwise
+    along = simulate_pipeline(ranks, hardware) if ranks else []
+    told = [_told(program, hardware, ranks, along) for program in programs]
+    sections = [
+        _Section(number, *both, hardware, measured) for number, both in enumerate(zip(journals, told, strict=True))
+    ]
     if ranks:
-        chart = pipeline_chart(ranks, simulate_pipeline(ranks, hardware), "all ranks of the pipeline, predicted")
-        sections[0].charts.insert(0, chart)
+        sections[0].charts.insert(0, pipeline_chart(ranks, along, "all ranks of the pipeline, predicted"))
     assumed = {"hardware": hardware, "why": why, "rates": list(rates(hardware))}
     sizes = {"width": WIDTH, "height": HEIGHT}
     return rendered("report.html.j2", title=title, sections=sections, names=NAMES, **assumed, **sizes)
 
 
+def _told(program: Program, hardware: Hardware, ranks: Sequence[Program], along: Sequence[Timeline]) -> Timeline:
+    """The predicted step: of a rank of a pipeline, whose timelines are `along`, with the others."""
+    for one, timeline in zip(ranks, along, strict=True):
+        if one is program:
+            return replace(timeline, seconds=max(other.seconds for other in along))
+    return simulate(program, hardware, steps=True)
+
+
 class _Section:
     """What the template shows of one program."""
 
-    def __init__(self, number: int, journal: Journal, hardware: Hardware, measured: Sequence[Timeline]) -> None:
+    def __init__(
+        self, number: int, journal: Journal, told: Timeline, hardware: Hardware, measured: Sequence[Timeline]
+    ) -> None:
         self.number = number
         self.program = program = journal.entries[-1].after
         self.kind = "training step" if program.has_backward else "inference"
-        told = simulate(program, hardware, steps=True)
+        place = f"rank {told.rank}, " if Phase.STEP in program.phases else ""
         alike = [timeline for timeline in measured if timeline.trains is program.has_backward]
         self.curve = curve = memory_curve(program, told)
-        self.charts = [step_chart(told, f"predicted for {hardware.name}", curve)]
-        self.charts += [step_chart(one, f"measured: step {one.number}, rank {one.rank}") for one in alike[-1:]]
+        self.charts = [step_chart(told, f"{place}predicted for {hardware.name}", program, curve)]
+        self.charts += [step_chart(one, f"measured: step {one.number}, rank {one.rank}", program) for one in alike[-1:]]
         self.figures = list(_figures(program, told, curve))
         self.overview = list(_overview(program))
         self.text = list(_lines(program, told, curve))
