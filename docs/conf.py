@@ -16,6 +16,7 @@ html_title = f"zcompile {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
 pygments_dark_style = "github-dark"  # the theme's own underlines the names of modules
 
 autodoc_member_order = "bysource"

@@ -44,6 +44,11 @@ class Bar:
     row: int = 0
     """Within its lane: what flies at the same time is in rows of its own."""
 
+    @property
+    def is_thin(self) -> bool:
+        """True if a gap between it and its neighbours would hide it."""
+        return self.width < WIDTH / 250
+
 
 @dataclass(frozen=True)
 class Lane:
