@@ -125,6 +125,14 @@ def test_the_hardware_is_named_and_why_it_was_taken(tmp_path: Path) -> None:
     assert "given as hardware=" in compiled.report(tmp_path / "report.html", hardware=RATES).read_text()
 
 
+def test_hardware_that_was_measured_is_said_to_be(tmp_path: Path) -> None:
+    compiled = zcompile.compile(make("gpt"), backend="eager", prefetch="auto")
+    steps(compiled, 1)
+    told = html.unescape(compiled.report(tmp_path / "report.html").read_text())
+    assert "<strong>measured</strong>, taken because no hardware= was given" in told
+    assert "measured when the model was compiled, on all ranks at once (1)" in told
+
+
 def test_memory_is_drawn_over_the_time_of_the_step(journal: Journal) -> None:
     program = journal.entries[-1].after
     timeline = simulate(program, RATES, steps=True)

@@ -59,7 +59,7 @@ def measure(
             links=tuple(_joined(links)),
             device=communicator.device.type,
             host_bandwidth=meter.host_bandwidth(),
-            source=f"measured on {communicator.size} ranks at once, when the model was compiled",
+            source=f"measured when the model was compiled, on all ranks at once ({communicator.size})",
         )
 
 
