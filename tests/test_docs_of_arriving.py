@@ -135,6 +135,7 @@ def test_options_and_methods_that_are_named_exist() -> None:
     named = {
         name for cell in after for text in re.findall(r"`([^`]*)`", cell) for name in re.findall(r"\b(\w+)=", text)
     }
+    parameters |= zcompile.CompiledModule.no_sync.__kwdefaults__.keys()
     assert named <= {*parameters, "mesh"}
     methods = set(re.findall(r"\b(?:compiled|model)\.(\w+)\(", " ".join(after)))
     assert methods
