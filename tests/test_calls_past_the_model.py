@@ -37,6 +37,7 @@ class Coder(nn.Module):
         self.body = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(6, 6) for _ in range(3))})
         self.head = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 11))
         self.shift = nn.Parameter(torch.full((6,), 0.1))
+        self.scales = nn.ParameterList(torch.full((6,), 1.0 + number) for number in range(2))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self._shifted(self.embedding(x))
@@ -46,6 +47,10 @@ class Coder(nn.Module):
 
     def _shifted(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + self.shift
+
+    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Reads a list of parameters, and nothing else of its own."""
+        return hidden * self.scales[0] + self.scales[1]
 
     def count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
@@ -76,7 +81,7 @@ def by_modules(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def in_turns(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    whole = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    whole = F.cross_entropy(model(x).flatten(0, 1), y.flatten()) + model.scaled(model.embedding(x)).square().mean()
     return whole + by_methods(model, x, y) + model.head(model.embedding(y)).square().mean()
 
 
@@ -163,6 +168,7 @@ def test_modules_and_methods_give_what_the_plain_ones_give() -> None:
         lambda m: m.encode(x),
         lambda m: m.head(m.encode(x)),
         lambda m: m._shifted(torch.ones(6)),
+        lambda m: m.scaled(torch.ones(6)),
         lambda m: m.chosen(x),
         lambda m: m.body["layers"][1](torch.ones(2, 6)),
         lambda m: torch.tensor(m.count()),

@@ -53,6 +53,7 @@ class Compiler:
         self._chosen = False
         self.journals: list[Journal] = []
         self.regions = RegionCache(self.options.backend, runtime.communicator.rank, runtime.graphs)
+        self.regions.told = runtime.progress.at
         if self.options.backend == "inductor":
             self.regions.ready = prepare_inductor(runtime.communicator.device)
         self._agreed: set[str] = set()
@@ -98,7 +99,8 @@ class Compiler:
             return runner
 
         layout = self.runtime.layout.with_trainable(trainable)
-        return on_locals(module, inputs, names, locals_ or {}, lambda called: Capture(called, layout, lower))
+        with self.runtime.progress.doing("tracing its backward"):
+            return on_locals(module, inputs, names, locals_ or {}, lambda called: Capture(called, layout, lower))
 
     def _lower(self, traced: Program, updater: Updater | None) -> Runner:
         offer(traced, lambda: self._request(traced, updater))
@@ -139,6 +141,7 @@ class Compiler:
                 self.schedule = decide(traced, request, self._measured, self.runtime.everyone.share, journal)
                 self._chosen = True
             pipeline = request.pipeline(self.schedule)
+            self.runtime.progress.at("rewriting it, and proving what passes did")
             verified = pipeline.verified(traced, journal)
             if updater is None and verified.program.nodes(Update):
                 fix = "leave it out, or call zcompile.train_step"

@@ -16,5 +16,6 @@ class Engine:
 
     def __init__(self, runtime: ModelRuntime, *, title: str = "a model") -> None:
         self.runtime = runtime
+        runtime.progress.what = title
         self.compiler = Compiler(runtime, lambda: self.reports.dump_if_asked())
         self.reports = Reports(title, runtime, self.compiler)

@@ -13,6 +13,7 @@ from zcompile.engine.calls.dispatch_modes import Modes
 from zcompile.engine.calls.model_calls import ModelCall
 from zcompile.engine.cuda_graphs import make_graphs
 from zcompile.engine.lowering import CompiledStep
+from zcompile.engine.progress import CompileProgress
 from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.errors import OptionError
 from zcompile.frontend.dynamo import autocast
@@ -80,6 +81,7 @@ class ModelRuntime:
         self.graphs = make_graphs(options, communicator.device)
         origin = Origin(communicator.waits.rank, communicator.dividing.rank, options.backend, communicator.device)
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
+        self.progress = CompileProgress("the model", speaks=self.everyone.communicator.rank == 0)
         self.scales = False
         """True where a train step scales the loss."""
         self.modes = Modes()

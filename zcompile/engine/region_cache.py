@@ -39,6 +39,8 @@ class RegionCache:
     """What captures the regions that programs want captured."""
     ready: Callable[[], None] = lambda: None
     """Returns when the backend may compile."""
+    told: Callable[[str], None] = lambda _: None
+    """Is told what is compiled now."""
     compiled: dict[str, Run] = field(default_factory=dict)
     seconds: float = 0.0
     """Spent compiling so far."""
@@ -51,7 +53,8 @@ class RegionCache:
         """
         names = list(found)
         start = int(len(names) * spread(self.rank))
-        for name in (*names[start:], *names[:start]):
+        for number, name in enumerate((*names[start:], *names[:start]), 1):
+            self.told(f"compiling region {number} of {len(names)}")
             self._run(found[name])
         return {name: self.get(region) for name, region in found.items()}
 

@@ -89,6 +89,7 @@ def methods_with_entries(module: nn.Module) -> Iterator[str]:
     if not is_container(module) and next(module.parameters(), None) is not None:
         yield "forward"
     own = {key for key, parameter in parameters_of(module).items() if parameter is not None}
+    own |= {key for key, child in module.named_children() if is_container(child) and parameters_of(child)}
     if not own:
         return
     functions = _functions_of(type(module))

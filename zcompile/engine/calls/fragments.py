@@ -223,6 +223,7 @@ class Fragment:
         self._is_split_under_hooks = False
         """True if the hooks that there are for all modules, as counters of operations have them, break its graph."""
         self._hooks = HookWatch(module, itself=not path)
+        self._was_called = False
         # DTensors of sizes that vary are beyond Dynamo: a program for each.
         dynamic = False if any(site.local is not None for site in tree.sites) else None
         lines = [f"{path} {type(module).__qualname__}"]
@@ -244,7 +245,8 @@ class Fragment:
         """
         if not self.is_split:
             try:
-                with self._placeholders_in_place(), typed_errors(), self.tree.engine.runtime.modes.aside():
+                runtime = self.tree.engine.runtime
+                with self._placeholders_in_place(), typed_errors(), runtime.modes.aside(), self._first_call():
                     result = self._traced(self._hooks.text(self.tree.watch.version), *args, **kwargs)
             except BREAKS as error:
                 self._split(error)
@@ -255,6 +257,13 @@ class Fragment:
                 return result
         with self._own_parameters_full(), taken_out(self._own_entries):
             return self.forward(*args, **kwargs)
+
+    def _first_call(self) -> contextlib.AbstractContextManager[None]:
+        """Around a call: the first one is traced, which takes its time."""
+        if self._was_called:
+            return contextlib.nullcontext()
+        self._was_called = True
+        return self.tree.engine.runtime.progress.doing(f"tracing {self.path or 'its forward'}")
 
     def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls, once for every graph."""

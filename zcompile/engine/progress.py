@@ -1,0 +1,68 @@
+"""A line on stderr while a model is compiled: what is done, and for how long already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+AFTER, EVERY = 5.0, 30.0
+"""Seconds until something is said, and between lines where they cannot be written over, as in a log."""
+
+
+class CompileProgress:
+    """What compiling a model is at. One rank says it, and only of what takes long.
+
+    On a terminal one line is written over and is gone in the end; elsewhere there is a line now and then, and a last
+    one. `ZCOMPILE_PROGRESS=0` in the environment keeps it silent.
+
+    Args:
+        what: What is compiled, in a few words.
+        speaks: True on one rank.
+    """
+
+    def __init__(self, what: str, *, speaks: bool) -> None:
+        self.what = what
+        self._speaks = speaks and os.environ.get("ZCOMPILE_PROGRESS") != "0"
+        self._doing = ""
+
+    @contextlib.contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Within, `phase` is what is done; within another one, a part of that."""
+        before, self._doing = self._doing, phase
+        if before or not self._speaks:
+            try:
+                yield
+            finally:
+                self._doing = before
+            return
+        started, ended = time.perf_counter(), threading.Event()
+        teller = threading.Thread(target=self._tell, args=(started, ended), daemon=True, name="zcompile progress")
+        teller.start()
+        try:
+            yield
+        finally:
+            self._doing = ""
+            ended.set()
+            teller.join()
+
+    def at(self, phase: str) -> None:
+        """From now on, within `doing`, this is what is done."""
+        if self._doing:
+            self._doing = phase
+
+    def _tell(self, started: float, ended: threading.Event) -> None:
+        over = sys.stderr.isatty()
+        wait, said = AFTER, False
+        while not ended.wait(wait):
+            said, wait = True, 1.0 if over else EVERY
+            line = f"zcompile: compiling {self.what} for {time.perf_counter() - started:.0f} s: {self._doing}"
+            print(f"\r\x1b[2K{line}" if over else line, end="" if over else "\n", file=sys.stderr, flush=True)
+        if said and over:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        elif said:
+            done = f"zcompile: compiled {self.what} in {time.perf_counter() - started:.0f} s"
+            print(done, file=sys.stderr, flush=True)
