@@ -1,56 +1,27 @@
 """Local steps: an optimizer steps this rank's parts as plain tensors where it treats each element by itself.
 
-torch's own mostly do, and on DTensors each of their operations costs a dispatch. An optimizer that is not known is
-tried on small DTensors beside plain ones. If it cannot step them, local tensors are right if it treats elements alone:
-pieces that are stepped apart get the values of the whole. A parameter with an owner is stepped there as a plain tensor
-by any optimizer; on the other ranks the optimizer does not see it.
+torch's own mostly do, and on DTensors each of their operations costs a dispatch; of others a trial tells. A parameter
+with an owner is stepped there as a plain tensor by any optimizer; on the other ranks the optimizer does not see it.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zcompile._torch import innermost_hooks, local_tensor, no_step_hooks, no_torch_function, unhooked_step
-from zcompile.errors import OptimizerError, ParameterError
-from zcompile.runtime.device import is_gpu
+from zcompile._torch import innermost_hooks, local_tensor, no_step_hooks, no_torch_function
+from zcompile.errors import ParameterError
+from zcompile.runtime.gradients.optimizer_trials import parameters_of, sharing, small_parameter, steps_local_tensors
 from zcompile.runtime.tensors.owned import is_here, owner_of
-from zcompile.runtime.tensors.parameter import sharded
 from zcompile.runtime.tensors.placement import Placing, part_of
-
-_ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
-"""Optimizers that are known to treat elements alone; a class derived from one of them may not."""
-_ROWS, _COLUMNS, _RATE, _STEPS = 7, 4, 0.01, 12
-_TOLERANCE = 0.15
-"""Of the largest change, between a step of DTensors and one of plain tensors: Muon's, in bfloat16, are 0.08 apart."""
-
-
-def sharing(optimizer: Optimizer, **attributes: Any) -> Optimizer:
-    """An object that shares all attributes of `optimizer` but these, and its hooks, which are for whole steps."""
-    made = object.__new__(type(optimizer))
-    made.__dict__ = {**optimizer.__dict__, **no_step_hooks(), **attributes}
-    return made
-
-
-def first_state(optimizer: Optimizer, group: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """State of the parameters in `group` before any step: none, but for torch 2.11's Adagrad, which is made with it."""
-    state: dict[Any, dict[str, Any]] = defaultdict(dict)
-    if isinstance(optimizer, Adagrad):
-        options = {name: group[name] for name in ("initial_accumulator_value", "fused")}
-        state |= Adagrad(group["params"], **options).state
-    return state
 
 
 class LocalSteps:
@@ -69,11 +40,11 @@ class LocalSteps:
         Raises:
             OptimizerError: on every rank: it cannot step parameters that are sharded, or would step them otherwise.
         """
-        return self._steps_rows(optimizer) or any(owner_of(p) is not None for p in _parameters_of(optimizer))
+        return self._steps_rows(optimizer) or any(owner_of(p) is not None for p in parameters_of(optimizer))
 
     def _steps_rows(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._found:
-            self._found[optimizer] = _decided(optimizer)
+            self._found[optimizer] = steps_local_tensors(optimizer)
         return self._found[optimizer]
 
     def begin(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], *, whole: bool = True) -> LocalStep:
@@ -108,7 +79,7 @@ class LocalStep:
         self._unread: set[int] = set()
         for group, mine in zip(groups, local, strict=True):
             if whole and group["params"] and not mine["params"]:
-                mine["params"] = [unread := _stand_in(group["params"][0])]
+                mine["params"] = [unread := small_parameter(group["params"][0])]
                 self._unread.add(id(unread))
         state: dict[Any, Any] = defaultdict(dict)
         stepped = {id(param) for param, _ in self._locals}
@@ -158,13 +129,6 @@ class LocalStep:
                 self._real.state[param] = kept
         local = {id(mine) for _, mine in self._locals} | self._unread
         self._real.state.update({key: value for key, value in state.items() if id(key) not in local})
-
-
-def _stand_in(like: torch.Tensor) -> nn.Parameter:
-    """A small parameter with a gradient, as those that optimizers are tried on."""
-    made = nn.Parameter(_values((_ROWS, *[_COLUMNS] * (like.ndim - 1)), like))
-    made.grad = made.detach().cos()
-    return made
 
 
 def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -234,229 +198,3 @@ def _sharded(param: torch.Tensor, key: str, value: Any, before: Any) -> Any:
     if not follows or not isinstance(param, DTensor):
         return value
     return Placing.of(param).place(value)
-
-
-# -- trials -----------------------------------------------------------------------------------------------------------
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _decided(optimizer: Optimizer) -> bool:
-    params = [param for param in _parameters_of(optimizer) if isinstance(param, DTensor)]
-    if isinstance(optimizer, LBFGS):
-        _check_flattened(optimizer, params)
-        return False
-    if not params or type(optimizer) in _ELEMENTWISE:
-        return bool(params)
-    everything = list(_parameters_of(optimizer))
-    gradients = [param.grad for param in everything]
-    devices = [params[0].device] if is_gpu(params[0].device) else []
-    try:
-        for param in everything:  # an optimizer within this one is not to step meanwhile
-            param.grad = None
-        with torch.random.fork_rng(devices):
-            for group in optimizer.param_groups:
-                if owned := [param for param in group["params"] if owner_of(param) is not None]:
-                    _check_alone(optimizer, group, owned[0])
-            return _fails_on_shards(optimizer)
-    finally:
-        for param, gradient in zip(everything, gradients, strict=True):
-            param.grad = gradient
-
-
-def _fails_on_shards(optimizer: Optimizer) -> bool:
-    """False if it steps DTensors right; True if it cannot, or also has plain ones, and treats elements alone.
-
-    Raises:
-        OptimizerError: it steps them otherwise than plain tensors, or cannot, and needs more than the element.
-    """
-    trials = [trial for group in optimizer.param_groups for trial in _trials(group)]
-    failures = [failure for trial in trials if (failure := _failure_on_shards(optimizer, trial))]
-    mixed = bool(trials) and any(owner_of(param) is not None for param in _parameters_of(optimizer))
-    if not failures and not mixed:
-        return False
-    if not all(_elementwise(optimizer, trial) for trial in trials):
-        what = f"cannot step parameters that are sharded: {failures[0]}" if failures else _MIXED
-        raise OptimizerError("optimizer", f"{type(optimizer).__name__} {what}", _FIX)
-    return True
-
-
-def _check_alone(optimizer: Optimizer, group: dict[str, Any], owned: torch.Tensor) -> None:
-    """Compare two parameters like `owned` stepped at once with each stepped by an optimizer that has no other.
-
-    Raises:
-        OptimizerError: they differ, or what the steps leave in their group does.
-    """
-    first = _values((_ROWS, *[_COLUMNS] * (owned.ndim - 1)), owned)
-    values = [first, 3 * first.flip(0)]
-    gradients = [
-        [scale * (5 * one + step).cos() for step in range(_STEPS)] for scale, one in zip((1, 1e-2), values, strict=True)
-    ]
-    try:
-        together, options = _stepped_at_once(optimizer, group, values, gradients)
-        apart = [
-            _stepped_at_once(optimizer, group, [one], [grads]) for one, grads in zip(values, gradients, strict=True)
-        ]
-    except Exception:  # what it needs is not known here
-        return
-    # Of those that multiply matrices of one shape together, in bfloat16, the last bits differ.
-    equal = all(
-        (whole - alone).abs().max() <= _ROUNDING * (whole - value).abs().max()
-        for value, whole, ((alone,), _) in zip(values, together, apart, strict=True)
-    )
-    if not equal or any(not _same_options(options, own) for _, own in apart):
-        what = f"{type(optimizer).__name__} steps a parameter otherwise beside others, and no rank has all of them"
-        fix = "choose stage=0, or an optimizer that treats each parameter by itself, as Muon, Shampoo or SOAP"
-        raise OptimizerError("optimizer", what, fix)
-
-
-def _same_options(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True for equal options of a group."""
-    pairs = ((one.get(key), other.get(key)) for key in {**one, **other})
-    return all(bool(torch.as_tensor(a == b).all()) for a, b in pairs)
-
-
-def _check_flattened(optimizer: Optimizer, params: Sequence[DTensor]) -> None:
-    """L-BFGS puts all parameters end to end, which DTensor does for those that divide evenly."""
-    for param in params:
-        if owner_of(param) is not None:
-            problem = f"{type(optimizer).__name__} flattens it with all others, and one rank keeps it whole"
-            raise OptimizerError(getattr(param, "zcompile_name", "a parameter"), problem, "leave it out of whole=")
-        dividing = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
-        name = getattr(param, "zcompile_name", "a parameter")
-        ranks = math.prod(param.device_mesh.size(dim) for dim in dividing)
-        if dividing and param.shape[0] % ranks:
-            problem = (
-                f"{type(optimizer).__name__} flattens it, and {ranks} ranks do not divide its {param.shape[0]} rows"
-            )
-            raise OptimizerError(name, problem, "choose stage=0, which keeps parameters whole, or another optimizer")
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Steps of a parameter with the options of a group."""
-
-    group: dict[str, Any]
-    values: torch.Tensor
-    like: DTensor
-    """A parameter of the group."""
-
-    def gradients(self, scale: float) -> list[torch.Tensor]:
-        """For each of several steps, each of other size and direction; elements do not follow from each other."""
-        first = scale * (5 * self.values.flip(0) + self.values).cos()
-        steps = (first, first * (1 + 9 * (first > 0)), first / -8)
-        return [steps[number % 3] for number in range(_STEPS)]
-
-
-def _trials(group: dict[str, Any]) -> Iterator[_Trial]:
-    params = [p for p in group["params"] if isinstance(p, DTensor) and p.ndim and owner_of(p) is None]
-    for ndim in sorted({param.ndim for param in params}):
-        # Rows on every rank: what an optimizer does of none it would do on one rank alone.
-        shape = (max(_ROWS, 2 * params[0].device_mesh.size(0) - 1), *[_COLUMNS] * min(ndim - 1, 3))
-        yield _Trial(group, _values(shape, params[0]), params[0])
-
-
-def _values(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Values of which no row follows from the others."""
-    count = torch.arange(torch.Size(shape).numel(), device=like.device)
-    return (1.0 + count * count).sin().view(shape).to(like.dtype)
-
-
-def _elementwise(optimizer: Optimizer, trial: _Trial) -> bool:
-    """True if pieces stepped apart, along each dimension, get the values of the whole.
-
-    Not always its bits: kernels round otherwise at the end of a tensor than within it.
-    """
-    rounding = 16 * torch.finfo(trial.values.dtype).eps
-    try:
-        for scale in (1.0, 1e3):
-            gradients = trial.gradients(scale)
-            whole = _stepped(optimizer, trial.group, trial.values, gradients)
-            for dim in range(trial.values.ndim):
-                apart = _apart(optimizer, trial, gradients, dim)
-                if not torch.allclose(whole, apart, rtol=rounding, atol=rounding):
-                    return False
-    except Exception:  # what it needs is not known here
-        return False
-    return True
-
-
-def _apart(optimizer: Optimizer, trial: _Trial, gradients: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    width = trial.values.shape[dim] // 2 + 1
-    pieces = zip(trial.values.split(width, dim), *(gradient.split(width, dim) for gradient in gradients), strict=True)
-    return torch.cat([_stepped(optimizer, trial.group, piece, grads) for piece, *grads in pieces], dim)
-
-
-def _stepped(
-    optimizer: Optimizer, group: dict[str, Any], value: torch.Tensor, gradients: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """A parameter of this value after a step with each of these gradients."""
-    (param,), _ = _stepped_at_once(optimizer, group, [value], [gradients])
-    return param
-
-
-def _stepped_at_once(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    values: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Parameters of these values after a step with each of their gradients, and the options of their group then."""
-    params = [value if isinstance(value, nn.Parameter) else nn.Parameter(value.clone()) for value in values]
-    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-    if "lr" in options:  # a schedule may begin with none
-        rate = options["lr"]
-        options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, torch.Tensor) else _RATE
-    kept = {name: copy.copy(value) for name, value in vars(optimizer).items() if isinstance(value, (dict, list, set))}
-    tried_group = {**options, "params": params}
-    state = first_state(optimizer, tried_group)
-    tried = sharing(optimizer, **{**kept, "state": state, "param_groups": [tried_group]})
-    for brought in zip(*gradients, strict=True):
-        for param, gradient in zip(params, brought, strict=True):
-            param.grad = gradient.clone()
-        unhooked_step(tried)
-    left = {key: value for key, value in tried_group.items() if key != "params"}
-    return [param.detach() for param in params], left
-
-
-def _failure_on_shards(optimizer: Optimizer, trial: _Trial) -> str:
-    """Why it cannot step a DTensor, which communicates; empty if it can, and where it cannot be tried at all.
-
-    Raises:
-        OptimizerError: it steps one otherwise than a plain tensor.
-    """
-    values, gradients, mesh = trial.values, trial.gradients(1.0), trial.like.device_mesh
-    try:
-        whole = _stepped(optimizer, trial.group, values, gradients)
-    except Exception:  # what it needs is not known here
-        return ""
-    ranks, rank = mesh.size(0), mesh.get_local_rank(0)
-    placing = Placing(mesh, (Shard(0), *[Replicate()] * (mesh.ndim - 1)), values.shape)
-    rows = -(-len(values) // ranks)
-
-    def mine(tensor: torch.Tensor) -> torch.Tensor:
-        return placing.place(tensor[min(rank * rows, len(values)) : min((rank + 1) * rows, len(values))].clone())
-
-    try:
-        param = sharded(nn.Parameter(mine(values)), "a parameter that is tried")
-        stepped = _stepped(optimizer, trial.group, param, [mine(gradient) for gradient in gradients])
-        assert isinstance(stepped, DTensor), "a DTensor was stepped"
-        found = stepped.full_tensor()
-    except Exception as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    if (found - whole).abs().max() > _TOLERANCE * (whole - values).abs().max():
-        kind = type(optimizer).__name__
-        raise OptimizerError("optimizer", f"{kind} steps otherwise where parameters are sharded", _FIX)
-    return ""
-
-
-_ROUNDING = 0.02
-"""Of the largest change, between steps of two parameters at once and of each alone."""
-_MIXED = "steps parameters that one rank keeps whole beside ones of which each rank has rows, and needs whole ones"
-_FIX = (
-    "let one rank keep each of its parameters whole, zcompile.compile(..., whole=[names]), choose stage=0, or an "
-    "optimizer that treats each element by itself, as AdamW"
-)

@@ -16,7 +16,8 @@ from zcompile._torch import unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.delivery import run_hooks
-from zcompile.runtime.gradients.local_steps import LocalSteps, first_state, sharing
+from zcompile.runtime.gradients.local_steps import LocalSteps
+from zcompile.runtime.gradients.optimizer_trials import first_state, sharing
 
 
 class States(Protocol):

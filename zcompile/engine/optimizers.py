@@ -97,6 +97,9 @@ def _refuse_mistaken(optimizer: Optimizer, runtime: ModelRuntime) -> None:
     if runtime.is_full:
         problem = "steps within unsharded(), where the model would go on with parameters from before"
         raise OptimizerError(type(optimizer).__name__, problem, "step it outside")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        problem = "takes sparse gradients alone, and a compiled model gives dense ones, those of sparse=True included"
+        raise OptimizerError("SparseAdam", problem, "take Adam or AdamW")
     if runtime.options.dtype is torch.bfloat16 and _called_by_scaler():
         problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
         raise OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")

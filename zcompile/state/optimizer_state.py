@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import local_tensor
+from zcompile._torch import local_tensor, tree_leaves
 from zcompile.errors import OptimizerError, StateError, nearest
 from zcompile.runtime.tensors.owned import is_here, owner_of
 from zcompile.runtime.tensors.placement import Placing
@@ -61,16 +61,28 @@ def take_apart(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
         if not is_kept(params[name]):
             continue
         for slot, value in slots.items():
+            if isinstance(params[name], DTensor) and not is_owned:
+                _check_divided(f"{name}.{slot}", value)
             if not isinstance(value, torch.Tensor):
                 (owned if is_owned else values).setdefault(name, {})[slot] = value
                 continue
-            if isinstance(params[name], DTensor) and not is_owned and not isinstance(value, DTensor) and value.dim():
-                problem = f"is a plain tensor of shape {list(value.shape)}, so nobody knows how the ranks divide it"
-                fix = "use an optimizer that makes its state from the parameter: torch.zeros_like(parameter)"
-                raise StateError(f"{name}.{slot}", problem, fix)
             tensors.setdefault(name, {})[slot] = value
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     return OptimizerState(tensors, {"optimizer": type(optimizer).__name__, "groups": groups, "values": values}, owned)
+
+
+def _check_divided(slot: str, value: Any) -> None:
+    """Raise StateError for state of a sharded parameter of which it is not known how the ranks divide it."""
+    within = "" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__} that "
+    for one in tree_leaves(value):
+        if isinstance(one, torch.Tensor) and one.dim() and (within or not isinstance(one, DTensor)):
+            has = f"{within}has a tensor" if within else "is a plain tensor"
+            problem = f"{has} of shape {list(one.shape)}, so nobody knows how the ranks divide it"
+            fix = (
+                "use an optimizer that makes its state from the parameter, torch.zeros_like(parameter), and keeps it "
+                "there by name, or keep the parameter whole, by whole= or stage=0"
+            )
+            raise StateError(slot, problem, fix)
 
 
 def is_kept(param: torch.Tensor) -> bool:
