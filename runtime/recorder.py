@@ -15,7 +15,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
+from zcompile._torch import profiler_runs
 from zcompile.runtime.device import timed_event
 
 KEPT = 4
@@ -220,8 +222,8 @@ class Track:
         stamp, now, recorder = self._stamps.append, perf_counter, self.recorder
 
         def line(*args: Any, **kwargs: Any) -> Any:
-            if recorder._device is not None:
-                return self._timed_on_device(function, args, kwargs)
+            if recorder._device is not None or profiler_runs():
+                return self._shown(function, args, kwargs)
             start = now()
             result = function(*args, **kwargs)
             end = now()
@@ -231,9 +233,11 @@ class Track:
 
         return line
 
-    def _timed_on_device(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self.recorder.now()
-        result = function(*args, **kwargs)
+    def _shown(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A line while the device is recorded, or a profiler of torch's runs, to which it is told by name."""
+        before, line = self.recorder.now(), self.lines[len(self._stamps) // 2]
+        with _range(f"zcompile.{line.operation} {line.unit}".rstrip()):
+            result = function(*args, **kwargs)
         for moment in (before, self.recorder.now()):
             self._stamps.append(moment.host)
             if moment.device is not None:
@@ -245,8 +249,14 @@ class Track:
         del self._stamps[:]
         self._events = []
         start = self.recorder.now()
-        result = function(box)
+        with _range(f"zcompile.{self.phase} {self.program}"):
+            result = function(box)
         end = self.recorder.now()
         run = RecordedRun(self.phase, self.program, self.lines, start, end, self._stamps[:], self._events)
         self.recorder.add_run(run)
         return result
+
+
+def _range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range of that name in the profile of torch's profiler, while one runs."""
+    return record_function(name) if profiler_runs() else contextlib.nullcontext()

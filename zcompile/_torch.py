@@ -729,9 +729,19 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
     return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
+def profiler_runs() -> bool:
+    """True while a profiler of torch's is on; a range of `record_function` costs microseconds in any case."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """True if the user has called `register_hook` on it: such hooks see gradients that autograd carries, not ours."""
-    return any(not getattr(hook, "is_own", False) for hook in (parameter._backward_hooks or {}).values())
+    hooks = (parameter._backward_hooks or {}).values()
+    return any(not getattr(hook, "is_own", False) and hook.__module__ != _COUNTS_BYTES for hook in hooks)
+
+
+_COUNTS_BYTES = "torch.distributed._tools.mem_tracker"
+"""Its hooks count the bytes of a gradient; it has a second one on the same parameters, which runs."""
 
 
 def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:

@@ -1,0 +1,73 @@
+"""torch's own tools around a compiled model: its profiler, and its tracker of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.profiler import ProfilerActivity, profile
+
+import zcompile
+from tests.models import batch, make
+from tests.ranks import Ranks
+from zcompile._torch import local_tensor
+from zcompile.cost.line_calls import lines_of
+
+
+def profiled(rank: int, stage: int) -> dict[str, tuple[int, int]]:
+    """How often a profile of a step has what it should not as often as the programs have it."""
+    compiled = zcompile.compile(make("tied"), stage=stage, backend="eager")
+    compiled(*batch("tied", rank, 0)).backward()
+    wanted = Counter(f"zcompile.{phase}" for program in compiled.programs for phase in program.phases)
+    for program in compiled.programs:
+        lines = [line for phase in program.phases for line in lines_of(program, phase)]
+        wanted.update(f"zcompile.{line.operation} {line.unit}".rstrip() for line in lines)
+    assert wanted[f"zcompile.{'all_reduce' if stage == 0 else 'reduce_scatter'} blocks.0"] == 1
+    with profile(activities=[ProfilerActivity.CPU]) as taken:
+        compiled(*batch("tied", rank, 1)).backward()
+    names = [event.name for event in taken.events() if event.name.startswith("zcompile.")]
+    found = Counter(re.sub(r"^(zcompile\.(?:forward|backward)) \w{12}$", r"\1", name) for name in names)
+    return {one: (found[one], wanted[one]) for one in found | wanted if found[one] != wanted[one]}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_profile_names_the_lines_of_the_program(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, profiled, stage) == [{}, {}]
+
+
+def tracked(rank: int, stage: int) -> dict[str, int]:
+    """What is tracked at the peak of steps, and the bytes of the shards; steps give what they give without it."""
+    results = []
+    for watch in (False, True):
+        compiled = zcompile.compile(make("gpt"), stage=stage, backend="eager")
+        optimizer, tracker = torch.optim.AdamW(compiled.parameters(), lr=1e-2), MemTracker()
+        tracker.track_external(compiled, optimizer)
+        for step in range(2):
+            with tracker if watch else contextlib.nullcontext():
+                taken(compiled, optimizer, rank, step)
+            tracker.reset_mod_stats()
+        results.append([local_tensor(p).clone() for p in compiled.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    kinds = {str(getattr(kind, "value", kind)): value for kind, value in peak.items()}
+    return {**kinds, "shards": sum(shard.nbytes for shard in results[1])}
+
+
+def taken(compiled: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    compiled(*batch("gpt", rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_memory_is_tracked_around_a_step(ranks: Ranks, stage: int) -> None:
+    for found in ranks.run(2, tracked, stage):
+        assert found["shards"] <= found["Parameter"] < 1.1 * found["shards"]
+        assert found["Optstate"] >= 2 * found["shards"]
+        assert found["Activation"] > 0
+        assert found["Total"] > found["Parameter"] + found["Optstate"] + found["Activation"]
