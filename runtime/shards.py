@@ -9,12 +9,14 @@ tail of the gathered parameter, so that the full parameter is a contiguous view 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
 
 from zcompile._torch import backward_number, local_tensor, version_of
 from zcompile.ir.layout import Param, Unit
@@ -127,14 +129,43 @@ class UnitShards:
         self.parameters[param.name], self._adopted[param.name] = parameter, _version(parameter)
         return parameter
 
+    def copied(self, unit: Unit, communicator: Communicator, memory: ShardMemory | None = None) -> UnitShards:
+        """The same values in memory of their own, without gradients; nothing is communicated.
+
+        `unit`: this one, or with the same parameters in other dtypes, to which values are converted.
+        """
+        made = UnitShards(unit, communicator, memory)
+        made._placings = dict(self._placings)
+        for param in unit.params:
+            old = self.parameters[param.name]
+            new = made._placed(param, local_tensor(old)) if isinstance(old, ShardedParameter) else deepcopy(old)
+            new.data = new.data if new.dtype is param.dtype else new.data.to(param.dtype)
+            new.requires_grad_(old.requires_grad)
+            made._adopt(param, new)
+        return made
+
+    def take_place_of(self, other: UnitShards) -> None:
+        """Let the parameters of `other`, which optimizers may hold, be those of this unit: the same objects."""
+        for param in self.unit.params:
+            old, new = other.parameters[param.name], self.parameters[param.name]
+            if isinstance(old, ShardedParameter):
+                vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+                swap_tensors(old, new)
+            else:
+                old.data = new.data
+            self._adopt(param, old)
+
     def _distributed(self, param: Param, value: torch.Tensor) -> nn.Parameter:
         start, stop = param.shard_rows(self.communicator.dividing.rank)
+        return self._placed(param, value[start:stop] if param.shards else value)
+
+    def _placed(self, param: Param, mine: torch.Tensor) -> nn.Parameter:
+        """A parameter in this unit's memory, with the values of `mine`, this rank's part of it."""
         if param.shards:
-            flat = self.padded_shard(param)[: (stop - start) * param.row_numel]
-            local = flat.view(stop - start, *param.shape[1:])
-            local.copy_(value[start:stop])
+            local = self.padded_shard(param)[: mine.numel()].view(mine.shape)
+            local.copy_(mine)
         else:
-            local = self.memory.own(value)
+            local = self.memory.own(mine.to(param.dtype))
         result = nn.Parameter(self._placings[param.name].place(local), requires_grad=param.trainable)
         sharded(result, param.name, self.communicator.waits)
         return result

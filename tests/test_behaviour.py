@@ -336,11 +336,6 @@ def test_an_unknown_pass_names_the_nearest() -> None:
         zcompile.compile(make("mlp"), passes={"pack_smal": None})
 
 
-def test_a_model_without_parameters() -> None:
-    with pytest.raises(zcompile.ModelError, match="ReLU: has no parameters"):
-        zcompile.compile(nn.ReLU())
-
-
 @pytest.mark.gpu
 def test_parameters_on_several_devices() -> None:
     model = make("mlp")

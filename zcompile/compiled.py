@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from zcompile._torch import local_tensor, replace_state_dict, tree_map_only
 from zcompile.engine.automatic_shard import choose_shard
+from zcompile.engine.calls.entries import taken_out
 from zcompile.engine.calls.fragments import Tree
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
@@ -30,11 +32,13 @@ from zcompile.engine.state_places import shard_memory
 from zcompile.errors import ModelError, OptionError, ParameterError, StateError
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
+from zcompile.model.conversion import check_unhooked, convert
 from zcompile.model.materialise import check_weights
+from zcompile.model.model_copies import copy_model
 from zcompile.model.sharding import Retired, Site, shard_model
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_replicated, model_parallel
-from zcompile.model.units import UnitChoice, make_layout
+from zcompile.model.units import UnitChoice, converted, make_layout
 from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement, told_to_others
 from zcompile.runtime.async_work import TrafficMeter
@@ -48,6 +52,7 @@ from zcompile.runtime.groups import (
     ranks_of,
     resolve_mesh,
 )
+from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.runtime.tensors.sharded_state import model_state_of
 from zcompile.schedule.option_checks import (
@@ -197,16 +202,48 @@ def _compiled(
     layout = replace(layout, away=memory.is_away)
     runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
     runtime.remarks += remarks
+    runtime.output_dtype = output_dtype
     engine = Engine(runtime, title=type(model).__name__)
     shards, sites, retired = shard_model(model, layout, communicator, read, parallel, memory)
     point_at_shards(optimizers, shards.values(), retired)
-    engine.runtime.extend((), shards)
-    if not layout.stage.optimizer_sharded and layout.world > 1:
-        Outside(shards, engine.runtime.delivery).watch()
+    runtime.has_optimizer_state = any(optimizer.state for optimizer in optimizers)
+    return _over(model, engine, shards, sites, retired)
+
+
+def _over(
+    model: nn.Module, engine: Engine, shards: Mapping[str, UnitShards], sites: Sequence[Site], retired: Retired
+) -> CompiledModule:
+    """The compiled module of a model that has shards in the place of its parameters."""
+    runtime = engine.runtime
+    runtime.extend((), shards)
+    if not runtime.layout.stage.optimizer_sharded and runtime.layout.world > 1:
+        Outside(shards, runtime.delivery).watch()
     # The model's state is that of all ranks that have a part of it.
+    layout = runtime.layout
     ignored = {name for name, _ in model.named_parameters()}.difference(param.name for param in layout.params)
-    state = ModelState(model, everyone.communicator, everyone, asked.stage, ignored)
-    return CompiledModule(model, engine, sites, retired, state, output_dtype)
+    state = ModelState(model, runtime.everyone.communicator, runtime.everyone, runtime.options.stage, ignored)
+    return CompiledModule(model, engine, sites, retired, state)
+
+
+def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModule:
+    """A compiled module of its own: a copy of the model, over copies of its shards. Collective."""
+    before = tree.engine.runtime
+    # Beside the dump, or the recording, of the model that is copied another one would take its place.
+    asked = replace(before.options, dump="", record=None)
+    communicator = Communicator(before.communicator.mesh, before.communicator.device, asked.hybrid)
+    agreement = _agreed(communicator, ["a copy", str(asked), *_model_lines(model, before.layout)])
+    parallel, everyone = None if before.tensor is None else before.tensor.parallel, agreement
+    if parallel is not None:
+        everyone = Agreement(Communicator(parallel.ranks, communicator.device))
+    trainable = {site.name: site.shard.requires_grad for site in tree.sites}
+    layout = before.layout.with_trainable(trainable)
+    memory = shard_memory(asked, layout, communicator.device, communicator.dividing.rank, agreement)
+    runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
+    runtime.output_dtype = before.output_dtype
+    engine = Engine(runtime, title=type(model).__name__)
+    with taken_out(tree.entries):
+        copied, shards, sites = copy_model(model, layout, before.shards, tree.sites, communicator, memory, memo)
+    return _over(copied, engine, shards, sites, tree.retired)
 
 
 def _layout(
@@ -288,7 +325,7 @@ def _agreed(communicator: Communicator, lines: Sequence[str]) -> Agreement:
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
-    """The device of the model's parameters; where all are on meta, the one that they are for."""
+    """The device of the model's parameters, or of its buffers if it has none; of what is on meta the one it is for."""
     devices: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         if param.grad is not None:
@@ -296,13 +333,11 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
         if not param.is_meta:
             devices.setdefault(param.device, name)
     if next(model.parameters(), None) is None:
-        raise ModelError(type(model).__name__, "has no parameters", "compile a model that has something to train")
+        devices = {buffer.device: name for name, buffer in reversed([*model.named_buffers()]) if not buffer.is_meta}
     _refuse_shared_storage(model)
     if len(devices) > 1:
         problem = ", ".join(f"{name} is on {device}" for device, name in devices.items())
-        raise ModelError(
-            "parameters", f"on several devices: {problem}", "move the model to one device: model.to(device)"
-        )
+        raise ModelError("the model", f"is on several devices: {problem}", "move it to one: model.to(device)")
     return next(iter(devices)) if devices else default_device(mesh)
 
 
@@ -323,8 +358,9 @@ def _model_lines(model: nn.Module, layout: Layout) -> list[str]:
     return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
-def _forward_like(model: nn.Module, tree: Tree, output_dtype: torch.dtype | None) -> Callable[..., Any]:
+def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
     """A function that calls the model, and has its signature."""
+    output_dtype = tree.engine.runtime.output_dtype
 
     def cast(result: torch.Tensor) -> torch.Tensor:
         return result.to(output_dtype) if result.is_floating_point() else result
@@ -373,7 +409,6 @@ class CompiledModule(Savable, Reported, nn.Module):
         sites: Sequence[Site],
         retired: Retired,
         state: ModelState,
-        output_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
@@ -385,7 +420,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         object.__setattr__(self, "_tree", Tree(model, engine, sites, retired))
         object.__setattr__(self, "_model_state", state)
         # With the signature of the model's own, by which trainers tell what of a batch it takes.
-        object.__setattr__(self, "forward", _forward_like(model, self._tree, output_dtype))
+        object.__setattr__(self, "forward", _forward_like(model, self._tree))
         replace_state_dict(model, model_state_of)
         watch_optimizers(self._tree, engine.runtime, dict(retired))  # as long as there is a module to call
 
@@ -448,19 +483,38 @@ class CompiledModule(Savable, Reported, nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
-        """Do nothing, where `to`, `cpu`, `float` and the like would change nothing.
+        """Convert to other dtypes, as `to`, `half` and the like ask for, before anything is trained or compiled.
+
+        Nothing is done where nothing would change.
 
         Raises:
-            ParameterError: they would.
+            ParameterError: it cannot be moved, or not be converted any more; nothing has changed.
         """
         kinds = {(tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())}
-        for dtype, device in kinds:
-            made = fn(torch.empty(0, dtype=dtype, device=device))
-            if made.dtype != dtype or made.device not in (device, self._engine.runtime.communicator.device):
-                problem = f"has tensors of {dtype} on {device}, and a sharded model cannot be moved or converted"
-                fix = "move or convert the model before zcompile.compile; to compute in bfloat16, give it dtype="
-                raise ParameterError(type(self._model).__name__, problem, fix)
+        made = {kind: fn(torch.empty(0, dtype=kind[0], device=kind[1])) for kind in kinds}
+        ours = self._engine.runtime.communicator.device
+        for (dtype, device), one in made.items():
+            if one.device not in (device, ours):
+                problem = f"has tensors of {dtype} on {device}, and a sharded model cannot be moved"
+                raise ParameterError(type(self._model).__name__, problem, "move the model before zcompile.compile")
+        if any(one.dtype != dtype for (dtype, _), one in made.items()):
+            self._convert({dtype: one.dtype for (dtype, _), one in made.items()}, fn)
         return self
+
+    def _convert(self, dtypes: Mapping[torch.dtype, torch.dtype], fn: Callable[..., Any]) -> None:
+        self._check_sharded()
+        runtime, sites = self._engine.runtime, self._tree.sites
+        if reason := runtime.why_not_converted():
+            problem = f"cannot be converted: {reason}"
+            fix = "convert the model before zcompile.compile; to compute in bfloat16, give it dtype="
+            raise ParameterError(type(self._model).__name__, problem, fix)
+        check_unhooked(sites)
+        wanted = {site.name: dtypes[site.shard.dtype] for site in sites}
+        layout = converted(runtime.layout, self._model, runtime.options.precision, wanted)
+        check_gathered(layout, runtime.options.outer_gather_dtype)
+        shards = convert(self._model, layout, runtime.shards, sites, fn)
+        runtime.layout = layout
+        runtime.extend((), shards)
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Do nothing: it is compiled already."""
@@ -480,9 +534,23 @@ class CompiledModule(Savable, Reported, nn.Module):
         fix = "save compiled.full_state_dict(), or a checkpoint: compiled.save_checkpoint(folder)"
         raise ModelError(type(self._model).__name__, "is compiled, and is not pickled", fix)
 
-    def __deepcopy__(self, _: object) -> NoReturn:
-        fix = "copy the model before zcompile.compile; for an average of weights, average clones of its parameters"
-        raise ModelError(type(self._model).__name__, "a compiled model cannot be copied", fix)
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        """A compiled model of its own, with shards, buffers and programs of its own. Collective.
+
+        Raises:
+            StateError: it is within `unsharded()`.
+        """
+        self._check_sharded()
+        memo[id(self)] = made = _copied(self._model, self._tree, memo)
+        kept = ("training", "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+        for name in vars(nn.Module()).keys() - {*kept}:  # hooks
+            object.__setattr__(made, name, copy.deepcopy(vars(self)[name], memo))
+        object.__setattr__(made, "training", self.training)
+        return made
+
+    def __copy__(self) -> NoReturn:
+        fix = "take the model itself, or copy.deepcopy of it, which has shards of its own"
+        raise ModelError(type(self._model).__name__, "is compiled, and a shallow copy would share its shards", fix)
 
     def __getattr__(self, name: str) -> Any:
         try:

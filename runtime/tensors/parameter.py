@@ -87,7 +87,7 @@ class ShardedParameter(ExplainedDTensor):
         owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():
-                result = func(*args, **(kwargs or {}))
+                result = _called(func, args, kwargs or {})
             _note_write(func, args)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
@@ -131,6 +131,37 @@ class _Full(torch.autograd.Function):
         return Placing.of(parameter).place(part_of(total.div_(mesh.size()), parameter).clone())
 
 
+def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What `func` gives; where it writes lists of DTensors and plain tensors, as averages with buffers, by two calls.
+
+    DTensor refuses such lists before anything is written.
+    """
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error) or not _writes_lists(func):
+            raise
+        lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+        tensors = [one for one in lists if all(isinstance(value, torch.Tensor) for value in one)]
+        kinds = [[isinstance(value, DTensor) for value in one] for one in tensors]
+        if any(kind != kinds[0] for kind in kinds):
+            raise
+        for wanted in (True, False):
+            chosen = [
+                [value for value, kind in zip(arg, kinds[0], strict=True) if kind is wanted]
+                if any(arg is one for one in lists)
+                else arg
+                for arg in args
+            ]
+            func(*chosen, **kwargs)
+        return None
+
+
+def _writes_lists(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
+
+
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SAME_MEMORY = frozenset({torch.Tensor.detach, _GET_DATA})
 _SAME_VALUES = _SAME_MEMORY | {torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.to}
@@ -159,8 +190,7 @@ def _note_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
     if func == _GET_DATA:
         _told(args[0]).zcompile_exposed = True
         return
-    name = getattr(func, "__name__", "")
-    if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+    if _writes_lists(func):
         for tensor in tree_leaves(args):
             if isinstance(tensor, ShardedParameter):
                 _told(tensor).zcompile_unseen += 1

@@ -84,11 +84,15 @@ class ModelRuntime:
         self.progress = CompileProgress("the model", speaks=self.everyone.communicator.rank == 0)
         self.scales = False
         """True where a train step scales the loss."""
+        self.output_dtype: torch.dtype | None = None
+        """What results of a call of the whole model are cast to."""
         self.modes = Modes()
         self.is_full = False
         """True within `unsharded`."""
         self.accumulates = False
         """True within `no_sync`."""
+        self.has_optimizer_state = False
+        """True where an optimizer had state when it was pointed at the shards."""
         self._seeded_alike: bool | None = None
 
     def _steps(self) -> tuple[int, int]:
@@ -98,6 +102,18 @@ class ModelRuntime:
         """Take in parameters that were not known before."""
         self.layout = self.layout.with_units((*self.layout.units, *units))
         self.shards.update(shards)
+
+    def why_not_converted(self) -> str:
+        """Why parameters cannot be converted to another dtype; empty if they can."""
+        if self.steps:
+            return "programs have been compiled for the dtypes that it has"
+        if self.has_optimizer_state or self.freshness.steps:
+            return "an optimizer holds state in the dtypes that it has"
+        if self.tensor is not None:
+            return "tensor parallelism divides it, too"
+        if self.options.offload_parameters is not None:
+            return "its shards are where offload_parameters= has made room for the dtypes that it has"
+        return ""
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What a call of the model runs under: with low-precision parameters, code that mixes dtypes must still work.

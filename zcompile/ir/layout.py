@@ -338,7 +338,10 @@ class Layout:
         The owners follow each other in a unit, so that what one of them sends of it lies side by side.
         """
         shapes = {param.name: param.shape for param in self.params if param.name in names and param.shards}
-        owners = choose_owners({name: cost_of(shape) for name, shape in shapes.items()}, self.shards)
+        return self.owned_by(choose_owners({name: cost_of(shape) for name, shape in shapes.items()}, self.shards))
+
+    def owned_by(self, owners: Mapping[str, int]) -> Layout:
+        """This layout with the parameters in `owners` kept whole by these ranks."""
 
         def place(param: Param) -> tuple[int, bool]:
             return (-1 if param.owner is None else param.owner), not param.shards

@@ -153,12 +153,7 @@ def make_layout(
     Raises:
         OptionError: `units`, `whole` or `ignore` matches nothing, or what it cannot mean.
     """
-    kept = {
-        name
-        for path, module in model.named_modules()
-        if isinstance(module, NORMALISES_BATCHES)
-        for name in (f"{path}.weight", f"{path}.bias")
-    }
+    kept = _keeping_their_dtype(model)
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
     for name in match_params(params, ignore, "ignore") if ignore else ():
@@ -166,6 +161,33 @@ def make_layout(
     layout = Layout((), stage, axes, hybrid=hybrid)
     layout = layout.with_units(tuple(make_units(params, blocks, layout, precision, kept=kept)))
     return layout.owned(match_params(params, whole)) if whole else layout
+
+
+def converted(layout: Layout, model: nn.Module, precision: Precision, dtypes: Mapping[str, torch.dtype]) -> Layout:
+    """The layout of `model` once its parameters have the dtypes that their names have in `dtypes`."""
+    kept = _keeping_their_dtype(model)
+
+    def in_its_dtype(param: Param) -> Param:
+        like = torch.empty(0, dtype=dtypes[param.name], device="meta")
+        mixed = replace(precision, dtype=None) if param.name in kept else precision
+        compute = mixed.compute(like)
+        made = replace(param, dtype=like.dtype, compute_dtype=compute, reduction_dtype=mixed.reduction(like, compute))
+        return made.gathered_as(precision.outer_gather_dtype if layout.has_secondary else None)
+
+    params = [sorted(map(in_its_dtype, unit.params), key=_place) for unit in layout.units]
+    units = zip(layout.units, params, strict=True)
+    made = layout.with_units(tuple(Unit(unit.name, tuple(some), unit.modules) for unit, some in units))
+    return made.owned_by({param.name: param.owner for param in layout.params if param.owner is not None})
+
+
+def _keeping_their_dtype(model: nn.Module) -> set[str]:
+    """Names of parameters that mixed precision leaves as they are."""
+    return {
+        name
+        for path, module in model.named_modules()
+        if isinstance(module, NORMALISES_BATCHES)
+        for name in (f"{path}.weight", f"{path}.bias")
+    }
 
 
 def make_units(

@@ -55,7 +55,7 @@ class Options:
     """Functions, which cannot be compared; what they make of a program is."""
     backend: str = "inductor"
     dump: str | os.PathLike[str] | None = field(default=None, metadata={_OWN: True})
-    """By default the environment's ZCOMPILE_DUMP, if set."""
+    """By default the environment's ZCOMPILE_DUMP, if set; "": nowhere."""
     record: str | os.PathLike[str] | None = field(default=None, metadata={_OWN: True})
     memory_limit: int | str | None = None
     bucket: int | str | None = None
@@ -66,7 +66,7 @@ class Options:
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dump", self.dump or os.environ.get("ZCOMPILE_DUMP"))
+        object.__setattr__(self, "dump", os.environ.get("ZCOMPILE_DUMP") if self.dump is None else self.dump)
         check_stage(self.stage)
         check_shard(self.shard, self.stage)
         check_prefetch(self.prefetch, auto=True)

@@ -1,0 +1,44 @@
+"""Conversions of a sharded model to other dtypes, as `model.to(torch.bfloat16)` makes them of a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from zcompile._torch import has_gradient_hooks, post_accumulate_hooks
+from zcompile.errors import ParameterError
+from zcompile.ir.layout import Layout
+from zcompile.model.sharding import Site, placeholder_of
+from zcompile.runtime.shards import UnitShards
+
+
+def check_unhooked(sites: Iterable[Site]) -> None:
+    """Raise ParameterError for a parameter with hooks, which its conversion would lose."""
+    for site in sites:
+        if has_gradient_hooks(site.shard) or post_accumulate_hooks(site.shard):
+            problem = "has hooks on its gradient, which a conversion would lose"
+            raise ParameterError(site.name, problem, "convert the model first, and register them then")
+
+
+def convert(
+    model: nn.Module,
+    layout: Layout,
+    shards: Mapping[str, UnitShards],
+    sites: Iterable[Site],
+    convert_one: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, UnitShards]:
+    """Shards in the dtypes of `layout`, under the same parameters, and buffers as `convert_one` gives them."""
+    made = {}
+    for unit in layout.units:
+        old = shards[unit.name]
+        made[unit.name] = new = old.copied(unit, old.communicator, old.memory)
+        new.take_place_of(old)
+    for site in sites:
+        empty, _ = placeholder_of(site.placeholder, layout.param(site.name).full_dtype, site.placeholder.device)
+        site.placeholder.data = empty.data
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, convert_one(buffer))
+    return made
