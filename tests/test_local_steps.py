@@ -88,6 +88,55 @@ class Normed(torch.optim.SGD):
         return super().step(closure)
 
 
+class Adapting(torch.optim.SGD):
+    """Sets its rate by all gradients, as Prodigy: DTensor adds up sums of which each rank has its part."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["scale"] = float(sum(param.grad.abs().sum() for param in group["params"]))
+            for param in group["params"]:
+                param.grad.mul_(1 / (1 + group["scale"]))
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Remembers a sum of all gradients that it has not used yet; cannot step DTensors."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            if any(isinstance(param, DTensor) for param in group["params"]):
+                raise TypeError("a DTensor")
+            group["seen"] = float(sum(param.grad.abs().sum() for param in group["params"]))
+        return super().step(closure)
+
+
+class Asking(torch.optim.SGD):
+    """Wants more than gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(param.curvature)
+        return super().step(closure)
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps its moments in a dictionary within its state, as heavyball's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if isinstance(param, DTensor):
+                    raise TypeError("a DTensor")
+                moments = self.state[param].setdefault("moments", {"first": torch.zeros_like(param)})
+                moments["first"].lerp_(param.grad, 0.5)
+                param.sub_(moments["first"], alpha=group["lr"])
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
@@ -282,6 +331,8 @@ def refused(rank: int, kind: str) -> tuple[str, bool]:
         "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
         "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.05),
         "Normed": lambda params: Normed(params, lr=0.05),
+        "Adapting": lambda params: Adapting(params, lr=0.05),
+        "Counting": lambda params: Counting(params, lr=0.05),
     }
     optimizer = makers[kind](compiled.parameters())
     before = [param.full_tensor() for param in compiled.parameters()]  # type: ignore[operator]
@@ -302,6 +353,8 @@ def refused(rank: int, kind: str) -> tuple[str, bool]:
         ("Adafactor", "Adafactor steps otherwise where parameters are sharded"),
         ("LBFGS", "0.weight: LBFGS flattens it, and 2 ranks do not divide its 9 rows"),
         ("Normed", "Normed steps otherwise where parameters are sharded"),
+        ("Adapting", "Adapting steps otherwise where parameters are sharded"),
+        ("Counting", "Counting adapts itself to all elements"),
     ],
 )
 def test_what_needs_the_whole_is_refused_before_it_changes_anything(ranks: Ranks, kind: str, found: str) -> None:
@@ -325,3 +378,34 @@ def orthogonal(rank: int) -> None:
 
 def test_muon_which_communicates_through_dtensor_steps_shards(ranks: Ranks) -> None:
     ranks.run(2, orthogonal)
+
+
+def asking(rank: int) -> None:
+    compiled = zcompile.compile(model(), stage=3, backend="eager")
+    for param in compiled.parameters():
+        param.curvature = 2.0  # type: ignore[attr-defined]
+    optimizer = Asking(compiled.parameters(), lr=0.05)
+    compiled(batch(rank, 0)).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"Asking could not be tried on small tensors \(.*curvature.*whole="):
+        optimizer.step()
+
+
+def test_what_cannot_be_tried_warns(ranks: Ranks) -> None:
+    ranks.run(2, asking)
+
+
+def nested(rank: int, folder: str) -> None:
+    for whole in (None, ["0.weight", "0.bias", "2.weight", "2.bias"]):
+        compiled = zcompile.compile(model(), stage=3, whole=whole, backend="eager")
+        optimizer = Nested(compiled.parameters(), lr=0.05)
+        compiled(batch(rank, 0)).square().mean().backward()
+        optimizer.step()
+        if whole is None:
+            with pytest.raises(zcompile.StateError, match=r"0\.weight\.moments: is a dict that has a tensor of shape"):
+                compiled.save_checkpoint(folder, optimizer)
+        else:
+            compiled.save_checkpoint(folder, optimizer)
+
+
+def test_state_that_nobody_knows_how_to_divide_is_not_saved(ranks: Ranks, tmp_path: Any) -> None:
+    ranks.run(2, nested, str(tmp_path / "saved"))
