@@ -27,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "owners": {"whole": ["layers.0.weight", "layers.1.weight"]},
     "mixed": {"dtype": torch.bfloat16},
+    "ignored": {"ignore": ["layers.0.weight"]},
     "hybrid": {"shard": "hpz", "outer_gather_dtype": torch.bfloat16},
 }
 

@@ -515,6 +515,9 @@ class CompiledModule(Savable, Reported, nn.Module):
         shards = convert(self._model, layout, runtime.shards, sites, fn)
         runtime.layout = layout
         runtime.extend((), shards)
+        for name in self._model_state.ignored:
+            parameter = self._model.get_parameter(name)
+            parameter.data = fn(parameter.data)
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Do nothing: it is compiled already."""
