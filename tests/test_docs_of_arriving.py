@@ -80,12 +80,9 @@ def codes(heading: str) -> list[str]:
     return re.findall(r"```python\n# (?:before|after)\n(.*?)```", section, re.DOTALL)
 
 
-def prepared(*objects: Any) -> tuple[Any, ...]:
-    return objects
-
-
-@pytest.mark.parametrize("heading", ["From DistributedDataParallel", "From FSDP2", "From Accelerate"])
+@pytest.mark.parametrize("heading", ["From DistributedDataParallel", "From FSDP2"])
 def test_the_code_that_comes_after_trains(heading: str) -> None:
+    """That of Accelerate is `tests/integrations`'."""
     before, after = codes(heading)
     compile(before, "before", "exec")
     torch.manual_seed(0)
@@ -101,9 +98,6 @@ def test_the_code_that_comes_after_trains(heading: str) -> None:
         "loss_of": lambda model, batch: model(batch).square().mean(),
         "batches": [torch.randn(3, 4) for _ in range(2)],
         "optimizer": optimizer,
-        "loader": None,
-        "schedule": None,
-        "accelerator": SimpleNamespace(device="cpu", prepare=prepared),
     }
     exec(after, names)
     model, optimizer = names["model"], names["optimizer"]
