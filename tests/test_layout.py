@@ -425,5 +425,7 @@ def test_a_function_chooses_the_units() -> None:
     assert match_blocks(GPT(layers=2), is_mlp) == ["blocks.0.mlp", "blocks.1.mlp"]
     layout = layout_of(GPT(layers=2), units=lambda path, module: isinstance(module, nn.Embedding))
     assert list(params_of(layout))[:2] == ["tokens", "positions"]
+    with pytest.raises(OptionError, match="true for no module"):
+        layout_of(GPT(layers=2), units=lambda path, module: False)
     with pytest.raises(OptionError, match=r"lies inside 'blocks\.0'"):
         layout_of(GPT(layers=2), units=lambda path, module: path.startswith("blocks."))

@@ -133,10 +133,14 @@ _HOMES = {
     "zcompile.training_step": "TrainStep train_step",
 }
 """Where each public name is, as those who check types read it above."""
+_FOLDERS = frozenset(["cost", "facts", "ir", "passes", "proof", "runtime", "schedule"])
+"""What is reached as an attribute, too, as `zcompile.ir.ops`."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return import_module(f"zcompile.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_HOME_OF[name]), name)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zcompile._torch import local_tensor, replace_state_dict, tree_map_only
 from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.calls.entries import taken_out
-from zcompile.engine.calls.fragments import Tree
+from zcompile.engine.calls.fragments import Tree, tree_of
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards, watch_optimizers
@@ -38,7 +38,7 @@ from zcompile.model.model_copies import copy_model
 from zcompile.model.sharding import Retired, Site, shard_model
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_replicated, model_parallel
-from zcompile.model.units import UnitChoice, converted, make_layout
+from zcompile.model.units import AUTOCAST, UnitChoice, converted, make_layout
 from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement, told_to_others
 from zcompile.runtime.async_work import TrafficMeter
@@ -113,7 +113,7 @@ def compile(
         ignore: Parameters (shell wildcards) that stay as they are on each rank, values and gradients: left to the user.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
-        output_dtype: What floating-point results of a call are cast to; by default they are as the model gives them.
+        output_dtype: What results of a call of 16 or 32 bits are cast to; by default they are as the model gives them.
         outer_dtype: bfloat16 or int8, in which averages travel along a mesh's "replicate"; changes numbers.
         outer_gather_dtype: The same for shards that "hfsdp" and "hpz" gather along it.
         checkpoint: What is computed again: "unit", all but units' inputs; "2 GiB", 0.6 of a peak, "auto": what must be.
@@ -363,7 +363,7 @@ def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
     output_dtype = tree.engine.runtime.output_dtype
 
     def cast(result: torch.Tensor) -> torch.Tensor:
-        return result.to(output_dtype) if result.is_floating_point() else result
+        return result.to(output_dtype) if result.dtype in AUTOCAST else result
 
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -373,6 +373,12 @@ def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
     forward = torch.compiler.disable(forward, reason="it is compiled by zcompile already")
     forward.__dict__["__signature__"] = inspect.signature(model.forward)
     return forward
+
+
+def compiled_of(model: nn.Module) -> CompiledModule | None:
+    """What `model` was compiled into, if it was."""
+    tree = None if isinstance(model, CompiledModule) else tree_of(model)
+    return model if isinstance(model, CompiledModule) else tree.face if tree is not None else None  # type: ignore[return-value]
 
 
 _CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")
@@ -419,6 +425,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         object.__setattr__(self, "_engine", engine)
         object.__setattr__(self, "_tree", Tree(model, engine, sites, retired))
         object.__setattr__(self, "_model_state", state)
+        self._tree.face = self
         # With the signature of the model's own, by which trainers tell what of a batch it takes.
         object.__setattr__(self, "forward", _forward_like(model, self._tree))
         replace_state_dict(model, model_state_of)

@@ -27,7 +27,7 @@ class CompileProgress:
     def __init__(self, what: str, *, speaks: bool) -> None:
         self.what = what
         self._speaks = speaks and os.environ.get("ZCOMPILE_PROGRESS") != "0"
-        self._doing = ""
+        self._doing, self._done = "", False
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
@@ -39,11 +39,13 @@ class CompileProgress:
             finally:
                 self._doing = before
             return
+        self._done = False
         started, ended = time.perf_counter(), threading.Event()
         teller = threading.Thread(target=self._tell, args=(started, ended), daemon=True, name="zcompile progress")
         teller.start()
         try:
             yield
+            self._done = True
         finally:
             self._doing = ""
             ended.set()
@@ -63,6 +65,6 @@ class CompileProgress:
             print(f"\r\x1b[2K{line}" if over else line, end="" if over else "\n", file=sys.stderr, flush=True)
         if said and over:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
-        elif said:
+        elif said and self._done:
             done = f"zcompile: compiled {self.what} in {time.perf_counter() - started:.0f} s"
             print(done, file=sys.stderr, flush=True)

@@ -63,6 +63,9 @@ def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
     paths = {name: module for name, module in model.named_modules() if name and _has_parameters(module)}
     if callable(units):
         result = [path for path, module in paths.items() if units(path, module)]
+        if not result:
+            fix = f"let it be true for paths such as {next(iter(paths), 'blocks.0')!r}"
+            raise OptionError("units", "is a function that is true for no module with parameters", fix)
     else:
         for pattern in units:
             if not any(_matches(path, pattern) for path in paths):
@@ -101,7 +104,7 @@ def _matches(path: str, pattern: str) -> bool:
     return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
 
 
-_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
+AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 """What `torch.autocast` casts: float64, say, stays."""
 
 
@@ -122,7 +125,7 @@ class Precision:
 
     def compute(self, param: torch.Tensor) -> torch.dtype | None:
         """What `param` is cast to for a gather; None where it is not."""
-        return self.dtype if param.dtype in _AUTOCAST and param.dtype != self.dtype else None
+        return self.dtype if param.dtype in AUTOCAST and param.dtype != self.dtype else None
 
     def reduction(self, param: torch.Tensor, compute: torch.dtype | None) -> torch.dtype | None:
         """What the gradient of `param` is cast to for its reduction; None where it is not."""

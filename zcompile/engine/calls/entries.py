@@ -34,7 +34,7 @@ class Entry:
     """
 
     def __init__(self, module: nn.Module, key: str, enter: Enter) -> None:
-        self.module, self.key = module, key
+        self.module, self.key, self.enter = module, key, enter
         self._enter = torch.compiler.disable(enter, reason="it is compiled by zcompile already")
         self._before = vars(module).get(key, _MISSING)
         self._is_out = True

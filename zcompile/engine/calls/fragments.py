@@ -64,6 +64,8 @@ class Tree:
         self.call: ModelCall | None = None
         self.is_full = False
         """True within `unsharded`."""
+        self.face: nn.Module | None = None
+        """The compiled module, for who has the given one."""
         self._fragments: dict[Entry, Fragment] = {}
         self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.placeholder)}
         self._ignored = {id(p): name for name, p in self.model.named_parameters() if id(p) not in self._known}
@@ -203,6 +205,13 @@ class Tree:
     def locals(self) -> Locals:
         """What programs are given for parameters that are DTensors."""
         return {id(site.placeholder): site.local for site in self.sites if site.local is not None}
+
+
+def tree_of(model: nn.Module) -> Tree | None:
+    """The tree of a model that is compiled; None of any other one, also of a part of such a model."""
+    entry = vars(model).get("forward")
+    tree = getattr(entry.enter, "__self__", None) if isinstance(entry, Entry) and entry.module is model else None
+    return tree if isinstance(tree, Tree) and tree.model is model else None
 
 
 class Fragment:

@@ -49,7 +49,7 @@ MISSING = {
     "megatron_lm_config": "models are compiled as they are",
     "ipex_config": "there is none for Intel's extension",
     "mpirun_config": "torchrun starts the ranks",
-    f"{FSDP}.fsdp_ignored_modules": "all parameters are divided; small ones travel packed",
+    f"{FSDP}.fsdp_ignored_modules": "a regular expression of modules: name their parameters in compile(..., ignore=)",
     f"{AXES}.{AXES}_cp_size": "there is no context parallelism",
     f"{AXES}.{AXES}_cp_comm_strategy": "there is no context parallelism",
     **{

@@ -117,10 +117,20 @@ def _loop(config: Config, script: Script) -> None:
         script.accumulate = "args.gradient_accumulation_steps"
     elif config.number(steps, 1) > 1:
         script.accumulate = str(config.number(steps))
+    elif config.take(steps) is None:
+        script.accumulate = _derived(config)
     clip = "args.max_grad_norm" if config.is_auto("gradient_clipping") else config.number("gradient_clipping")
     script.clip = str(clip) if clip else None
     for path in (steps, "gradient_clipping"):
         config.take(path)
+
+
+def _derived(config: Config) -> str | None:
+    """Micro-batches of a step by the batch of all ranks, as DeepSpeed finds them where it is not told how many."""
+    total, micro = (config.take(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    if not isinstance(total, int) or not isinstance(micro, int):
+        return None
+    return f"max({total} // ({micro} * torch.distributed.get_world_size()), 1)"
 
 
 def _optimizer(config: Config, script: Script) -> None:
@@ -129,8 +139,12 @@ def _optimizer(config: Config, script: Script) -> None:
     texts = {name: str(tuple(one) if isinstance(one, list) else one) for name, one in given.items() if one is not None}
     automatic = (name for name in ARGUMENTS_OF_TRAINER if config.is_auto(f"optimizer.params.{name}"))
     texts |= {name: ARGUMENTS_OF_TRAINER[name] for name in automatic}
-    own = ("torch_adam", "adam_w_mode", "bias_correction", "fused", "cuda_aware", "comm_backend_name", "freeze_step")
-    decoupled, *_ = [config.take(f"optimizer.params.{name}") for name in ("adam_w_mode", *own)]
+    own = ("torch_adam", "fused", "cuda_aware", "comm_backend_name", "freeze_step")
+    decoupled, corrects, *_ = [
+        config.take(f"optimizer.params.{name}") for name in ("adam_w_mode", "bias_correction", *own)
+    ]
+    if corrects is False:
+        script.missing.append("optimizer.params.bias_correction: torch's optimizers always correct for it")
     if kind is None:
         return
     name = OPTIMIZERS.get(str(kind).lower())
