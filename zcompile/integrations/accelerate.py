@@ -20,10 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile.compiled import CompiledModule, compile
+from zcompile.compiled import CompiledModule, compiled_of
 from zcompile.errors import OptionError
 from zcompile.integrations.folders import folder_in
 from zcompile.integrations.missing import missing
+from zcompile.integrations.models import check_options, holds_any, holds_others, sharded
+from zcompile.model.sharding import RetiredDTensor, RetiredParameter
 
 try:
     import accelerate
@@ -76,23 +78,32 @@ class Accelerator(accelerate.Accelerator):
         """Accelerate's; sharded, unless it is for evaluation only. Collective."""
         if evaluation_mode and not isinstance(model, CompiledModule):
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-        sharded = self._sharded(model, [], place=device_placement is not False)
-        if not any(known is sharded for known in self._models):
-            self._models.append(sharded)
-        return sharded
+        made = self._sharded(model, [], place=device_placement is not False)
+        if not any(known is made for known in self._models):
+            self._models.append(made)
+        return made
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Accelerate's; its state is where the shards are already."""
+        """Accelerate's; its state is where the shards are already.
+
+        Raises:
+            OptionError: it holds parameters from before its model was prepared.
+        """
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if any(isinstance(param, (RetiredParameter, RetiredDTensor)) for param in params):
+            problem = "is given an optimizer whose model was prepared before, alone"
+            raise OptionError("prepare", problem, "give both to one call: accelerator.prepare(model, optimizer)")
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def _sharded(self, model: nn.Module, optimizers: list[Optimizer], place: bool) -> CompiledModule:
-        if isinstance(model, CompiledModule):
-            return model
-        if place and self.device_placement and not any(param.is_meta for param in model.parameters()):
+        if (
+            compiled_of(model) is None
+            and place
+            and self.device_placement
+            and not any(param.is_meta for param in model.parameters())
+        ):
             model = model.to(self.device)
-        params = {id(param) for param in model.parameters()}
-        own = [one for one in optimizers if any(id(p) in params for group in one.param_groups for p in group["params"])]
-        return compile(model, optimizer=own, **self._options)
+        return sharded(model, optimizers, self._options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Accelerate's; the norm is that of the whole gradients. Collective."""
@@ -109,10 +120,10 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Accelerate's, with a checkpoint of each sharded model and its optimizer beside it. Collective."""
-        sharded = self._sharded_models()
+        found = self._sharded_models("save_state", self._save_model_state_pre_hook)
         with self._without_sharded():
             place = super().save_state(output_dir, safe_serialization, **kwargs)
-        for number, (model, optimizer) in enumerate(sharded):
+        for number, (model, optimizer) in enumerate(found):
             model.save_checkpoint(folder_in(place, number), optimizer)
         return place
 
@@ -121,7 +132,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         """Accelerate's, in any stage and world; random states come back to ranks that had one. Collective."""
         place = self._latest() if input_dir is None else os.path.expanduser(input_dir)
-        for number, (model, optimizer) in enumerate(self._sharded_models()):
+        found = self._sharded_models("load_state", self._load_model_state_pre_hook)
+        for number, (model, optimizer) in enumerate(found):
             model.load_checkpoint(folder_in(place, number), optimizer)
         with self._without_sharded():
             super().load_state(place, load_kwargs, **kwargs)
@@ -134,29 +146,35 @@ class Accelerator(accelerate.Accelerator):
         numbered = [(int(name.rpartition("_")[2]), name) for name in os.listdir(folder)]
         return os.path.join(folder, max(numbered)[1])
 
-    def _sharded_models(self) -> list[tuple[CompiledModule, Optimizer | None]]:
-        """Each with its optimizer.
+    def _sharded_models(self, what: str, hooks: Mapping[Any, Any]) -> list[tuple[CompiledModule, Optimizer | None]]:
+        """Each with its optimizer, for `what`, which Accelerate has `hooks` for.
 
         Raises:
-            OptionError: a model has several, and a checkpoint has room for one.
+            OptionError: a model has several, or one with another model, and a checkpoint has room for one of its own;
+                or there are hooks, which save or load models by themselves.
         """
         found: list[tuple[CompiledModule, Optimizer | None]] = []
         for model in self._models:
-            if isinstance(model, CompiledModule):
-                own = [one.optimizer for one in self._optimizers if _is_of(one, model)]
-                if len(own) > 1:
-                    fix = "give one optimizer with several groups, or call model.save_checkpoint for each"
-                    raise OptionError("save_state", f"meets {len(own)} optimizers of one model", fix)
-                found.append((model, own[0] if own else None))
+            if not isinstance(model, CompiledModule):
+                continue
+            own = [one.optimizer for one in self._optimizers if holds_any(one, model)]
+            if len(own) > 1 or any(holds_others(one, model) for one in own):
+                problem = f"meets {len(own)} optimizers of one model" if len(own) > 1 else "meets one of several models"
+                fix = "give each model one optimizer with several groups, or call model.save_checkpoint for each"
+                raise OptionError(what, problem, fix)
+            found.append((model, own[0] if own else None))
+        if found and hooks:
+            fix = "leave them out, and save beside it what accelerator.get_state_dict(model) gives"
+            raise OptionError(what, "meets hooks that save or load models, whose parameters are shards here", fix)
         return found
 
     @contextlib.contextmanager
     def _without_sharded(self) -> Iterator[None]:
         """While Accelerate saves or loads the rest: what is sharded has a checkpoint of its own."""
         models, optimizers = self._models, self._optimizers
-        sharded = [model for model in models if isinstance(model, CompiledModule)]
+        apart = [model for model in models if isinstance(model, CompiledModule)]
         self._models = [model for model in models if not isinstance(model, CompiledModule)]
-        self._optimizers = [one for one in optimizers if not any(_is_of(one, model) for model in sharded)]
+        self._optimizers = [one for one in optimizers if not any(holds_any(one, model) for model in apart)]
         try:
             yield
         finally:
@@ -170,6 +188,7 @@ def compile_options(given: Mapping[str, Any] | None, mixed_precision: str) -> di
         OptionError: it is one that zcompile does not compute in; or it is said twice, and differently.
     """
     options = dict(given or {})
+    check_options(options)
     if mixed_precision not in PRECISIONS:
         raise OptionError("mixed_precision", f"is {mixed_precision!r}", f"take one of {', '.join(PRECISIONS)}")
     dtype = PRECISIONS[mixed_precision]
@@ -179,8 +198,3 @@ def compile_options(given: Mapping[str, Any] | None, mixed_precision: str) -> di
     if dtype is not None:
         options.setdefault("output_dtype", torch.float32)  # as Accelerate converts what models give
     return options
-
-
-def _is_of(optimizer: Optimizer, model: nn.Module) -> bool:
-    params = {id(param) for param in model.parameters()}
-    return any(id(param) in params for group in optimizer.param_groups for param in group["params"])

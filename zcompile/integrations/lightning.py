@@ -20,9 +20,10 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zcompile.compiled import CompiledModule, compile
+from zcompile.compiled import CompiledModule, compiled_of
 from zcompile.errors import StateError
 from zcompile.integrations.missing import missing
+from zcompile.integrations.models import check_options, holds_any, sharded
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
@@ -33,17 +34,22 @@ try:
 except ImportError as error:
     raise missing("Lightning", "lightning") from error
 
-_LAUNCH = (
-    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "precision"),
-    *("process_group_backend", "timeout", "start_method"),
+_LAUNCH = frozenset(
+    {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend", "timeout"}
+    | {"start_method"}
 )
 """What says where and how processes run, as the strategies of Lightning have it; the rest is for zcompile."""
 
 
-def _apart(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is for Lightning, and what is for `zcompile.compile`."""
-    for_lightning = {name: value for name, value in options.items() if name in _LAUNCH}
-    return for_lightning, {name: value for name, value in options.items() if name not in _LAUNCH}
+def _apart(options: Mapping[str, Any], launch: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is for Lightning, and what is for `zcompile.compile`.
+
+    Raises:
+        OptionError: it is for neither.
+    """
+    rest = {name: value for name, value in options.items() if name not in launch}
+    check_options(rest)
+    return {name: value for name, value in options.items() if name in launch}, rest
 
 
 class ShardedStrategy(DDPStrategy):
@@ -60,7 +66,7 @@ class ShardedStrategy(DDPStrategy):
     strategy_name = "zcompile"
 
     def __init__(self, **options: Any) -> None:
-        for_lightning, self._options = _apart(options)
+        for_lightning, self._options = _apart(options, _LAUNCH | {"precision_plugin"})
         super().__init__(**for_lightning)
         self._compiled: tuple[nn.Module | None, CompiledModule | None] = None, None
 
@@ -73,20 +79,19 @@ class ShardedStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard the module, then make its optimizers. Collective."""
         self.accelerator.setup(trainer)
-        if self.compiled is None:
-            module = self.lightning_module
-            if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
-                module = self._layer_sync.apply(module)
+        if compiled_of(self.lightning_module) is None:
+            # Also where nothing is trained yet: shards are not converted any more.
+            module = self._layer_sync.apply(self.lightning_module) if self._layer_sync else self.lightning_module
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
-            self.configure_ddp()
+        self.configure_ddp()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
         """Shard the module. Its steps are called as they are, so the strategy's model stays what it was."""
-        self._compiled = self.lightning_module, compile(self.lightning_module, **self._options)
+        self._compiled = self.lightning_module, sharded(self.lightning_module, [], self._options)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -143,11 +148,11 @@ class ShardedFabricStrategy(FabricDDPStrategy):
     """`fabric.setup(model, optimizer)` shards both; `fabric.save` and `load` take and give what plain training has.
 
     Args:
-        **options: As of `ShardedStrategy`.
+        **options: As of `ShardedStrategy`, with `precision` in the place of `precision_plugin`.
     """
 
     def __init__(self, **options: Any) -> None:
-        for_lightning, self._options = _apart(options)
+        for_lightning, self._options = _apart(options, _LAUNCH | {"precision"})
         super().__init__(**for_lightning)
         self._backward_sync_control = _SyncControl()
         self._models: list[CompiledModule] = []
@@ -163,7 +168,7 @@ class ShardedFabricStrategy(FabricDDPStrategy):
         return self._sharded(module, optimizers), optimizers, scheduler
 
     def _sharded(self, module: nn.Module, optimizers: list[Optimizer]) -> CompiledModule:
-        compiled = compile(module, optimizer=optimizers, **self._options)
+        compiled = sharded(module, optimizers, self._options)
         self._models.append(compiled)
         return compiled
 
@@ -185,25 +190,25 @@ class ShardedFabricStrategy(FabricDDPStrategy):
         alone = isinstance(state, Optimizer)
         given = {"": state} if alone else dict(state) if isinstance(state, Mapping) else {}
         optimizers = {name: (self._model_of(one), one) for name, one in given.items() if isinstance(one, Optimizer)}
-        sharded = {name: (model, one) for name, (model, one) in optimizers.items() if model is not None}
-        if not sharded:
+        apart = {name: (model, one) for name, (model, one) in optimizers.items() if model is not None}
+        if not apart:
             return super().load_checkpoint(path, state, strict, weights_only)
+        rest = {name: one for name, one in given.items() if name not in apart}
+        left = super().load_checkpoint(path, rest, strict, weights_only) if rest else None
         whole = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        for name, (model, optimizer) in sharded.items():
+        for name, (model, optimizer) in apart.items():
             if alone or name in whole:
                 model.load_full_optimizer_state_dict(optimizer, whole if alone else whole[name])
             elif strict:
                 fix = "give the keys that were saved, or strict=False"
                 raise StateError(str(path), f"has no {name!r}", fix)
-        rest = {name: one for name, one in given.items() if name not in sharded}
-        left = super().load_checkpoint(path, rest, strict, weights_only) if rest else whole
         if isinstance(state, dict):
             state.update(rest)  # values that are no modules are replaced, as Lightning has it
-        return {} if alone else {name: value for name, value in left.items() if name not in sharded}
+        left = whole if left is None else left
+        return {} if alone else {name: value for name, value in left.items() if name not in apart}
 
     def _model_of(self, optimizer: Optimizer) -> CompiledModule | None:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        return next((one for one in self._models if any(id(param) in held for param in one.parameters())), None)
+        return next((one for one in self._models if holds_any(optimizer, one)), None)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

@@ -22,11 +22,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zcompile.compiled import CompiledModule, compile
+from zcompile.compiled import CompiledModule
 from zcompile.errors import OptionError, StateError
 from zcompile.integrations.accelerate import compile_options
 from zcompile.integrations.folders import folder_in, read
 from zcompile.integrations.missing import missing
+from zcompile.integrations.models import sharded
 
 try:
     import transformers
@@ -59,18 +60,20 @@ class ShardedTrainerMixin:
         return self._sharded[1] if self._sharded is not None and self._sharded[0] is self.model else None
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return self.compiled or self._shard()
+        return self._compiled_now()
 
-    def _shard(self) -> CompiledModule:
-        options = compile_options(self._asked, self.args.mixed_precision)
+    def _compiled_now(self) -> CompiledModule:
+        """The model sharded, from now on if it was not. Collective."""
+        if self.compiled is not None:
+            return self.compiled
         held = [self.optimizer] if isinstance(self.optimizer, Optimizer) else []
-        compiled = compile(self.model, optimizer=held, **options)
+        compiled = sharded(self.model, held, compile_options(self._asked, self.args.mixed_precision))
         self._sharded, self.model_wrapped = (self.model, compiled), compiled
         return compiled
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's; where it generates, ranks do so alone, each for as long as its texts are."""
-        compiled = self.compiled or self._shard()
+        compiled = self._compiled_now()
         generates = getattr(self.args, "predict_with_generate", False)
         with compiled.unsharded() if generates else contextlib.nullcontext():
             return super().evaluation_loop(*args, **kwargs)
@@ -96,7 +99,7 @@ class ShardedTrainerMixin:
         if self.compiled is not None and folder_in(resume_from_checkpoint).is_dir():
             self.compiled.load_checkpoint(folder_in(resume_from_checkpoint))
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model or self.compiled)
+            super()._load_from_checkpoint(resume_from_checkpoint, self.compiled if model is None else model)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

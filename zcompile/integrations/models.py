@@ -1,0 +1,41 @@
+"""Models as trainers have them: sharded once, whoever asks, with the optimizers that hold their parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from zcompile.compiled import CompiledModule, compile, compiled_of
+from zcompile.errors import OptionError, nearest
+
+_OPTIONS = frozenset(inspect.signature(compile).parameters) - {"model", "optimizer"}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise OptionError for what `zcompile.compile` does not take."""
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise OptionError(unknown[0], "is no option of zcompile.compile", nearest(unknown[0], _OPTIONS))
+
+
+def sharded(model: nn.Module, optimizers: Iterable[Optimizer], options: Mapping[str, Any]) -> CompiledModule:
+    """`model` compiled with the optimizers that hold parameters of it; as it is, if another trainer has compiled it."""
+    known = compiled_of(model)
+    if known is not None:
+        return known
+    return compile(model, optimizer=[one for one in optimizers if holds_any(one, model)], **options)
+
+
+def holds_any(optimizer: Optimizer, model: nn.Module) -> bool:
+    """True if the optimizer has a parameter of the model."""
+    params = {id(param) for param in model.parameters()}
+    return any(id(param) in params for group in optimizer.param_groups for param in group["params"])
+
+
+def holds_others(optimizer: Optimizer, model: nn.Module) -> bool:
+    """True if it has parameters beside those of the model."""
+    params = {id(param) for param in model.parameters()}
+    return any(id(param) not in params for group in optimizer.param_groups for param in group["params"])
