@@ -1,0 +1,74 @@
+"""The columns of the matrix, and what comes of a cell. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Kind = str
+ORDER = ("crash", "refused", "hang", "lost", "void", "distance", "bits")
+"""What a cell is whose ranks say different things: the first of these that one says."""
+WRONG = 1e-4
+"""A larger distance is no rounding."""
+
+TRACING = "aot_eager"
+"""The cell without zcompile: what torch.compile's tracing alone does to the numbers."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to train."""
+
+    name: str
+    loop: str
+    """The module of benchmarks.families that has it."""
+    options: Mapping[str, Any]
+    limit: float = 180.0
+    """Seconds that it may take."""
+
+
+CELLS = {
+    cell.name: cell
+    for cell in (
+        *(Cell(f"stage{stage}", "plain_loop", {"stage": stage, "backend": "eager"}) for stage in range(4)),
+        Cell("inductor", "plain_loop", {"stage": 3}, limit=400.0),
+        Cell("torch.compile", "compiled_loop", {"stage": 3, "backend": "eager"}),
+        Cell("accelerate", "accelerate_loop", {"stage": 3, "backend": "eager"}),
+        Cell("trainer", "trainer_loop", {"stage": 3, "backend": "eager"}),
+        Cell("lightning", "lightning_loop", {"stage": 3, "backend": "eager"}),
+        Cell(TRACING, "traced_loop", {"backend": "aot_eager"}),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell of a family for one rank."""
+
+    family: str
+    cell: str
+    rank: int
+    store: Path
+    """A file through which the ranks find each other."""
+    patience: float
+    """Seconds that a rank waits for another."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: `kind` is one of ORDER."""
+
+    kind: Kind
+    said: str = ""
+    """The sentence of a refusal, the error of a crash, or what is farthest off."""
+    distance: float = 0.0
+    seconds: float = 0.0
+    trace: str = field(default="", compare=False)
+
+
+def whole(outcomes: list[Outcome]) -> Outcome:
+    """What the ranks say together."""
+    worst = min(outcomes, key=lambda one: (ORDER.index(one.kind), -one.distance))
+    return Outcome(worst.kind, worst.said, worst.distance, max(one.seconds for one in outcomes), worst.trace)

@@ -1,0 +1,138 @@
+"""Models of diffusers: denoisers of images and of latents, and autoencoders."""
+
+from __future__ import annotations
+
+import diffusers
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.families.family import ROWS, Batch, Family, single
+
+SIDE, TEXT, WORDS = 16, 24, 5
+
+
+def noisy(generator: torch.Generator) -> Batch:
+    shape = (ROWS, 4, SIDE, SIDE)
+    return {
+        "sample": torch.randn(shape, generator=generator),
+        "noise": torch.randn(shape, generator=generator),
+        "time": torch.randint(0, 1000, (ROWS,), generator=generator),
+        "text": torch.randn(ROWS, WORDS, TEXT, generator=generator),
+        "pooled": torch.randn(ROWS, TEXT, generator=generator),
+        "labels": torch.randint(0, 7, (ROWS,), generator=generator),
+    }
+
+
+def unet() -> nn.Module:
+    return diffusers.UNet2DModel(
+        sample_size=SIDE,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        attention_head_dim=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+
+
+def conditioned_unet() -> nn.Module:
+    return diffusers.UNet2DConditionModel(
+        sample_size=SIDE,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        attention_head_dim=4,
+        cross_attention_dim=TEXT,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )
+
+
+def autoencoder() -> nn.Module:
+    return diffusers.AutoencoderKL(
+        in_channels=4,
+        out_channels=4,
+        latent_channels=2,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+
+
+def quantised_autoencoder() -> nn.Module:
+    return diffusers.VQModel(
+        in_channels=4,
+        out_channels=4,
+        latent_channels=2,
+        num_vq_embeddings=13,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+
+
+def dit() -> nn.Module:
+    return diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        sample_size=SIDE,
+        num_embeds_ada_norm=1000,
+        norm_num_groups=4,
+        dropout=0.0,
+    )
+
+
+def sd3() -> nn.Module:
+    return diffusers.SD3Transformer2DModel(
+        sample_size=SIDE,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT,
+        caption_projection_dim=16,
+        pooled_projection_dim=TEXT,
+        pos_embed_max_size=SIDE,
+    )
+
+
+def denoising_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["sample"], batch["time"]).sample, batch["noise"])
+
+
+def text_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["sample"], batch["time"], batch["text"]).sample, batch["noise"])
+
+
+def label_loss(model: nn.Module, batch: Batch) -> Tensor:
+    given = model(batch["sample"], timestep=batch["time"], class_labels=batch["labels"]).sample
+    return F.mse_loss(given, batch["noise"])
+
+
+def pooled_loss(model: nn.Module, batch: Batch) -> Tensor:
+    given = model(batch["sample"], batch["text"], batch["pooled"], batch["time"]).sample
+    return F.mse_loss(given, batch["noise"])
+
+
+def autoencoding_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["sample"]).sample, batch["sample"])
+
+
+FAMILIES: tuple[Family, ...] = (
+    single("diffusers_unet", "diffusers", unet, noisy, denoising_loss),
+    single("diffusers_text_unet", "diffusers", conditioned_unet, noisy, text_loss),
+    single("diffusers_autoencoder_kl", "diffusers", autoencoder, noisy, autoencoding_loss),
+    single("diffusers_vq", "diffusers", quantised_autoencoder, noisy, autoencoding_loss),
+    single("diffusers_dit", "diffusers", dit, noisy, label_loss),
+    single("diffusers_sd3", "diffusers", sd3, noisy, pooled_loss),
+)
