@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,4 +34,6 @@ class Results:
         kept["distance"] = None if outcome.distance != outcome.distance else float(f"{outcome.distance:.2g}")
         kept["seconds"] = round(outcome.seconds, 1)
         self.families.setdefault(family, {"library": library, "cells": {}})["cells"][cell] = kept
-        FILE.write_text(json.dumps(self.families, indent=1) + "\n")
+        written = FILE.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(self.families, indent=1) + "\n")
+        written.replace(FILE)
