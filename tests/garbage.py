@@ -21,4 +21,6 @@ class Collector:
         gc.collect()
         if len(sys.modules) != self.loaded or time.process_time() - started > LONG:
             self.loaded = len(sys.modules)
+            gc.unfreeze()  # what was in use then may be garbage now: a mesh, say, with the threads of its groups
+            gc.collect()
             gc.freeze()

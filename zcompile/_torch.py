@@ -53,7 +53,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values o
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules as pipelining_schedules  # tables of actions
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # rows of what another dimension gave
 )
@@ -967,6 +968,14 @@ def forget_meshes() -> None:
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
+    others = [
+        getattr(type(propagator), "_propagate_tensor_meta_cached", None),
+        getattr(_redistribute, "_gen_transform_infos", None),
+        MeshTopoInfo.build_from_mesh,
+    ]
+    for function in others:
+        getattr(function, "cache_clear", lambda: None)()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
