@@ -67,7 +67,7 @@ def gives(rank: int, kind: str, stage: int) -> list[str]:
 @quickly(
     "kind, world, stage",
     [(kind, world, stage) for kind in OUTPUTS for world in (2, 3) for stage in (3, 2)],
-    [(kind, 2, 3) for kind in OUTPUTS],
+    [(kind, 2, 3) for kind in ("dict", "dataclass", "nested", "views")],
 )
 def test_a_backward_goes_through_outputs_of_every_form(ranks: Ranks, kind: str, world: int, stage: int) -> None:
     assert ranks.run(world, gives, kind, stage) == [[]] * world
@@ -151,7 +151,7 @@ def uses(rank: int, which: str, skips: bool) -> list[str]:
 USES = [(which, skips) for which in ("one", "another on each rank", "another in each step") for skips in (False, True)]
 
 
-@quickly("which, skips", USES, [USES[0], USES[3], USES[4]])
+@quickly("which, skips", USES, [USES[3], USES[4]])
 def test_unused_outputs_and_modules_have_no_gradient_and_others_have_theirs(
     ranks: Ranks, which: str, skips: bool
 ) -> None:
@@ -223,7 +223,7 @@ def backward(rank: int, way: str, model: str) -> list[str]:
 @quickly(
     "way, model",
     [(way, model) for way in BACKWARDS for model in ("net", "own")],
-    [(way, ("net", "own")[index % 2]) for index, way in enumerate(BACKWARDS)],
+    [("at_once", "own"), ("again", "net"), ("hooked", "net")],
 )
 def test_a_backward_may_be_run_in_every_way(ranks: Ranks, way: str, model: str) -> None:
     assert ranks.run(2, backward, way, model) == [[], []]
@@ -241,4 +241,4 @@ def penalised(rank: int) -> str:
 
 
 def test_gradients_of_gradients_are_refused(ranks: Ranks) -> None:
-    assert ranks.run(2, penalised) == ["RuntimeError"] * 2
+    assert ranks.run(2, penalised) == ["BackwardError"] * 2

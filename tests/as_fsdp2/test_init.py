@@ -172,7 +172,7 @@ def on_meta(rank: int, way: str) -> list[str]:
     return found + beside(plain, compiled, three(rank), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("way", ["code", "weights", "loaded", "sent"])
+@quickly("way", ["code", "weights", "loaded", "sent"], ["code", "loaded"])
 def test_models_on_meta_get_values_from_their_code_or_from_a_state(ranks: Ranks, way: str) -> None:
     assert ranks.run(3, on_meta, way) == [[]] * 3
 

@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -137,7 +136,7 @@ def by_torchs_functions(one: Any, optimizer: Any, other: Any, theirs: Any, folde
 WAYS = {way.__name__: way for way in (by_shards, by_whole_tensors, by_checkpoint, by_torch, by_torchs_functions)}
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@quickly("way", list(WAYS), ["by_shards", "by_torch"])
 def test_what_is_saved_loads_and_trains_on_bit_for_bit(ranks: Ranks, tmp_path: Path, way: str) -> None:
     assert ranks.run(2, round_trip, way, str(tmp_path / "saved")) == [[], []]
 
@@ -159,7 +158,7 @@ def into_plain(rank: int, by: str) -> list[str]:
     return differing(parameters(plain), want, "loaded", 0)
 
 
-@pytest.mark.parametrize("by", ["ours", "torch"])
+@quickly("by", ["ours", "torch"], ["torch"])
 def test_a_whole_state_loads_into_the_plain_model(ranks: Ranks, by: str) -> None:
     assert ranks.run(2, into_plain, by) == [[], []]
 
@@ -179,7 +178,7 @@ def from_first(rank: int, by: str) -> list[str]:
     return differing(parameters(compiled), parameters(plain), "loaded", 0)
 
 
-@pytest.mark.parametrize("by", ["ours", "torch"])
+@quickly("by", ["ours", "torch"], ["torch"])
 def test_the_first_rank_may_send_a_whole_state(ranks: Ranks, by: str) -> None:
     assert ranks.run(3, from_first, by) == [[]] * 3
 
