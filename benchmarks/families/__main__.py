@@ -24,13 +24,15 @@ from benchmarks.team import Team, TeamError
 
 FRESH = 60
 """Cells after which the ranks are started anew: what libraries keep of each would fill the memory."""
+STARTING = 600.0
+"""Seconds that ranks may take to start."""
 
 
 class Pair:
     """Two rank processes that run one cell after the other; started anew when one has died or hangs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, patience: float) -> None:
+        self.folder, self.patience = folder, patience
         self.team: Team | None = None
         self._run = 0
 
@@ -40,10 +42,11 @@ class Pair:
         if self._run % FRESH == 0:
             self.close()
         if self.team is None:
-            self.team = Team("benchmarks.families.worker", [LOOPBACK] * 2, self.folder / "log", cell.limit)
-        self.team.timeout = cell.limit
+            self.team = Team("benchmarks.families.worker", [LOOPBACK] * 2, self.folder / "log", STARTING)
+            self.team.hear()  # imports are no part of a cell
+        self.team.timeout = cell.limit * self.patience
         store = self.folder / f"store{self._run}"
-        self.team.tell(*(Task(family, cell.name, rank, store, cell.limit / 3) for rank in range(2)))
+        self.team.tell(*(Task(family, cell.name, rank, store, self.team.timeout / 3) for rank in range(2)))
         try:
             return whole(self.team.hear())
         except TeamError as error:
@@ -58,24 +61,25 @@ class Pair:
 
 def asked(options: argparse.Namespace, results: Results) -> Iterator[tuple[str, str, Cell]]:
     """The cells to run, each with its family and library, family by family: their references are then trained once."""
-    from benchmarks.families.catalogue import families  # imports torch and all libraries, which --table does not need
+    from benchmarks.families.catalogue import families, find  # imports torch and libraries, which --table does not need
 
-    known = families()
-    names, cells = options.models or list(known), options.cells or list(CELLS)
-    if unknown := [name for name in (*names, *cells) if name not in known and name not in CELLS]:
-        sys.exit(f"unknown: {', '.join(unknown)}; models: {', '.join(known)}; cells: {', '.join(CELLS)}")
-    for name in names:
+    cells = options.cells or list(CELLS)
+    known = {name: find(name) for name in options.models or families()}
+    if unknown := [name for name in (*known, *cells) if known.get(name) is None and name not in CELLS]:
+        sys.exit(f"unknown: {', '.join(unknown)}; models: {', '.join(families())}; cells: {', '.join(CELLS)}")
+    for name, family in known.items():
+        assert family is not None, "the others are unknown"
         for cell in cells:
             done = results.has(name, cell) and not (options.again or (options.models and options.cells))
-            if not done and (cell != "trainer" or known[name].trainer):
-                yield name, known[name].library, CELLS[cell]
+            if not done and (cell != "trainer" or family.trainer):
+                yield name, family.library, CELLS[cell]
 
 
 def run(options: argparse.Namespace, results: Results) -> int:
     """Run the cells that were asked for, and say each; 1 if one is wrong, crashed or hung."""
     deadline, bad = time.monotonic() + 60 * options.minutes, 0
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder))
+        pair = Pair(Path(folder), options.patience)
         for name, library, cell in asked(options, results):
             if time.monotonic() > deadline:
                 break
@@ -98,6 +102,9 @@ def main() -> int:
     parser.add_argument("--cells", nargs="+", help=f"of {', '.join(CELLS)}")
     parser.add_argument("--again", action="store_true", help="also cells that have a result")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell after that")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="how many times as long cells may take, on a busy machine"
+    )
     parser.add_argument("--trace", action="store_true", help="show tracebacks of what failed")
     parser.add_argument("--table", action="store_true", help="only write the table of docs/families.md")
     options = parser.parse_args()

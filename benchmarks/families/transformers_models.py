@@ -145,7 +145,14 @@ WAVE: dict[str, Any] = {
 }
 SMALL_GPT: dict[str, Any] = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
-T5_SIZES: dict[str, Any] = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5_SIZES: dict[str, Any] = {
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
 BART: dict[str, Any] = {
     **UNDROPPED,
     "d_model": WIDTH,

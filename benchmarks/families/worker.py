@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import zcompile
-from benchmarks.families.catalogue import families
+from benchmarks.families.catalogue import find
 from benchmarks.families.cells import CELLS, Outcome, Task
 from benchmarks.families.family import Family
 from benchmarks.families.recorder import Recorder, distance
@@ -35,6 +35,8 @@ class References:
         """Train it, or take what the last call gave. Collective."""
         shared = "plain_loop" if loop in ("compiled_loop", "traced_loop") else loop
         if self._key != (family.name, shared):
+            if _draws(family):
+                raise ValueError("its loss draws random numbers: switch off its dropout")
             start = Recorder().end(family.models())
             found = importlib.import_module(f"benchmarks.families.{shared}").train(family, None)
             if not all(torch.isfinite(loss).all() for loss in found.losses):
@@ -45,6 +47,14 @@ class References:
                 raise ValueError("nothing was trained")
             self._key, self._found = (family.name, shared), found
         return self._found
+
+
+def _draws(family: Family) -> bool:
+    """Whether a loss is random, so that no two runs could be compared."""
+    models = family.models()
+    before = torch.get_rng_state()
+    family.phases[0].loss(models, family.batches(0)[0])
+    return not torch.equal(before, torch.get_rng_state())
 
 
 def run(task: Task, family: Family, references: References) -> Outcome:
@@ -78,14 +88,16 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
-def joined(task: Task, known: dict[str, Family], references: References) -> Outcome:
+def joined(task: Task, references: References) -> Outcome:
     """Run a task within a process group of its own."""
     store = dist.FileStore(str(task.store), 2)
     patience = timedelta(seconds=task.patience)
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=2, timeout=patience)
     try:
         dist.barrier()
-        return run(task, known[task.family], references)
+        family = find(task.family)
+        assert family is not None, f"{task.family}: the command has found it"
+        return run(task, family, references)
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -97,12 +109,12 @@ def joined(task: Task, known: dict[str, Family], references: References) -> Outc
 def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true"}
     torch.set_num_threads(1)
-    known, references = families(), References()
-    connection = Connection(int(sys.argv[1]))
+    references, connection = References(), Connection(int(sys.argv[1]))
+    connection.send("ready")
     with contextlib.suppress(EOFError):
         while True:
             try:
-                connection.send(joined(connection.recv(), known, references))
+                connection.send(joined(connection.recv(), references))
             except EOFError:
                 raise
             except Exception as error:
