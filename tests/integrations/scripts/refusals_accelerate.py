@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from zcompile import OptionError
-from zcompile.integrations.accelerate import Accelerator
+from zcompile.integrations.accelerate import Accelerator, compile_options
 
 folder = Path(sys.argv[1])
 with pytest.raises(OptionError, match="stag: is no option"):
     Accelerator(cpu=True, zcompile={"stag": 3})
 with pytest.raises(OptionError, match="mixed_precision: is 'bf16', and dtype= of zcompile"):
-    Accelerator(cpu=True, mixed_precision="bf16", zcompile={"dtype": torch.float16})
+    compile_options({"dtype": torch.float16}, "bf16")
 accelerator = Accelerator(cpu=True, zcompile={"backend": "eager"})
 
 
