@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zcompile.compiled import CompiledModule
+from zcompile.compiled import CompiledModule, compiled_of
 from zcompile.errors import OptionError, StateError
 from zcompile.integrations.accelerate import compile_options
 from zcompile.integrations.folders import folder_in, read
@@ -70,6 +70,10 @@ class ShardedTrainerMixin:
         compiled = sharded(self.model, held, compile_options(self._asked, self.args.mixed_precision))
         self._sharded, self.model_wrapped = (self.model, compiled), compiled
         return compiled
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if compiled_of(model) is None:  # another trainer has sharded it, where it is to be
+            super()._move_model_to_device(model, device)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's; where it generates, ranks do so alone, each for as long as its texts are."""
