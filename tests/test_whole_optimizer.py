@@ -196,6 +196,23 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
+def unlike(rank: int) -> str:
+    """Rank 1 steps groups in another order: state of the same parameters, of which gathers would not meet."""
+    model = zcompile.compile(make("mlp"), stage=3, backend="eager")
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params if rank == 0 else params[::-1])
+    train(model, optimizer, range(1))
+    with pytest.raises(StateError) as caught:
+        model.full_optimizer_state_dict(optimizer)
+    return str(caught.value).split("\n")[0]
+
+
+def test_ranks_whose_optimizers_differ_are_told(ranks: Ranks) -> None:
+    first, second = ranks.run(2, unlike)
+    assert first == second
+    assert "has other state in the optimizer of rank 1 than in rank 0's" in first
+
+
 def test_what_does_not_fit_is_refused_on_every_rank(ranks: Ranks) -> None:
     first, second = ranks.run(2, refusals)
     assert first == second

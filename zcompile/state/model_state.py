@@ -40,7 +40,7 @@ from zcompile.state.optimizer_state import (
     take_apart,
 )
 from zcompile.state.whole_files import real, whole_file
-from zcompile.state.whole_optimizer import kept_of, parts_of_whole, whole_state
+from zcompile.state.whole_optimizer import check_alike, kept_of, parts_of_whole, whole_state
 
 Result = TypeVar("Result")
 Values = dict[str, Any]
@@ -198,12 +198,17 @@ class ModelState:
             return kept_of(optimizer, self.model)
 
         everyones = self._share("full_optimizer_state_dict", kept)
+        check_alike(everyones, self.model)
         return whole_state(optimizer, self.model, everyones, self.communicator, rank0_only)
 
     def load_full_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """`compiled.load_full_optimizer_state_dict`."""
-        what = "load_full_optimizer_state_dict"
-        optimizer.load_state_dict(self._together(what, lambda: parts_of_whole(state, optimizer, self.model)))
+
+        def parts() -> dict[str, Any]:
+            self._refuse_ignored(optimizer)
+            return parts_of_whole(state, optimizer, self.model)
+
+        optimizer.load_state_dict(self._together("load_full_optimizer_state_dict", parts))
 
     # -- shards ---------------------------------------------------------------------------------------------------
 

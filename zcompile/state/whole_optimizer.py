@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -38,6 +39,17 @@ def kept_of(optimizer: Optimizer, model: nn.Module) -> Kept:
         for name, values in slots.items():
             kept.setdefault(name, []).extend(values)
     return kept
+
+
+def check_alike(everyones: Sequence[Kept], model: nn.Module) -> None:
+    """Raise StateError where ranks keep other state of what all of them have a part of: its gathers would not meet."""
+    owned = {name for name, param in model.named_parameters() if owner_of(param) is not None}
+    first, *others = [[(name, slots) for name, slots in kept.items() if name not in owned] for kept in everyones]
+    for rank, found in enumerate(others, 1):
+        if found != first:
+            name = next(name for one, other in zip_longest(found, first) if one != other for name, _ in (one or other,))
+            fix = "step the same optimizer, with the same groups, on every rank"
+            raise StateError(name, f"has other state in the optimizer of rank {rank} than in rank 0's", fix)
 
 
 @torch.no_grad()
@@ -100,7 +112,9 @@ def parts_of_whole(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Mod
     names = ordered_names(optimizer, model)
     given = {names[index]: slots for index, slots in state["state"].items()}
     shapes = {
-        name: {slot: _shape(f"{name}.{slot}", value) for slot, value in slots.items() if _is_tensor(value)}
+        name: {
+            slot: _shape(f"{name}.{slot}", value) for slot, value in slots.items() if isinstance(value, torch.Tensor)
+        }
         for name, slots in given.items()
     }
     parts: dict[int, dict[str, Any]] = {}
@@ -109,12 +123,7 @@ def parts_of_whole(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Mod
             slot: _filled(targets[slot], value) if slot in targets else value for slot, value in given[name].items()
         }
         parts[names.index(name)] = slots
-    groups = with_own_ways(state["param_groups"], optimizer)
-    return {"state": parts, "param_groups": groups}
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    return {"state": parts, "param_groups": with_own_ways(state["param_groups"], optimizer)}
 
 
 def _shape(subject: str, value: torch.Tensor) -> SlotShape:
