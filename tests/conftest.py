@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from tests.garbage import Collector
 from tests.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 STARTED = pytest.StashKey[float]()
 torch.set_num_threads(1)
 settings.register_profile("no deadline", deadline=None)  # a shared machine is slow at times
@@ -38,6 +42,17 @@ def fresh_compiler(garbage: Collector) -> Iterator[None]:
     yield
     torch.compiler.reset()
     garbage.collect()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium: `make browser`")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield launched
+        launched.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

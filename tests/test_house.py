@@ -66,7 +66,7 @@ ROOMS = {
     "planning tools.migration",
     "": "torch_range ir cost facts model proof schedule tools compiled torch_backend training_step pipelining",
     "__main__": "tools",
-    "integrations": "compiled model",
+    "integrations": "compiled model schedule",
 }
 """What each room may import beside itself; all may import `_torch` and `errors`."""
 

@@ -129,6 +129,10 @@ def ignoring(**options: Any) -> zcompile.CompiledModule:
 def test_what_cannot_be_ignored_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="ignore: 'adapter' matches no parameter"):
         ignoring(ignore=["adapter"])
+    with torch.device("meta"):
+        unmade = Adapted()
+    with pytest.raises(OptionError, match=r"leaves adapters\.0 to you, which is on the meta device"):
+        zcompile.compile(unmade, ignore=["adapters.*"])
     compiled = ignoring(ignore=["adapters.*"])
     optimizer = torch.optim.Adam(compiled.parameters())
     compiled(data(0, 0)).backward()

@@ -7,7 +7,6 @@ import html
 import itertools
 import math
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +38,6 @@ from zcompile.tools.named_models import subject_of
 from zcompile.tools.pipeline_inspection import of_pipeline
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 
 
 def journal_of(model: nn.Module, *given: torch.Tensor) -> Journal:
@@ -273,17 +270,6 @@ def test_a_program_without_a_line_has_a_page(tmp_path: Path) -> None:
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium: `make browser`")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield launched
-        launched.close()
 
 
 @contextlib.contextmanager

@@ -168,6 +168,10 @@ def _divided(
     check_outer(asked.outer_dtype, communicator.mesh.ndim)
     check_axes(asked.shard, communicator.mesh.ndim, whole=bool(parts.whole))
     layout = _layout(model, asked, communicator.mesh, parallel, parts)
+    for name in _ignored(model, layout):
+        if model.get_parameter(name).is_meta:
+            fix = "give it values before zcompile.compile, or do not ignore it"
+            raise OptionError("ignore", f"leaves {name} to you, which is on the meta device", fix)
     return _Divided(asked, remarks, parallel, communicator, layout)
 
 
@@ -219,8 +223,7 @@ def _over(
     if not runtime.layout.stage.optimizer_sharded and runtime.layout.world > 1:
         Outside(shards, runtime.delivery).watch()
     # The model's state is that of all ranks that have a part of it.
-    layout = runtime.layout
-    ignored = {name for name, _ in model.named_parameters()}.difference(param.name for param in layout.params)
+    ignored = _ignored(model, runtime.layout)
     state = ModelState(model, runtime.everyone.communicator, runtime.everyone, runtime.options.stage, ignored)
     return CompiledModule(model, engine, sites, retired, state)
 
@@ -244,6 +247,12 @@ def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModul
     with taken_out(tree.entries):
         copied, shards, sites = copy_model(model, layout, before.shards, tree.sites, communicator, memory, memo)
     return _over(copied, engine, shards, sites, tree.retired)
+
+
+def _ignored(model: nn.Module, layout: Layout) -> list[str]:
+    """The parameters that are in no unit."""
+    known = {param.name for param in layout.params}
+    return [name for name, _ in model.named_parameters() if name not in known]
 
 
 def _layout(
@@ -379,6 +388,14 @@ def compiled_of(model: nn.Module) -> CompiledModule | None:
     """What `model` was compiled into, if it was."""
     tree = None if isinstance(model, CompiledModule) else tree_of(model)
     return model if isinstance(model, CompiledModule) else tree.face if tree is not None else None  # type: ignore[return-value]
+
+
+def options_of(compiled: CompiledModule) -> Options:
+    """What it was compiled with, but for what `units=`, `whole=` and `ignore=` name.
+
+    No attribute: a model may have options of its own.
+    """
+    return compiled._engine.runtime.options
 
 
 _CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "__reversed__")

@@ -121,7 +121,7 @@ def _unpipelined(
         fix = "give it to zcompile.compile, or give train_step the plain model"
         raise OptionError(next(iter(options)), "belongs to zcompile.compile, and the model is compiled already", fix)
     if ignored := model._model_state.ignored:
-        problem = f"leaves {min(ignored)} to you, and a train step updates all parameters"
+        problem = f"leaves {ignored[0]} to you, and a train step updates all parameters"
         raise OptionError("ignore", problem, "train with zcompile.compile and a loop")
     if asked.offload_optimizer is not None and updater is not None:
         updater.states = optimizer_states(asked.offload_optimizer, model._engine.runtime, updater)

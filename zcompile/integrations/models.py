@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zcompile.compiled import CompiledModule, compile, compiled_of
+from zcompile.compiled import CompiledModule, compile, compiled_of, options_of
 from zcompile.errors import OptionError, nearest
+from zcompile.schedule.options import Options
 
 _OPTIONS = frozenset(inspect.signature(compile).parameters) - {"model", "optimizer"}
 
@@ -22,9 +23,17 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def sharded(model: nn.Module, optimizers: Iterable[Optimizer], options: Mapping[str, Any]) -> CompiledModule:
-    """`model` compiled with the optimizers that hold parameters of it; as it is, if another trainer has compiled it."""
+    """`model` compiled with the optimizers that hold parameters of it; as it is, if another trainer has compiled it.
+
+    Raises:
+        OptionError: that one did so with other options.
+    """
     known = compiled_of(model)
     if known is not None:
+        before, asked = str(options_of(known)), str(Options.among(options))
+        if options and asked != before:
+            problem = f"is compiled already, with {before!r} and not {asked!r}"
+            raise OptionError(type(model).__name__, problem, "give both trainers the same options, or this one none")
         return known
     return compile(model, optimizer=[one for one in optimizers if holds_any(one, model)], **options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -99,7 +99,7 @@ class ModelState:
         communicator: Communicator,
         agreement: Agreement,
         stage: int,
-        ignored: Collection[str] = (),
+        ignored: Sequence[str] = (),
     ) -> None:
         self.model, self.communicator, self.agreement = model, communicator, agreement
         self.stage, self.ignored = stage, ignored

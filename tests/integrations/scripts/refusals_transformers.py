@@ -33,6 +33,8 @@ first.train()
 second.train()
 ours, theirs = (one.model.lm_head.weight.full_tensor() for one in (first, second))
 assert torch.equal(ours, theirs), "a model that was evaluated before is trained as one that was not"
+with pytest.raises(OptionError, match="is compiled already, with"):
+    trainer(first.model, stage=1, backend="eager").train()
 third = trainer(first.model, backend="eager")
 third.train()
 assert not torch.equal(ours, first.model.lm_head.weight.full_tensor()), "another Trainer trains the same shards"
