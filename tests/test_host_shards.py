@@ -18,7 +18,7 @@ import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import GroupError, OptionError
-from zcompile import compiled as compiling
+from zcompile import compile_model as compiling
 from zcompile._torch import local_tensor
 from zcompile.cost.memory import peak_bytes
 from zcompile.engine.optimizers import _beside

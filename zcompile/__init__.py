@@ -12,7 +12,8 @@ from zcompile.torch_range import check_torch, torch_version
 check_torch(torch_version())
 
 if TYPE_CHECKING:
-    from zcompile.compiled import CompiledModule, compile
+    from zcompile.compile_model import compile
+    from zcompile.compiled import CompiledModule
     from zcompile.cost.dag import dag
     from zcompile.cost.forecast import Forecast, Plan
     from zcompile.cost.hardware import Hardware, load_profile
@@ -108,7 +109,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "zcompile.compiled": "CompiledModule compile",
+    "zcompile.compile_model": "compile",
+    "zcompile.compiled": "CompiledModule",
     "zcompile.cost.dag": "dag",
     "zcompile.cost.forecast": "Forecast Plan",
     "zcompile.cost.hardware": "Hardware load_profile",

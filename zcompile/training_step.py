@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import backend_name, has_step_pre_hooks
-from zcompile.compiled import CompiledModule, compile
+from zcompile.compile_model import compile
+from zcompile.compiled import CompiledModule
 from zcompile.engine.calls.fragments import Fragment, Tree
 from zcompile.engine.loss_scaling import check_scaler, step_all, unscale
 from zcompile.engine.metrics import check_metrics, split_results, without_gradients

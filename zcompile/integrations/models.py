@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zcompile.compiled import CompiledModule, compile, compiled_of, options_of
+from zcompile.compile_model import compile
+from zcompile.compiled import CompiledModule, compiled_of, options_of
 from zcompile.errors import OptionError, nearest
 from zcompile.schedule.options import Options
 

@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import least_squares
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile.compiled import compile
+from zcompile.compile_model import compile
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.roofline import region_seconds
 from zcompile.cost.timeline import Spent
