@@ -23,6 +23,7 @@ from zcompile._torch import (
     default_partition,
     min_cut_rematerialization_partition,
     partitioning,
+    random_state,
     replayed_random,
     saved_random,
 )
@@ -160,6 +161,8 @@ def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: 
         elif node.op != "output":
             if node.target is replayed_random and "val" not in node.meta:
                 node.meta["val"] = _drawn_again(node)
+            elif _is_state(node):
+                node.meta["val"] = _of_fixed_size(node)
             inside[node] = copied = graph.node_copy(node, inside.__getitem__)
             set_data(copied, replace(_known(node), phase=phase))
             if phase is Phase.FORWARD:
@@ -173,6 +176,17 @@ def _drawn_again(node: fx.Node) -> Any:
     of_values: Any = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     (_, operation, *args), kwargs = of_values
     return operation(*args, **kwargs)
+
+
+def _is_state(node: fx.Node) -> bool:
+    """True for the state of a generator, as it is kept for the backward."""
+    return node.target is operator.getitem and node.all_input_nodes[0].target is saved_random and not node.args[1]
+
+
+def _of_fixed_size(state: fx.Node) -> torch.Tensor:
+    """The value of a generator's state, which torch's partitioner takes for one of any size."""
+    drawn = (user.meta["val"] for user in state.all_input_nodes[0].users if user is not state)
+    return random_state(next(drawn))
 
 
 def _renamed(

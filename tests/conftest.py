@@ -16,6 +16,7 @@ from tests.garbage import Collector
 from tests.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ZCOMPILE_CACHE", "0")  # what a test is about happens, though another one has compiled the same
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 STARTED = pytest.StashKey[float]()

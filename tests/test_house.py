@@ -60,13 +60,15 @@ ROOMS = {
     "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
     "compiled": "ir model schedule runtime runtime.gradients engine state",
-    "training_step": "frontend ir schedule report runtime runtime.gradients engine compiled pipelining",
+    "compile_model": "ir model schedule runtime engine compiled",
+    "training_step": "frontend ir schedule report runtime runtime.gradients engine compiled compile_model pipelining",
     "tools.migration": "",
-    "tools": "torch_range ir cost frontend model proof schedule report runtime engine compiled recording pipelining "
-    "planning tools.migration",
-    "": "torch_range ir cost facts model proof schedule tools compiled torch_backend training_step pipelining",
+    "tools": "torch_range ir cost frontend model proof schedule report runtime engine compile_model recording "
+    "pipelining planning tools.migration",
+    "": "torch_range ir cost facts model proof schedule tools compile_model compiled torch_backend training_step "
+    "pipelining",
     "__main__": "tools",
-    "integrations": "compiled model schedule",
+    "integrations": "compile_model compiled model schedule",
 }
 """What each room may import beside itself; all may import `_torch` and `errors`."""
 

@@ -38,9 +38,13 @@ from torch._dynamo.exc import (  # what a capture can raise
     UserError,
 )
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # raised by what is not to be kept
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing  # a graph compiled again for other parameters
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph  # a call of torch.compiler.nested_compile_region
+from torch._inductor.output_code import OutputCode
 from torch._ops import (  # kinds of call targets in an ATen graph, and where their names lead
     HigherOrderOperator,
     OpOverload,
@@ -73,7 +77,9 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 __all__ = [
     "METADATA_TYPES",
     "BackendCompilerFailed",
+    "BypassAOTAutogradCache",
     "FailOnRecompileLimitHit",
+    "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
@@ -81,6 +87,7 @@ __all__ = [
     "OpNamespace",
     "OpOverload",
     "OpOverloadPacket",
+    "OutputCode",
     "StridedShard",
     "TorchDispatchMode",
     "TorchRuntimeError",
@@ -90,10 +97,12 @@ __all__ = [
     "after_backward",
     "aot_autograd",
     "around_compiling",
+    "attention_kernels",
     "autocast_operations",
     "backend_name",
     "backward_number",
     "buffers_of",
+    "cached_steps",
     "captured",
     "chunk_cat",
     "close_connections",
@@ -105,6 +114,7 @@ __all__ = [
     "default_partition",
     "default_store",
     "defaults_of",
+    "expression_of",
     "flattened",
     "force_stride_order",
     "gather_group",
@@ -118,11 +128,13 @@ __all__ = [
     "hook_tables",
     "inductor_decompositions",
     "innermost_hooks",
+    "invoke_subgraph",
     "is_fake",
     "is_persistent",
     "is_symbolic",
     "is_tangent",
     "joint_mesh",
+    "keepable",
     "keeps_graph",
     "local_tensor",
     "min_cut_rematerialization_partition",
@@ -130,12 +142,15 @@ __all__ = [
     "modes_back",
     "modes_of_user",
     "modules_given_to",
+    "namespace_of",
     "no_donated_buffers",
     "no_log_of_failures",
+    "no_new_guards",
     "no_rematerialization",
     "no_step_hooks",
     "no_torch_function",
     "of_fixed_sizes",
+    "operator_named",
     "other_kernels",
     "parameters_of",
     "partitioner_budget",
@@ -155,6 +170,7 @@ __all__ = [
     "root_mesh",
     "saved_random",
     "set_group_timeout",
+    "size_of_expression",
     "steps_of_scale",
     "submodules_of",
     "supports_foreach",
@@ -227,6 +243,32 @@ def written_arguments(operation: OpOverload) -> list[tuple[int, str]]:
 def defaults_of(operation: OpOverload) -> dict[str, Any]:
     """The arguments of an operation in order, each with its default."""
     return {argument.name: argument.default_value for argument in operation._schema.arguments}
+
+
+def operator_named(name: str) -> Any:
+    """The operation that calls itself `aten::add.Tensor`, or the higher-order one that calls itself `cond`.
+
+    Raises:
+        AttributeError: nothing has registered it in this process.
+    """
+    if "::" not in name:
+        return getattr(torch.ops.higher_order, name)
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+
+
+def namespace_of(operation: OpOverload | OpOverloadPacket) -> str:
+    """Of an operator `aten::add`: `aten`."""
+    name: str = operation.name() if isinstance(operation, OpOverload) else operation._qualified_op_name
+    return name.partition("::")[0]
+
+
+def attention_kernels() -> tuple[int, ...]:
+    """Which kernels of scaled_dot_product_attention may be chosen, and which first: see `torch.nn.attention`."""
+    kinds = ("math", "flash", "mem_efficient", "cudnn", "overrideable")
+    enabled = (bool(getattr(torch._C, f"_get_{kind}_sdp_enabled")()) for kind in kinds)
+    return *enabled, torch._C._get_math_sdp_allow_fp16_bf16_reduction(), *torch._C._get_sdp_priority_order()
 
 
 def autocast_operations(kind: str) -> dict[str, OpOverload]:
@@ -305,6 +347,34 @@ def no_rematerialization() -> contextlib.AbstractContextManager[None]:
     return patched
 
 
+def keepable(compiler: Callable[..., OutputCode]) -> Callable[..., OutputCode]:
+    """`compiler`, with AOTAutograd told that it may keep what it gives in its cache."""
+    kept: Callable[..., OutputCode] = SerializableAOTDispatchCompiler(OutputCode, compiler)
+    return kept
+
+
+@contextlib.contextmanager
+def cached_steps(tag: str) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """While a graph is traced: AOTAutograd's cache keeps entries whole, under keys that include `tag`.
+
+    Gives what everything else that is compiled meanwhile is to run under: torch's configuration as it was.
+    """
+    config: Any = torch.compiler.config
+    own, bundled = config.cache_key_tag, functorch_config.bundled_autograd_cache
+    early = functorch_config.force_non_lazy_backward_lowering
+
+    @contextlib.contextmanager
+    def outside() -> Iterator[None]:
+        usual = functorch_config.patch(bundled_autograd_cache=bundled, force_non_lazy_backward_lowering=early)
+        with config.patch(cache_key_tag=own), usual:
+            yield
+
+    # An entry is written as soon as the backward is compiled: now, not in the first backward, when this has ended.
+    kept = functorch_config.patch(bundled_autograd_cache=True, force_non_lazy_backward_lowering=True)
+    with config.patch(cache_key_tag=f"{own} {tag}"), kept:
+        yield outside
+
+
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """While a graph is traced: operations inside make and compute real tensors, not those of the tracer."""
     outside: contextlib.AbstractContextManager[Any] = _disable_current_modes()
@@ -365,6 +435,31 @@ def around_compiling(before: Callable[[], None], after: Callable[[], None]) -> A
     calls = AroundCompiling(lambda *_: before(), lambda *_: after())
     calls.ensure()
     return calls
+
+
+def expression_of(size: torch.SymInt) -> Any:
+    """A size that varies, as an expression of sizes of inputs."""
+    return size.node.expr
+
+
+def size_of_expression(expression: Any, *, mode: FakeTensorMode) -> Any:
+    """The size of `expression_of` in another run of the tracer, that of `mode`.
+
+    Raises:
+        ValueError: the run knows of no such sizes of inputs.
+    """
+    known = mode.shape_env.backed_var_to_val if mode.shape_env is not None else {}
+    if mode.shape_env is None or not expression.free_symbols <= known.keys():
+        raise ValueError(f"{expression} is of sizes that do not vary here")
+    return mode.shape_env.create_symintnode(expression, hint=int(expression.xreplace(known)))
+
+
+def no_new_guards(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """Within, what is looked at of sizes that vary says nothing of which the traced code is for."""
+    if mode.shape_env is None:
+        return contextlib.nullcontext()
+    suppressed: contextlib.AbstractContextManager[None] = mode.shape_env.suppress_guards()
+    return suppressed
 
 
 def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
@@ -709,7 +804,7 @@ def random_state(drawn: Any) -> torch.Tensor:
     """A fake of the state of the generator that drew these fake numbers."""
     tensor = next(leaf for leaf in tree_leaves(drawn) if isinstance(leaf, FakeTensor))
     generator = torch if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)
-    state: torch.Tensor = tensor.fake_mode.from_tensor(generator.get_rng_state())
+    state: torch.Tensor = tensor.fake_mode.from_tensor(generator.get_rng_state(), static_shapes=True)
     return state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,17 +13,19 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import prepare_inductor
+from zcompile._torch import prepare_inductor, tracing_context
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.roofline import bucket_for
 from zcompile.engine.calibration import measure
-from zcompile.engine.interception import offer
+from zcompile.engine.interception import is_intercepting, offer
 from zcompile.engine.lowering import CompiledStep, Session
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
+from zcompile.engine.rewritten import Kept, Rewritten, Settled
 from zcompile.errors import AgreementError, OptionError, PipelineError, ProgramError
-from zcompile.frontend.capture import Capture, Names, Runner
+from zcompile.frontend.capture import Capture, Names
 from zcompile.frontend.local_graphs import Locals, on_locals
+from zcompile.frontend.step_cache import Runner, StepCache, own_source
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Parameter, Update
 from zcompile.ir.program import Program
@@ -51,7 +54,6 @@ class Compiler:
         """What the cost model takes the machine for; measured, where the schedule is chosen."""
         self.schedule = replace(self.options.schedule, bucket=bucket_for(self.hardware))
         self._chosen = False
-        self.journals: list[Journal] = []
         self.regions = RegionCache(self.options.backend, runtime.communicator.rank, runtime.graphs)
         self.regions.told = runtime.progress.at
         if self.options.backend == "inductor":
@@ -93,36 +95,97 @@ class Compiler:
 
         def lower(traced: Program) -> Runner:
             # Dynamo keeps what it compiled until `torch.compiler.reset()`; the model must not live as long by it.
+            return weakref.proxy(alive()._lower(traced if whole else _restricted(traced), updater))  # type: ignore[no-any-return]
+
+        def restore(content: bytes) -> Runner:
+            return weakref.proxy(alive()._restore(content, updater))  # type: ignore[no-any-return]
+
+        def alive() -> Compiler:
             compiler = weak()
             assert compiler is not None, "it is alive while it compiles"
-            runner: Runner = weakref.proxy(compiler._lower(traced if whole else _restricted(traced), updater))
-            return runner
+            return compiler
 
         layout = self.runtime.layout.with_trainable(trainable)
-        with self.runtime.progress.doing("tracing its backward"):
-            return on_locals(module, inputs, names, locals_ or {}, lambda called: Capture(called, layout, lower))
+        cache = StepCache(self._depends_on(whole, updater), restore) if self._is_cached else None
 
-    def _lower(self, traced: Program, updater: Updater | None) -> Runner:
+        def capturing(called: Names) -> Capture:
+            # Other names than those given are of a graph of DTensors, whose layouts torch's key does not know.
+            return Capture(called, layout, lower, cache=cache if called is names else None)
+
+        with self.runtime.progress.doing("tracing its backward"):
+            return on_locals(module, inputs, names, locals_ or {}, capturing)
+
+    @property
+    def _is_cached(self) -> bool:
+        """True if steps are looked up, and kept, in torch's cache folder.
+
+        Passes of the user's are functions, which have no name to be found by; a dump shows what passes do.
+        """
+        options = self.options
+        own = options.passes is not None or options.dump or self.runtime.tensor is not None or is_intercepting()
+        return not own and os.environ.get("ZCOMPILE_CACHE") != "0"
+
+    def _depends_on(self, whole: bool, updater: Updater | None) -> str:
+        device = self.runtime.communicator.device.type
+        return f"{own_source()} {self.options} {device} whole={whole} updates={updater is not None}"
+
+    def _restore(self, content: bytes, updater: Updater | None) -> CompiledStep:
+        self.runtime.progress.at("taking it from the cache")
+        mode = tracing_context().fake_mode
+        kept = Kept.read(content, mode)
+
+        def rewritten(journal: Journal) -> Rewritten:
+            request = self._request(kept.program, updater)
+            if self._undecided(request, kept.program):
+                self._decide(kept.traced(mode), request, journal)
+            settled, pipeline = Settled.of(request, self.schedule), request.pipeline(self.schedule)
+            if kept.settled == settled:
+                return kept.rewritten(pipeline, mode)
+            kept.check_fixed()
+            return Rewritten.now(kept.traced(mode), pipeline, settled, journal)
+
+        return self._in_step(rewritten, updater)
+
+    def _lower(self, traced: Program, updater: Updater | None) -> CompiledStep:
         offer(traced, lambda: self._request(traced, updater))
+        return self._in_step(lambda journal: self._rewritten(traced, updater, journal), updater)
+
+    def _in_step(self, rewritten: Callable[[Journal], Rewritten], updater: Updater | None) -> CompiledStep:
+        """A step that runs; where this rank has none, the others are told."""
         try:
             if self.runtime.tensor is None:
-                return self._lowered(traced, updater)
-            return self.runtime.tensor.together(lambda: self._lowered(traced, updater))
+                return self._lowered(rewritten, updater)
+            return self.runtime.tensor.together(lambda: self._lowered(rewritten, updater))
         except (OptionError, PipelineError, ProgramError) as error:  # as its batch alone may have it
             if self.runtime.communicator.size > 1:
                 problem = f"rank {self.runtime.communicator.waits.rank} has none: {error.subject} {error.problem}"
                 self.runtime.communicator.waits.refuse(AgreementError("the program", problem, error.fix))
             raise
 
-    def _lowered(self, traced: Program, updater: Updater | None) -> Runner:
+    def _lowered(self, make: Callable[[Journal], Rewritten], updater: Updater | None) -> CompiledStep:
         journal = Journal()
-        with dumping_failures(self._dump_folder, len(self.journals), journal):
-            step = self._rewritten(traced, updater, journal)
+        # Casts are in the graph already: compiled under autocast, a region would get them twice.
+        no_autocast = torch.autocast(self.runtime.communicator.device.type, enabled=False)
+        with (
+            dumping_failures(self._dump_folder, len(self.runtime.steps), journal),
+            _collector_paused(),
+            no_autocast,
+            torch.no_grad(),  # in the keys of Inductor's cache, which a step from the cache of steps asks for, too
+        ):
+            rewritten = make(journal)
+            if updater is None and rewritten.program.nodes(Update):
+                fix = "leave it out, or call zcompile.train_step"
+                raise PipelineError("insert_updates", "updates parameters, and no optimizer is known", fix)
+            step = CompiledStep(rewritten, self.regions, replace(self._session, updater=updater))
         self.runtime.steps.append(step)
         self.runtime.recorder.captured()
-        self.journals.append(journal)
         self._lowered_one()
         return step
+
+    @property
+    def journals(self) -> list[Journal]:
+        """What passes did to each program; those of a program from the cache run again for it."""
+        return [step.rewritten.journal for step in self.runtime.steps]
 
     @property
     def _dump_folder(self) -> Path | None:
@@ -130,23 +193,23 @@ class Compiler:
         is_first = self.runtime.everyone.communicator.rank == 0
         return Path(self.options.dump) if self.options.dump and is_first else None
 
-    def _rewritten(self, traced: Program, updater: Updater | None, journal: Journal) -> CompiledStep:
-        # Casts are in the graph already: compiled under autocast, a region would get them twice.
-        no_autocast = torch.autocast(self.runtime.communicator.device.type, enabled=False)
-        with _collector_paused(), no_autocast:
-            if self.runtime.tensor is not None and self.options.partition_activations and traced.has_backward:
-                traced = self.runtime.tensor.marked(traced)
-            request = self._request(traced, updater)
-            if not self._chosen and request.chooses(traced):
-                self.schedule = decide(traced, request, self._measured, self.runtime.everyone.share, journal)
-                self._chosen = True
-            pipeline = request.pipeline(self.schedule)
-            self.runtime.progress.at("rewriting it, and proving what passes did")
-            verified = pipeline.verified(traced, journal)
-            if updater is None and verified.program.nodes(Update):
-                fix = "leave it out, or call zcompile.train_step"
-                raise PipelineError("insert_updates", "updates parameters, and no optimizer is known", fix)
-            return CompiledStep(traced, verified, self.regions, replace(self._session, updater=updater))
+    def _rewritten(self, traced: Program, updater: Updater | None, journal: Journal) -> Rewritten:
+        if self.runtime.tensor is not None and self.options.partition_activations and traced.has_backward:
+            traced = self.runtime.tensor.marked(traced)
+        request = self._request(traced, updater)
+        if self._undecided(request, traced):
+            self._decide(traced, request, journal)
+        self.runtime.progress.at("rewriting it, and proving what passes did")
+        settled = Settled.of(request, self.schedule)
+        return Rewritten.now(traced, request.pipeline(self.schedule), settled, journal)
+
+    def _undecided(self, request: Request, program: Program) -> bool:
+        return not self._chosen and request.chooses(program)
+
+    def _decide(self, traced: Program, request: Request, journal: Journal) -> None:
+        """Choose the schedule of this program and all later ones. Collective."""
+        self.schedule = decide(traced, request, self._measured, self.runtime.everyone.share, journal)
+        self._chosen = True
 
     def _keeps(self, traced: Program) -> bool:
         """True if the program may keep units full from its forward to its backward: if it reads all parameters.

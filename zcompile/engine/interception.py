@@ -34,6 +34,11 @@ def intercepting() -> Iterator[None]:
         _INTERCEPTING.reset(wanted)
 
 
+def is_intercepting() -> bool:
+    """True where programs are only to be seen."""
+    return _INTERCEPTING.get()
+
+
 def offer(program: Program, request: Callable[[], Request]) -> None:
     """A program is about to be compiled as `request` says.
 

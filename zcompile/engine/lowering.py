@@ -17,6 +17,7 @@ from zcompile.engine.activation_offload import Offloads
 from zcompile.engine.calls.dispatch_modes import Modes
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.region_cache import RegionCache
+from zcompile.engine.rewritten import Rewritten
 from zcompile.errors import AgreementError
 from zcompile.frontend.gradient_flow import Flows
 from zcompile.ir.bundles import Bundle, bundles_of, grouped
@@ -30,7 +31,6 @@ from zcompile.ir.ops import (
     Input,
     Kind,
     Lent,
-    Parameter,
     Shards,
     Stack,
     Store,
@@ -50,7 +50,6 @@ from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.runtime.stale_copies import Freshness
 from zcompile.schedule.default_pipeline import ACCUMULATE
-from zcompile.schedule.pipeline import Verified
 
 WRITTEN = 0
 """The mark of a rank whose full copies may no longer equal the shards, in what it tells the others of a forward."""
@@ -92,9 +91,9 @@ class CompiledStep:
     unless the full parameter is kept over the turn.
     """
 
-    def __init__(self, traced: Program, verified: Verified, regions: RegionCache, session: Session) -> None:
-        program = verified.program
-        self.program, self.session, self._verified = program, session, verified
+    def __init__(self, rewritten: Rewritten, regions: RegionCache, session: Session) -> None:
+        program = rewritten.program
+        self.program, self.session, self.rewritten = program, session, rewritten
         groups = list(grouped(program.saved(), bundles_of(program)))
         self._groups = [len(one.members) if isinstance(one, Bundle) else None for one in groups]
         self.saved: Sequence[fx.Node] = [
@@ -106,14 +105,9 @@ class CompiledStep:
             (i for i, node in enumerate(tensors) if not isinstance(data(node).op, (Input, WaitSecondary))), None
         )
         """Which of the tensors that are saved is the first that the forward has made."""
-        inputs = traced.nodes(Parameter, Input)
-        primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
-        self._position = {
-            op_of(n, Parameter).name: i for i, n in enumerate(primals) if isinstance(data(n).op, Parameter)
-        }
-        self._is_parameter = [isinstance(data(n).op, Parameter) for n in primals]
+        self._is_parameter = [name is not None for name in rewritten.primals]
         self._read = _parameters_read(program, Phase.BACKWARD)
-        self.reread: Sequence[int] = [self._position[name] for name in self._read]
+        self.reread: Sequence[int] = [rewritten.primals.index(name) for name in self._read]
         self._kept = [op_of(node, WaitGather).unit for node in program.kept()]
         self._units = {
             unit.name: BoundUnit(session.shards[unit.name], unit, session.updater) for unit in program.layout.units
@@ -121,7 +115,7 @@ class CompiledStep:
         self._agreed = False
         self._digest = program.digest()
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
-        self._flows = Flows(traced)
+        self._flows = rewritten.flows
         keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
         self._has_copies = keeps or (session.updater is not None and program.layout.stage.optimizer_sharded)
         stacked = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
@@ -132,6 +126,14 @@ class CompiledStep:
         self.accumulating: Program | None = None
         """The program whose backward holds gradients back, once there was one under `no_sync`."""
         self._accumulate: Callable[[list[Any]], Any] | None = None
+
+    def content(self) -> bytes:
+        """What the cache of steps keeps of it.
+
+        Raises:
+            NotStorableError: it has operations without a name, or numbers that depend on data.
+        """
+        return self.rewritten.content()
 
     def _load(self, program: Program, phase: Phase) -> Callable[[list[Any]], Any]:
         """The text of `phase`, ready to be called with what is not bound here: units and constants."""
@@ -282,7 +284,7 @@ class CompiledStep:
         """The backward that holds gradients back; made when it is first needed."""
         if self._accumulate is None:
             # What is saved, and by which names, stays as it is.
-            self.accumulating = self._verified.holding_back().after([ACCUMULATE]).program
+            self.accumulating = self.rewritten.verified.holding_back().after([ACCUMULATE]).program
             self._accumulate = self._load(self.accumulating, Phase.BACKWARD)
         return self._accumulate
 

@@ -109,7 +109,10 @@ class Reports:
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
         programs, regions = [step.program for step in self.runtime.steps], len(self.compiler.regions.compiled)
-        return explain(self.runtime.layout, programs, regions, self.runtime.breaks, self.runtime.remarks)
+        earlier = sum(step.rewritten.is_from_cache for step in self.runtime.steps)
+        found = f"{earlier} of {len(programs)} programs from torch's cache, as an earlier run made them"
+        remarks = [*self.runtime.remarks, found] if earlier else self.runtime.remarks
+        return explain(self.runtime.layout, programs, regions, self.runtime.breaks, remarks)
 
     def dump(
         self,

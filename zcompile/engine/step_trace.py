@@ -18,9 +18,10 @@ from torch import fx, nn
 from zcompile._torch import TorchRuntimeError, buffers_of, no_log_of_failures, parameters_of, tree_leaves
 from zcompile.engine.interception import Traced
 from zcompile.errors import CaptureError, ModelError
-from zcompile.frontend.capture import Capture, Names, Runner
+from zcompile.frontend.capture import Capture, Names
 from zcompile.frontend.dynamo import BREAKS, autocast, traceable, typed_errors
 from zcompile.frontend.local_graphs import Local, on_locals
+from zcompile.frontend.step_cache import Runner
 from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
 from zcompile.model.sharding import placeholder_of

@@ -9,27 +9,42 @@ Capture knows nothing of ranks: what becomes of a program is the business of the
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect
 import operator
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
 from zcompile._torch import (
     aot_autograd,
+    cached_steps,
+    default_partition,
     is_symbolic,
     is_tangent,
+    keepable,
     no_donated_buffers,
     no_rematerialization,
     promise_no_donated_buffers,
-    taking_a_list,
 )
 from zcompile.errors import CaptureError
+from zcompile.frontend.nested_graphs import written_out
+from zcompile.frontend.step_cache import (
+    BackwardCode,
+    ForwardCode,
+    Runner,
+    StepCache,
+    can_be_kept,
+    global_state,
+    looking,
+    nested_in,
+)
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter
@@ -38,21 +53,6 @@ from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.spelling import free, identifier
 from zcompile.ir.tensor_type import TensorType
-
-
-class Runner(Protocol):
-    """A rewritten step that runs, with AOTAutograd's calling convention; it may be a weak proxy."""
-
-    saved: Sequence[fx.Node]
-    """Values that the forward hands to the backward, tensors first, then sizes."""
-    reread: Sequence[int]
-    """Inputs, by position, that are parameters which the backward reads: AOTAutograd is told that they are saved,
-    after the saved tensors; what it carries is the full parameter where it is kept, and a placeholder elsewhere."""
-
-    def forward(self, box: list[Any]) -> list[Any]: ...
-
-    def backward(self, box: list[Any]) -> list[Any]: ...
-
 
 Lowering = Callable[[Program], Runner]
 
@@ -111,6 +111,10 @@ class Capture:
     inputs: list[TracedInput] = field(default_factory=list)
     """The inputs of the Dynamo graph."""
     runner: Runner | None = None
+    cache: StepCache | None = None
+    """Where the step may be found, or is kept; None where it is traced each time."""
+    around_lowering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """What programs are lowered under."""
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -122,39 +126,72 @@ class Capture:
             readable = name or other or self.names.of_input(str(node.target))
             self.inputs.append(TracedInput(readable, name, held, self.names.leaves.get(id(value))))
         _make_dense(module, {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)})
+        with no_donated_buffers(), no_rematerialization():
+            if self.cache is None or not can_be_kept(module, example_inputs):
+                return self._traced(module, example_inputs)
+            return self._found_or_traced(module, example_inputs, self.cache)
+
+    def _traced(self, module: fx.GraphModule, inputs: Sequence[Any], *, keep: bool = False) -> Callable[..., Any]:
+        """What AOTAutograd makes of a graph; with `keep` it looks into its cache, and keeps there what it has made."""
+        mark = keepable if keep else lambda compiler: compiler
         frontend = aot_autograd(
-            fw_compiler=self._forward,
-            bw_compiler=self._backward,
-            inference_compiler=self._inference,
+            fw_compiler=mark(self._forward),
+            bw_compiler=mark(self._backward),
+            inference_compiler=mark(self._inference),
             partition_fn=self._partition,
         )
-        with no_donated_buffers(), no_rematerialization():
-            compiled: Callable[..., Any] = frontend(module, example_inputs)
+        compiled: Callable[..., Any] = frontend(module, inputs)
         return compiled
 
+    def _found_or_traced(self, module: fx.GraphModule, inputs: Sequence[Any], cache: StepCache) -> Callable[..., Any]:
+        with cached_steps(self._tag(module, cache)) as outside:
+
+            def restored(content: bytes) -> Runner:
+                with outside():
+                    return cache.restore(content)
+
+            self.around_lowering = outside
+            with looking(restored):
+                return self._traced(module, inputs, keep=True)
+
+    def _tag(self, module: fx.GraphModule, cache: StepCache) -> str:
+        """A digest of what torch's key for the graph has not: names, and the modules that operations come from."""
+        names, graphs = self.names, nested_in(module)
+        sources = [names.source(node) for one in graphs for node in one.graph.nodes if node.op.startswith("call")]
+        told = self.inputs, sources, sorted(names.modules), names.arguments, names.root, self.layout
+        content = repr((told, cache.depends_on, global_state()))
+        return hashlib.sha256(content.encode(errors="backslashreplace")).hexdigest()
+
+    def _lowered(self, program: Program) -> Runner:
+        with self.around_lowering():
+            return self.lower(program)
+
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+        self, joint: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        program = read_joint(joint, num_fwd_outputs, self.inputs, self.names, self.layout)
-        self.runner = self.lower(program)
+        if not joint_inputs:  # a nested graph's: it is written out where it is called
+            halves: tuple[fx.GraphModule, fx.GraphModule] = default_partition(
+                joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
+            )
+            return halves
+        program = read_joint(written_out(joint), num_fwd_outputs, self.inputs, self.names, self.layout)
+        self.runner = self._lowered(program)
         return _stand_ins(joint, num_fwd_outputs, self.runner)
 
-    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> ForwardCode:
         assert self.runner is not None, "AOTAutograd partitions before it compiles"
-        runner = self.runner
-        return taking_a_list(lambda box: runner.forward(box))
+        return ForwardCode(self.runner)
 
-    def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> BackwardCode:
         promise_no_donated_buffers()
         assert self.runner is not None, "AOTAutograd partitions before it compiles"
-        runner = self.runner
-        return taking_a_list(lambda box: runner.backward(box))
+        return BackwardCode(self.runner)
 
-    def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> ForwardCode:
         (results,) = module.graph.output_node().args
         count = len(results) if isinstance(results, (list, tuple)) else 1
-        runner = self.lower(read_joint(module, count, self.inputs, self.names, self.layout))
-        return taking_a_list(lambda box: runner.forward(box))
+        program = read_joint(written_out(module), count, self.inputs, self.names, self.layout)
+        return ForwardCode(self._lowered(program))
 
 
 def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
@@ -238,7 +275,8 @@ class _Reader:
             self.modules[str(node.target)] = value
             return self._copy(node, Data(Compute()), node.name)
         copied = self.graph.create_node("placeholder", f"primals_{node.name}", name=node.name)
-        copied.meta = {**node.meta, "val": node.meta.get("val", value), "partitioner_tag": "is_forward"}
+        # Not the rest: within `torch.utils.checkpoint` it says "compute it again", which an input cannot be.
+        copied.meta = {"val": node.meta.get("val", value), "partitioner_tag": "is_forward"}
         self.constants[copied.name] = value
         return set_data(copied, Data(Input(Kind.CONSTANT, len(self.constants) - 1), type=TensorType.of(value)))
 

@@ -182,6 +182,13 @@ class Verified:
         """A step as it was traced: what it computes, all that passes make of it has to compute."""
         return cls(program, TracedValues.of(program))
 
+    @classmethod
+    def passed(cls, traced: Program, pipeline: Pipeline, program: Program) -> Verified:
+        """`program` once more, which was found to be what `pipeline` makes of `traced`."""
+        rules = tuple(rule for step in pipeline.passes for rule in step.rules)
+        ensured = (fact for step in pipeline.passes for fact in step.ensures)
+        return cls(program, TracedValues.of(traced).modulo(rules), tuple(dict.fromkeys((*ALWAYS, *ensured))))
+
     def laid_out(self, layout: Layout) -> Verified:
         """The same with another layout, before a pass has looked at the first."""
         assert isinstance(self.values, TracedValues), "a step of one micro-batch"

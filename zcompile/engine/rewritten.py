@@ -1,0 +1,149 @@
+"""A step as passes have left it, in this process or in an earlier one, of which the cache of steps has kept it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zcompile._torch import FakeTensorMode, is_symbolic
+from zcompile.frontend.gradient_flow import Flows
+from zcompile.frontend.program_bytes import NotStorableError, dumped, loaded
+from zcompile.ir.operation import data, op_of
+from zcompile.ir.ops import Input, Kind, Parameter
+from zcompile.ir.program import Program
+from zcompile.schedule.decision import Request
+from zcompile.schedule.pipeline import Journal, Pipeline, Verified
+from zcompile.schedule.prefetch import Schedule
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the passes of a step depend on beside the options: found out when it is compiled."""
+
+    schedule: Schedule
+    keeps: bool
+    updates: bool
+    free: int | None
+
+    @classmethod
+    def of(cls, request: Request, schedule: Schedule) -> Settled:
+        return cls(schedule, request.keeps, request.updates, request.free)
+
+
+class Rewritten:
+    """A step that passes have rewritten, and what running it takes of the traced one.
+
+    Attributes:
+        program: What passes have made.
+        primals: Names of the parameters among the inputs of the traced forward, None for each other input.
+        flows: Through which results parameters get their gradients.
+    """
+
+    def __init__(self, program: Program, primals: tuple[str | None, ...], flows: Flows, history: History) -> None:
+        self.program, self.primals, self.flows, self._history = program, primals, flows, history
+
+    @classmethod
+    def now(cls, traced: Program, pipeline: Pipeline, settled: Settled, journal: Journal) -> Rewritten:
+        """What `pipeline` makes of `traced`.
+
+        Raises:
+            ProgramError, PipelineError: a pass went wrong.
+        """
+        program = pipeline.verified(traced, journal).program
+        inputs = traced.nodes(Parameter, Input)
+        primals = [n for n in inputs if isinstance(data(n).op, Parameter) or op_of(n, Input).kind is Kind.DATA]
+        names = (op_of(n, Parameter).name if isinstance(data(n).op, Parameter) else None for n in primals)
+        return cls(program, tuple(names), Flows(traced), History(lambda: traced, pipeline, settled, journal))
+
+    @property
+    def is_from_cache(self) -> bool:
+        """True for one that passes did not make in this process."""
+        return self._history.is_earlier
+
+    @property
+    def journal(self) -> Journal:
+        """What the passes did, one by one; of a step of an earlier process they run again for it."""
+        return self._history.journal(self.program)
+
+    @cached_property
+    def verified(self) -> Verified:
+        """The program with what it has to compute, for passes that go on from it."""
+        return Verified.passed(self._history.traced, self._history.pipeline, self.program)
+
+    def content(self) -> bytes:
+        """What `Kept.read` takes.
+
+        Raises:
+            NotStorableError: it has operations without a name, or numbers that depend on data.
+        """
+        kept = Kept(self._history.settled, self.program, self.primals, self.flows, dumped(self._history.traced))
+        return dumped(kept)
+
+
+class History:
+    """How a rewritten step came about.
+
+    Args:
+        traced: Gives the step as it was traced.
+        pipeline: What it went through.
+        settled: What that depended on.
+        journal: What it did, if it was in this process.
+    """
+
+    def __init__(
+        self, traced: Callable[[], Program], pipeline: Pipeline, settled: Settled, journal: Journal | None = None
+    ) -> None:
+        self._traced, self.pipeline, self.settled, self._journal = traced, pipeline, settled, journal
+        self.is_earlier = journal is None
+
+    @cached_property
+    def traced(self) -> Program:
+        return self._traced()
+
+    def journal(self, program: Program) -> Journal:
+        if self._journal is None:
+            self._journal = Journal()
+            self.pipeline.verified(self.traced, self._journal)
+            self._journal.entries[-1] = replace(self._journal.entries[-1], after=program)  # the one that runs
+        return self._journal
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A rewritten step as the cache has it; its traced one stays in bytes until somebody asks for it."""
+
+    settled: Settled
+    program: Program
+    primals: tuple[str | None, ...]
+    flows: Flows
+    _traced: bytes
+
+    @classmethod
+    def read(cls, content: bytes, mode: FakeTensorMode) -> Kept:
+        """The step of `Rewritten.content`, its values traced in `mode`."""
+        kept = loaded(content, mode)
+        assert isinstance(kept, cls), "written by this very code"
+        return kept
+
+    def traced(self, mode: FakeTensorMode) -> Program:
+        program = loaded(self._traced, mode)
+        assert isinstance(program, Program), "written by this very code"
+        return program
+
+    def check_fixed(self) -> None:
+        """AOTAutograd's entry counts the sizes that the program saves, which are not those of another program.
+
+        Raises:
+            NotStorableError: it has sizes that vary: it is traced again.
+        """
+        inputs = self.program.nodes(Input)
+        varying = (dim.symbol for node in inputs if (found := data(node).type) for dim in found.dims)
+        if any(varying) or any(is_symbolic(node.meta.get("val")) for node in inputs):
+            raise NotStorableError("the step would be rewritten otherwise, and has sizes that vary")
+
+    def rewritten(self, pipeline: Pipeline, mode: FakeTensorMode) -> Rewritten:
+        """The step, which went through a `pipeline` of the same passes; once more, if it must, in `mode`."""
+        history = History(functools.partial(self.traced, mode), pipeline, self.settled)
+        return Rewritten(self.program, self.primals, self.flows, history)
