@@ -174,7 +174,6 @@ __all__ = [
     "steps_of_scale",
     "submodules_of",
     "supports_foreach",
-    "taking_a_list",
     "tracing_again",
     "tracing_context",
     "tree_leaves",
@@ -217,16 +216,6 @@ def version_of(tensor: torch.Tensor) -> int:
 def is_tangent(placeholder: fx.Node) -> bool:
     """True for an input of a joint graph that is the gradient of an output."""
     return isinstance(placeholder.meta.get("desc"), TangentAOTInput)
-
-
-def taking_a_list(run: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
-    """`run` under AOTAutograd's convention of one list that is emptied by the callee."""
-
-    def boxed(box: list[Any]) -> list[Any]:
-        return run(box)
-
-    boxed._boxed_call = True  # type: ignore[attr-defined]
-    return boxed
 
 
 def writes_arguments(operation: OpOverload) -> bool:

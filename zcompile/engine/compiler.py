@@ -126,7 +126,9 @@ class Compiler:
         return not own and os.environ.get("ZCOMPILE_CACHE") != "0"
 
     def _depends_on(self, whole: bool, updater: Updater | None) -> str:
-        device = self.runtime.communicator.device.type
+        device = (
+            self.runtime.communicator.device
+        )  # which one of a host's, too: values and arguments in the graph name it
         return f"{own_source()} {self.options} {device} whole={whole} updates={updater is not None}"
 
     def _restore(self, content: bytes, updater: Updater | None) -> CompiledStep:
