@@ -142,7 +142,13 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def train(rank: int, kind: str, world: int, stage: int, backend: str) -> list[str]:
+def loss_of(model: Any, x: torch.Tensor, past: str = "") -> torch.Tensor:
+    """The model's, and that of its module at `past`, which is checkpointed past the model."""
+    loss: torch.Tensor = model(x).square().mean()
+    return loss + checkpoint(model.get_submodule(past), x, use_reentrant=False).square().mean() if past else loss
+
+
+def train(rank: int, kind: str, world: int, stage: int, backend: str, past: str = "") -> list[str]:
     """Three steps beside single-process training on all ranks' batches; names of what differs."""
     warnings.simplefilter("ignore")
     reference = make(kind)
@@ -151,8 +157,8 @@ def train(rank: int, kind: str, world: int, stage: int, backend: str) -> list[st
     theirs = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9)
     differing = []
     for step in range(3):
-        compiled(batch(rank, step)).square().mean().backward()
-        torch.stack([reference(batch(r, step)).square().mean() for r in range(world)]).mean().backward()
+        loss_of(compiled, batch(rank, step), past).backward()
+        torch.stack([loss_of(reference, batch(r, step), past) for r in range(world)]).mean().backward()
         got, want = gradients(compiled), gradients(reference)
         assert got.keys() == want.keys()
         for name in want:
@@ -171,9 +177,17 @@ def train(rank: int, kind: str, world: int, stage: int, backend: str) -> list[st
 BROKEN = list(itertools.product(MODELS, range(4), (2, 3)))
 
 
-@quickly("kind, stage, world", BROKEN, [(kind, 3, 2 + index % 2) for index, kind in enumerate(MODELS)])
+QUICK = [(kind, 3, 2 + index % 2) for index, kind in enumerate(MODELS)] + [("Nested", 0, 2)]
+
+
+@quickly("kind, stage, world", BROKEN, QUICK)
 def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: int, world: int) -> None:
     assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_is_checkpointed_within_a_broken_model_and_past_it(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, train, "Nested", 2, stage, "eager", "layers.0") == [[]] * 2
 
 
 @pytest.mark.slow

@@ -105,7 +105,9 @@ class Tree:
         runtime = self.engine.runtime
         if self.call is not None:
             return self._fragment_of(entry)(*args, **kwargs)
-        if not runtime.layout.stage.optimizer_sharded:  # parameters are whole, and gradients from outside averaged
+        # Without shards, parameters are whole, and gradients from outside averaged. A module that a split one calls is
+        # a fragment past the model, too: which of the two a recomputation repeats cannot be told.
+        if not runtime.layout.stage.optimizer_sharded and entry not in self._fragments:
             with runtime.autocast():
                 return entry.method(*args, **kwargs)
         if backward_number() is None:
