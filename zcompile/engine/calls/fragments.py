@@ -33,6 +33,7 @@ from zcompile._torch import (
 from zcompile.engine.calls.entries import Entry, is_container, methods_with_entries, taken_out
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
+from zcompile.engine.collector import old_objects_frozen
 from zcompile.engine.engine import Engine
 from zcompile.errors import CaptureError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
@@ -269,12 +270,15 @@ class Fragment:
         with self._own_parameters_full(), taken_out(self._own_entries):
             return self.forward(*args, **kwargs)
 
-    def _first_call(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _first_call(self) -> Iterator[None]:
         """Around a call: the first one is traced, which takes its time."""
         if self._was_called:
-            return contextlib.nullcontext()
+            yield
+            return
         self._was_called = True
-        return self.tree.engine.runtime.progress.doing(f"tracing {self.path or 'its forward'}")
+        with self.tree.engine.runtime.progress.doing(f"tracing {self.path or 'its forward'}"), old_objects_frozen():
+            yield
 
     def _capture(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls, once for every graph."""

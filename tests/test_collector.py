@@ -1,0 +1,93 @@
+"""Python's garbage collector is as it was after compiling, and frees what compiling leaves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.engine.collector import old_objects_frozen
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """Nothing is frozen at first: what other tests have left so is, again, in the end."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    if was_frozen:
+        gc.freeze()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def garbage() -> weakref.ref[Cycle]:
+    return weakref.ref(Cycle())
+
+
+def test_objects_are_frozen_within_and_thawed_after() -> None:
+    with old_objects_frozen():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(ValueError, match="within"), old_objects_frozen():
+        raise ValueError("within")
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_of_within_is_freed_within_and_older_garbage_after() -> None:
+    older = garbage()
+    with old_objects_frozen():
+        newer = garbage()
+        gc.collect()
+        assert newer() is None
+        assert older() is not None
+    gc.collect()
+    assert older() is None
+
+
+def test_the_outermost_one_thaws() -> None:
+    with old_objects_frozen():
+        with old_objects_frozen():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_user_has_frozen_stays_so() -> None:
+    gc.freeze()
+    with old_objects_frozen():
+        pass
+    assert gc.get_freeze_count() > 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_compiling_leaves_the_collector_as_it_was(without_group: None, enabled: bool) -> None:
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                note()
+            return super().forward(x)
+
+    @torch.compiler.assume_constant_result
+    def note() -> int:
+        seen.append(gc.get_freeze_count() > 0)
+        return 0
+
+    if not enabled:
+        gc.disable()
+    try:
+        zcompile.compile(Model(3, 2), backend="eager")(torch.ones(2, 3)).sum().backward()
+        assert (gc.isenabled(), gc.get_freeze_count()) == (enabled, 0)
+    finally:
+        gc.enable()
+    assert seen[:1] == [True], "torch.compile traces with frozen objects"
