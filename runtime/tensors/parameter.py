@@ -10,7 +10,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,13 @@ from zcompile.runtime.tensors.placement import Placing, part_of
 from zcompile.runtime.waits import Waits
 
 
+class ParameterReader(Protocol):
+    """Who knows whether the code that runs is the model's own."""
+
+    def full(self, parameter: ShardedParameter, /) -> torch.Tensor | None:
+        """All of `parameter` if so; None otherwise."""
+
+
 @supports_foreach
 class ShardedParameter(ExplainedDTensor):
     """A sharded `nn.Parameter`. What optimizers, clipping and checkpoints do with a DTensor works unchanged."""
@@ -50,6 +57,8 @@ class ShardedParameter(ExplainedDTensor):
     """True once somebody has taken its `.data` or its `to_local()`, through which it can be written to for ever."""
     zcompile_shown: ShardedParameter | None = None
     """The parameter whose memory this shows, of what its `detach()` gives, say; it is told of writes."""
+    zcompile_reader: weakref.ref[ParameterReader] | None = None
+    """Who gives all of it to the model's own code, where that runs as plain Python."""
 
     def __deepcopy__(self, _: object) -> ShardedParameter:
         """A parameter with memory of its own; torch's own way fails on a view of a larger storage."""
@@ -66,6 +75,8 @@ class ShardedParameter(ExplainedDTensor):
 
         DTensor's would take the gradient for one that all ranks have alike, and drop what the others' data say.
         """
+        if grad_placements is None and (full := _full(self)) is not None:
+            return full
         if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
             return _Full.apply(self)  # type: ignore[no-any-return]
         return super().full_tensor(grad_placements=grad_placements)
@@ -76,6 +87,8 @@ class ShardedParameter(ExplainedDTensor):
     ) -> Any:
         """Do `func`; sums over the shards are made whole, which is a small message, collective.
 
+        In the model's own code, where that runs as plain Python, `func` is given full parameters. Collective.
+
         Raises:
             ParameterError: the result is differentiable, a term of a loss outside of the model's call; or `func` mixes
                 the parameter with a plain tensor, or puts one into its `.data`; or torch cannot divide what it writes.
@@ -83,6 +96,8 @@ class ShardedParameter(ExplainedDTensor):
         """
         if func == _SET_DATA:  # a new object each time
             return _assign(*args)
+        if (read := _read(func, args, kwargs or {})) is not None:
+            return func(*read[0], **read[1])
         args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
@@ -129,6 +144,40 @@ class _Full(torch.autograd.Function):
             for dim in range(mesh.ndim):
                 dist.all_reduce(total, group=mesh.get_group(dim))
         return Placing.of(parameter).place(part_of(total.div_(mesh.size()), parameter).clone())
+
+
+def _full(tensor: object) -> torch.Tensor | None:
+    """All of a parameter where the model's own code reads it; None of anything else, and elsewhere."""
+    if not isinstance(tensor, ShardedParameter) or tensor.zcompile_reader is None:
+        return None
+    reader = tensor.zcompile_reader()
+    return None if reader is None else reader.full(tensor)
+
+
+def _read(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of `func` with parameters in full, where the model's own code computes with them; None elsewhere."""
+    name = getattr(func, "__name__", "")
+    held = first_held((*args, *kwargs.values()))
+    if (name in _ABOUT and func not in _VIEWS) or _full(held) is None:
+        return None
+    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(ShardedParameter, _or_itself, (args, kwargs))
+    return given
+
+
+def _or_itself(parameter: ShardedParameter) -> torch.Tensor:
+    return parameter if (full := _full(parameter)) is None else full
+
+
+_VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+_ABOUT = frozenset(
+    "__get__ __set__ __delete__ __len__ __repr__ __format__ __hash__ __reduce_ex__ __deepcopy__ __dlpack_device__ "  # noqa: SIM905
+    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_signed "
+    "is_contiguous is_inference is_pinned is_shared is_same_size get_device has_names data_ptr storage untyped_storage "
+    "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward".split()
+)
+"""What asks about a parameter, and reads none of its values."""
 
 
 def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,6 @@ without memory, whatever it reads.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import warnings
 import weakref
@@ -31,6 +30,7 @@ from zcompile._torch import (
     with_local,
 )
 from zcompile.engine.calls.entries import Entry, is_container, methods_with_entries, taken_out
+from zcompile.engine.calls.leaves import Leaf, Leaves, PlainReads, check_unwritten, digest
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.collector import old_objects_frozen
@@ -42,8 +42,7 @@ from zcompile.frontend.local_graphs import Locals
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.model.sharding import Retired, Site
 from zcompile.report.explain import Break, explain_breaks
-from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, gathered
-from zcompile.runtime.gradients.delivery import Delivery
+from zcompile.runtime.executor import BoundUnit, gathered
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.lockstep import RunKind
 
@@ -73,6 +72,7 @@ class Tree:
         """Parameters that are left to the user, as the rest of the tree is made of shards."""
         self._known.update(self._ignored)
         self.watch = TreeWatch(self.model)
+        self.reads = PlainReads(self.sites)
         for entry in self.entries:
             entry.put()
 
@@ -93,7 +93,7 @@ class Tree:
             self.call = None
             self.engine.runtime.settle()
         for tensor in tensors_in(result):
-            if isinstance(tensor, _Leaf):
+            if isinstance(tensor, Leaf):
                 problem = "the model returns this parameter, which is not full after the call"
                 raise CaptureError(tensor.zcompile_name, problem, "return a copy: .clone()")
         call.end(result)
@@ -162,7 +162,7 @@ class Tree:
             problem = f"{human_bytes(limit)} is less than the {human_bytes(nbytes)} of all parameters"
             raise OptionError("memory_limit", problem, "call the model without unsharded(), unit by unit")
         if any(param.shards for param in layout.params):
-            runtime.lockstep.enter(RunKind.MODULE, _digest("unsharded"))
+            runtime.lockstep.enter(RunKind.MODULE, digest("unsharded"))
         found = dict[str, nn.Parameter]()
         placing = {site.name: site.placeholder for site in self.sites if isinstance(site.placeholder, DTensor)}
         for unit in layout.units:
@@ -188,7 +188,7 @@ class Tree:
         """The same of what is to be at `path`: a parameter, a module, or anything else."""
         if isinstance(value, nn.Module):
             self.refuse_strangers(value, path)
-        if isinstance(value, nn.Parameter) and id(value) not in self._known and not isinstance(value, _Leaf):
+        if isinstance(value, nn.Parameter) and id(value) not in self._known and not isinstance(value, Leaf):
             problem = "was put into the model after zcompile.compile, so that it is not sharded"
             raise ParameterError(
                 path, problem, "change the model before zcompile.compile; values of what is there in place"
@@ -326,7 +326,7 @@ class Fragment:
             for site in self.sites:
                 site.placeholder.requires_grad_(site.shard.requires_grad)
                 parameters_of(site.owner)[site.key] = site.placeholder
-            with taken_out(self._entries):
+            with taken_out(self._entries), self.tree.reads.aside():
                 yield
         finally:
             for site, parameter in zip(self.sites, before, strict=True):
@@ -337,44 +337,38 @@ class Fragment:
         """The module's own parameters gathered, as leaves of autograd, while its code runs as plain Python."""
         owners = {id(owner) for owner in _owners(self.module)}
         own = [site for site in self.sites if id(site.owner) in owners]
-        for site in own:
-            if site.local is not None:
-                problem = (
-                    f"is tensor-parallel, and the code of {self.path or 'the model'} that reads it breaks the graph"
-                )
-                raise CaptureError(site.name, problem, "fix the graph break (see explain())")
         before = self._check(own)
         leaves = self._gathered(own)
         versions = {name: version_of(leaf) for name, leaf in leaves.items()}
         try:
             for site in own:
                 parameters_of(site.owner)[site.key] = leaves[site.name]
-            yield
+            with self.tree.reads.within(self._gathered):
+                yield
         finally:
             for site, parameter in zip(own, before, strict=True):
                 parameters_of(site.owner)[site.key] = parameter
-        for name, leaf in leaves.items():
-            if version_of(leaf) != versions[name]:
-                fix = "keep what changes in a buffer, or change parameters between steps"
-                raise CaptureError(name, "the model's forward writes to this parameter", fix)
+        check_unwritten(leaves, versions)
 
-    def _gathered(self, own: Sequence[Site]) -> dict[str, _Leaf]:
-        engine = self.tree.engine
-        trainable = {site.name: site.shard.requires_grad for site in own}
-        leaves: dict[str, _Leaf] = {}
-        units = engine.runtime.layout.restricted(trainable).units
+    def _gathered(self, sites: Sequence[Site], reader: str = "") -> dict[str, Leaf]:
+        """Full parameters for plain Python, whose gradients are averaged at the end of a backward. Collective."""
+        for site in sites:
+            if site.local is not None:
+                problem = (
+                    f"is tensor-parallel, and the code of {self.path or 'the model'} that reads it breaks the graph"
+                )
+                raise CaptureError(site.name, problem, "fix the graph break (see explain())")
+        runtime = self.tree.engine.runtime
+        trainable = {site.name: site.shard.requires_grad for site in sites}
+        leaves: dict[str, Leaf] = {}
+        units = runtime.layout.restricted(trainable).units
         if any(param.shards for unit in units for param in unit.params):
-            engine.runtime.lockstep.enter(RunKind.MODULE, _digest(self.path))
+            runtime.lockstep.enter(RunKind.MODULE, digest(self.path, *filter(None, [reader])))
         for unit in units:
-            bound = BoundUnit(engine.runtime.shards[unit.name], unit)
-            with torch.inference_mode(False), torch.no_grad():
-                full = gathered(bound)
-            made = {n: _Leaf(full[i], requires_grad=trainable[n]) for i, n in enumerate(unit.names)}
-            for name, leaf in made.items():
-                leaf.zcompile_name = name
-            leaves |= made
+            made = Leaves.gathered(BoundUnit(runtime.shards[unit.name], unit), trainable, runtime.delivery)
+            leaves |= made.tensors
             if torch.is_grad_enabled() and any(trainable[name] for name in unit.names):
-                self._reduce_later(Leaves(bound, made, engine.runtime.delivery))
+                self._reduce_later(made)
         return leaves
 
     def _reduce_later(self, leaves: Leaves) -> None:
@@ -396,7 +390,7 @@ class Fragment:
         result: list[nn.Parameter | None] = []
         for site in sites:
             current = parameters_of(site.owner).get(site.key)
-            if current is not site.shard and not isinstance(current, _Leaf):
+            if current is not site.shard and not isinstance(current, Leaf):
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
                 raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
             if has_gradient_hooks(site.shard):
@@ -412,44 +406,6 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if is_container(child):
             yield from _owners(child)
-
-
-@dataclass(frozen=True)
-class Leaves:
-    """Parameters of a unit, full for one call of plain Python, whose gradients autograd collects."""
-
-    bound: BoundUnit
-    tensors: dict[str, _Leaf]
-    delivery: Delivery
-
-    def reduce(self) -> Sequence[Gradients]:
-        """Average over the ranks what autograd has collected; what one rank's code did not reach counts as zero."""
-        shards, leaves = self.bound.shards, self.tensors
-        own = [leaf.grad for leaf in leaves.values()]
-        with torch.no_grad():
-            for leaf in leaves.values():
-                leaf.grad = None
-            if not self.delivery.synchronises:
-                return [accumulate(self.bound, list(own))]
-            self.delivery.enter(RunKind.GRADIENTS, _digest(*leaves))
-            self.delivery.lockstep.check()  # the host waits for the flags anyway
-            reached = [g is not None or shards.held(name) is not None for name, g in zip(leaves, own, strict=True)]
-            flags = torch.tensor(reached, dtype=torch.int32)
-            on_any = shards.communicator.any_rank(flags).tolist()
-            zipped = zip(leaves.values(), own, on_any, strict=True)
-            grads = [(torch.zeros_like(leaf) if g is None else g) if wanted else None for leaf, g, wanted in zipped]
-            return [self.delivery.reduce(self.bound, grads)]
-
-
-def _digest(*names: str) -> str:
-    """What the ranks tell each other of code that is no program."""
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()
-
-
-class _Leaf(nn.Parameter):
-    """A full parameter that stands in the module tree while plain Python runs."""
-
-    zcompile_name: str
 
 
 def _backend(fragment: Fragment) -> Callable[..., Any]:

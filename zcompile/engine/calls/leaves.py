@@ -1,0 +1,151 @@
+"""Full parameters while a module's code runs as plain Python: leaves, whose gradients are averaged afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zcompile._torch import parameters_of, version_of
+from zcompile.errors import CaptureError
+from zcompile.model.sharding import Site
+from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, gathered
+from zcompile.runtime.gradients.delivery import Delivery
+from zcompile.runtime.lockstep import RunKind
+from zcompile.runtime.tensors.parameter import ShardedParameter
+
+
+class Leaf(nn.Parameter):
+    """A full parameter for plain Python."""
+
+    zcompile_name: str
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Parameters of a unit, full for one call of plain Python, whose gradients autograd collects."""
+
+    bound: BoundUnit
+    tensors: dict[str, Leaf]
+    delivery: Delivery
+
+    @classmethod
+    def gathered(cls, bound: BoundUnit, trainable: Mapping[str, bool], delivery: Delivery) -> Leaves:
+        """Gather a unit. Collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            full = gathered(bound)
+        made = {name: Leaf(full[i], requires_grad=trainable[name]) for i, name in enumerate(bound.unit.names)}
+        for name, leaf in made.items():
+            leaf.zcompile_name = name
+        return cls(bound, made, delivery)
+
+    def reduce(self) -> Sequence[Gradients]:
+        """Average over the ranks what autograd has collected; what one rank's code did not reach counts as zero."""
+        shards, leaves = self.bound.shards, self.tensors
+        own = [leaf.grad for leaf in leaves.values()]
+        with torch.no_grad():
+            for leaf in leaves.values():
+                leaf.grad = None
+            if not self.delivery.synchronises:
+                return [accumulate(self.bound, list(own))]
+            self.delivery.enter(RunKind.GRADIENTS, digest(*leaves))
+            self.delivery.lockstep.check()  # the host waits for the flags anyway
+            reached = [g is not None or shards.held(name) is not None for name, g in zip(leaves, own, strict=True)]
+            flags = torch.tensor(reached, dtype=torch.int32)
+            on_any = shards.communicator.any_rank(flags).tolist()
+            zipped = zip(leaves.values(), own, on_any, strict=True)
+            grads = [(torch.zeros_like(leaf) if g is None else g) if wanted else None for leaf, g, wanted in zipped]
+            return [self.delivery.reduce(self.bound, grads)]
+
+
+class PlainReads:
+    """Parameters that a module's plain Python reads past the modules that they are in: gathered once they are read.
+
+    Within such code a shard stands for its full parameter, as `F.linear(x, self.embedding.weight)` wants it. It is
+    kept until the code that reads it first has returned.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._all, self._sites = sites, {id(site.shard): site for site in sites}
+        self._code: _Code | None = None
+        for site in sites:
+            shard: object = site.shard
+            if isinstance(shard, ShardedParameter):
+                shard.zcompile_reader = weakref.ref(self)
+
+    def full(self, parameter: ShardedParameter) -> nn.Parameter | None:
+        """All of a parameter, gathered where it was not yet; None where no plain Python of a model runs. Collective."""
+        code, site = self._code, self._sites.get(id(parameter))
+        if code is None or site is None:
+            return None
+        if site.name not in code.found:
+            with self.aside(), torch.set_grad_enabled(code.trains):  # what it reads without gradients, it may use with
+                code.add(code.gather([site], site.name))
+        return code.found[site.name]
+
+    @contextlib.contextmanager
+    def within(self, gather: Callable[[Sequence[Site], str], dict[str, Leaf]]) -> Iterator[None]:
+        """Plain Python of a module runs; `gather` gives full parameters, for the reader that is named.
+
+        Raises:
+            CaptureError: it has written to what it read.
+        """
+        before, self._code = self._code, _Code(gather, torch.is_grad_enabled())
+        code = self._code
+        try:
+            yield
+        finally:
+            self._code = before
+            self._put_back(code.found)
+        check_unwritten(code.found, code.versions)
+
+    def _put_back(self, found: Mapping[str, Leaf]) -> None:
+        """Shards where code has set full parameters, as `other.weight *= 2` does."""
+        for site in self._all if found else ():
+            if site.name in found and parameters_of(site.owner).get(site.key) is found[site.name]:
+                parameters_of(site.owner)[site.key] = site.shard
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A program runs, or zcompile itself: shards are shards."""
+        before, self._code = self._code, None
+        try:
+            yield
+        finally:
+            self._code = before
+
+
+@dataclass
+class _Code:
+    """The plain Python of one call of a module."""
+
+    gather: Callable[[Sequence[Site], str], dict[str, Leaf]]
+    trains: bool
+    found: dict[str, Leaf] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def add(self, leaves: dict[str, Leaf]) -> None:
+        self.found |= leaves
+        self.versions |= {name: version_of(leaf) for name, leaf in leaves.items()}
+
+
+def check_unwritten(leaves: Mapping[str, Leaf], versions: Mapping[str, int]) -> None:
+    """Refuse writes to full parameters, which would be lost.
+
+    Raises:
+        CaptureError: one has another version than in `versions`.
+    """
+    for name, leaf in leaves.items():
+        if version_of(leaf) != versions[name]:
+            fix = "keep what changes in a buffer, or change parameters between steps"
+            raise CaptureError(name, "the model's forward writes to this parameter", fix)
+
+
+def digest(*names: str) -> str:
+    """What the ranks tell each other of code that is no program."""
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
