@@ -347,11 +347,17 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
         found["load"] = error_of(lambda: compiled.load_state_dict({}))
         found["nested"] = error_of(lambda: compiled.unsharded().__enter__())
 
-    def write() -> None:
-        with compiled.unsharded(), torch.no_grad():
-            compiled.shift.add_(1)
+    def written(write: Callable[[], object]) -> str:
+        def act() -> None:
+            with compiled.unsharded(), torch.no_grad():
+                write()
 
-    found["write"] = error_of(write)
+        return error_of(act)
+
+    found["write"] = written(lambda: compiled.shift.add_(1))
+    found["write to data"] = written(lambda: compiled.shift.data.add_(1))
+    found["assign data"] = written(lambda: setattr(compiled.shift, "data", torch.ones(6)))
+    found["convert"] = written(lambda: compiled.module.half())
     found["after"] = str(float(full(compiled.shift)[0].detach()))
     small = zcompile.compile(made(), backend="eager", memory_limit=1000)
     found["limit"] = error_of(lambda: small.unsharded().__enter__())
@@ -367,6 +373,9 @@ def test_mistakes_within_unsharded_are_typed_errors(ranks: Ranks, tmp_path: Path
         assert found["load"].startswith("StateError: Coder: is within unsharded()")
         assert found["nested"].startswith("OptionError: unsharded(): is within another one")
         assert found["write"].startswith("ParameterError: shift: was written to within unsharded()")
+        assert found["write to data"].startswith("ParameterError: shift: was written to within unsharded()")
+        assert found["assign data"].startswith("ParameterError: shift: is full for now")
+        assert found["convert"] == "taken"
         assert found["after"] == str(float(torch.tensor(0.1)))
         assert found["limit"].startswith("OptionError: memory_limit: 1000 B is less than the")
         assert found["still"] == "(2, 4, 6)"

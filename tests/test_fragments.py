@@ -135,7 +135,7 @@ class Reads(nn.Module):
         weight = self.fc.weight
         assert list(weight.shape) == [weight.size(0), len(weight)] == [WIDTH, WIDTH]
         with torch.no_grad():
-            norm = torch.linalg.vector_norm(weight.to(x.dtype))
+            norm = torch.linalg.vector_norm(weight.to(x.dtype)) + weight.data[0, 0].abs()
         y = F.linear(self.fc(x), weight, bias=self.fc.bias) / norm + x * weight.sum()
         y = y + torch.mul(input=self.frozen.weight.detach()[1], other=x)
         return torch.cat([self.frozen(y), y @ self.frozen.weight.T], 1)
@@ -313,8 +313,7 @@ class Writes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         print(end="")
-        with torch.no_grad():
-            self.weight.mul_(2)
+        self.weight.data.mul_(2)
         return x * self.weight
 
 

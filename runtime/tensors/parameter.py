@@ -96,6 +96,8 @@ class ShardedParameter(ExplainedDTensor):
         """
         if func == _SET_DATA:  # a new object each time
             return _assign(*args)
+        if func == _GET_DATA and (full := _full(args[0])) is not None:
+            return full.detach()  # of which writes are noticed
         if (read := _read(func, args, kwargs or {})) is not None:
             return func(*read[0], **read[1])
         args, given = with_rows(func, args), (*args, *(kwargs or {}).values())

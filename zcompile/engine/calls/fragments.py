@@ -30,7 +30,7 @@ from zcompile._torch import (
     with_local,
 )
 from zcompile.engine.calls.entries import Entry, is_container, methods_with_entries, taken_out
-from zcompile.engine.calls.leaves import Leaf, Leaves, PlainReads, check_unwritten, digest
+from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, PlainReads, check_unwritten, digest
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.collector import old_objects_frozen
@@ -171,7 +171,7 @@ class Tree:
                 for name, tensor in zip(unit.names, full.tensors, strict=True):
                     assert tensor is not None, "nothing of it was released"
                     whole = with_local(placing[name], tensor) if name in placing else tensor
-                    found[name] = nn.Parameter(whole, requires_grad=False)
+                    found[name] = FullParameter.named(name, whole, requires_grad=False)
         runtime.lockstep.check()
         return found
 

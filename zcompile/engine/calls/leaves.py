@@ -7,12 +7,13 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import nn
 
 from zcompile._torch import parameters_of, version_of
-from zcompile.errors import CaptureError
+from zcompile.errors import CaptureError, ParameterError
 from zcompile.model.sharding import Site
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, gathered
 from zcompile.runtime.gradients.delivery import Delivery
@@ -20,10 +21,38 @@ from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.tensors.parameter import ShardedParameter
 
 
-class Leaf(nn.Parameter):
-    """A full parameter for plain Python."""
+class FullParameter(nn.Parameter):
+    """A full parameter, of which writes are noticed, those to its `.data` too: they would not change the shards."""
 
     zcompile_name: str
+
+    @classmethod
+    def named(cls, name: str, tensor: torch.Tensor, *, requires_grad: bool) -> Self:
+        made = cls(tensor, requires_grad=requires_grad)
+        made.zcompile_name = name
+        return made
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its values, as `.data` gives them; writes to them count as its own."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Conversions, as by `model.half()`, are allowed: they are for as long as it is full.
+
+        Raises:
+            ParameterError: `value` is of the same kind, so that this is no conversion but a change.
+        """
+        if (value.dtype, value.device, value.shape) == (self.dtype, self.device, self.shape):
+            fix = "write to shards, outside: with torch.no_grad(): parameter.copy_(...)"
+            problem = "is full for now, and assigning to its .data does not change the shards"
+            raise ParameterError(self.zcompile_name, problem, fix)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class Leaf(FullParameter):
+    """A full parameter for plain Python."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +68,8 @@ class Leaves:
         """Gather a unit. Collective."""
         with torch.inference_mode(False), torch.no_grad():
             full = gathered(bound)
-        made = {name: Leaf(full[i], requires_grad=trainable[name]) for i, name in enumerate(bound.unit.names)}
-        for name, leaf in made.items():
-            leaf.zcompile_name = name
+        values = [(name, full[i]) for i, name in enumerate(bound.unit.names)]
+        made = {name: Leaf.named(name, value, requires_grad=trainable[name]) for name, value in values}
         return cls(bound, made, delivery)
 
     def reduce(self) -> Sequence[Gradients]:
