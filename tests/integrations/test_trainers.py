@@ -104,6 +104,14 @@ SFT = Script(
         "    processing_class=tokenizer,\n": f"    processing_class=tokenizer, zcompile={AS_DICT},\n",
     },
 )
+DPO = Script(
+    "dpo",
+    ("trl", "transformers", "datasets"),
+    {
+        "from trl import DPOTrainer\n": "from zcompile.integrations.trl import DPOTrainer\n",
+        "    processing_class=tokenizer,\n": f"    processing_class=tokenizer, zcompile={AS_DICT},\n",
+    },
+)
 RAY = Script(
     "rayed",
     ("ray",),
@@ -129,13 +137,13 @@ def named(scripts: list[Script]) -> Any:
     return pytest.mark.parametrize("script", scripts, ids=lambda script: script.name)
 
 
-@named([*ALL, SEQ2SEQ, RAY])
+@named([*ALL, DPO, SEQ2SEQ, RAY])
 def test_two_lines_change(script: Script) -> None:
     before, after = (script.text(sharded=sharded).splitlines() for sharded in (False, True))
     assert sum(line.startswith("+ ") for line in difflib.ndiff(before, after)) == 2
 
 
-@named([SEQ2SEQ, RAY])
+@named([DPO, SEQ2SEQ, RAY])
 def test_training_is_that_of_ddp(script: Script, tmp_path: Path) -> None:
     want, got = (script.run(tmp_path / str(sharded), sharded=sharded) for sharded in (False, True))
     assert same(script, got, want)

@@ -1,10 +1,10 @@
-"""The SFTTrainer of trl, with its model sharded by zcompile.
+"""The SFTTrainer and the DPOTrainer of trl, with their model sharded by zcompile.
 
     from zcompile.integrations.trl import SFTTrainer
 
     trainer = SFTTrainer(model, arguments, train_dataset=data, zcompile={"stage": 3})
 
-Its other trainers take the mixin: `class DPOTrainer(ShardedTrainerMixin, trl.DPOTrainer)`.
+Its other trainers take the mixin: `class RewardTrainer(ShardedTrainerMixin, trl.RewardTrainer)`.
 """
 
 from __future__ import annotations
@@ -20,3 +20,7 @@ except ImportError as error:
 
 class SFTTrainer(ShardedTrainerMixin, trl.SFTTrainer):
     """The SFTTrainer of trl, its model sharded: `ShardedTrainerMixin` says how."""
+
+
+class DPOTrainer(ShardedTrainerMixin, trl.DPOTrainer):
+    """The DPOTrainer of trl, its model sharded: `ShardedTrainerMixin` says how. Each rank has all of the reference."""
