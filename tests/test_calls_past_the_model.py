@@ -358,6 +358,10 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
     found["write to data"] = written(lambda: compiled.shift.data.add_(1))
     found["assign data"] = written(lambda: setattr(compiled.shift, "data", torch.ones(6)))
     found["convert"] = written(lambda: compiled.module.half())
+    found["convert to the same"] = written(lambda: compiled.module.head.float().to("cpu"))
+    copies = list[nn.Module]()
+    found["copy"] = written(lambda: copies.append(copy.deepcopy(compiled.module.head)))
+    found["of a copy"] = str({type(parameter) for parameter in copies[0].float().parameters()} == {nn.Parameter})
     found["after"] = str(float(full(compiled.shift)[0].detach()))
     small = zcompile.compile(made(), backend="eager", memory_limit=1000)
     found["limit"] = error_of(lambda: small.unsharded().__enter__())
@@ -375,7 +379,8 @@ def test_mistakes_within_unsharded_are_typed_errors(ranks: Ranks, tmp_path: Path
         assert found["write"].startswith("ParameterError: shift: was written to within unsharded()")
         assert found["write to data"].startswith("ParameterError: shift: was written to within unsharded()")
         assert found["assign data"].startswith("ParameterError: shift: is full for now")
-        assert found["convert"] == "taken"
+        assert found["convert"] == found["convert to the same"] == found["copy"] == "taken"
+        assert found["of a copy"] == "True"
         assert found["after"] == str(float(torch.tensor(0.1)))
         assert found["limit"].startswith("OptionError: memory_limit: 1000 B is less than the")
         assert found["still"] == "(2, 4, 6)"

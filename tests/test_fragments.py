@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import warnings
 from typing import Any
 
@@ -154,6 +155,20 @@ class Scales(nn.Module):
         return x @ (other.weight * self.scale / norm).T
 
 
+class Keeps(Reads):
+    """Keeps a loss of what it reads, of its own parameter too, which is then trained beside the output or alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(WIDTH))
+        self.loss = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.loss = (self.fc.weight @ self.own * x.mean()).square().sum()
+        return y
+
+
 class Borrows(nn.Module):
     """A module is read by another one, at twice, under activation checkpointing too."""
 
@@ -186,13 +201,15 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def loss_of(model: Any, x: torch.Tensor, past: str = "") -> torch.Tensor:
-    """The model's, and that of its module at `past`, which is checkpointed past the model."""
-    loss: torch.Tensor = model(x).square().mean()
-    return loss + checkpoint(model.get_submodule(past), x, use_reentrant=False).square().mean() if past else loss
+def loss_of(model: Any, x: torch.Tensor, past: str = "", first: bool = False) -> torch.Tensor:
+    """The model's, and that of its module at `past`, which is checkpointed past the model, before it or after."""
+    calls = [lambda: model(x)]
+    if past:
+        calls.insert(0 if first else 1, lambda: checkpoint(model.get_submodule(past), x, use_reentrant=False))
+    return torch.stack([call().square().mean() for call in calls]).sum()
 
 
-def train(rank: int, kind: str, world: int, stage: int, backend: str, past: str = "") -> list[str]:
+def train(rank: int, kind: str, world: int, stage: int, backend: str, past: str = "", first: bool = False) -> list[str]:
     """Three steps beside single-process training on all ranks' batches; names of what differs."""
     warnings.simplefilter("ignore")
     reference = make(kind)
@@ -201,8 +218,8 @@ def train(rank: int, kind: str, world: int, stage: int, backend: str, past: str 
     theirs = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9)
     differing = []
     for step in range(3):
-        loss_of(compiled, batch(rank, step), past).backward()
-        torch.stack([loss_of(reference, batch(r, step), past) for r in range(world)]).mean().backward()
+        loss_of(compiled, batch(rank, step), past, first).backward()
+        torch.stack([loss_of(reference, batch(r, step), past, first) for r in range(world)]).mean().backward()
         got, want = gradients(compiled), gradients(reference)
         assert got.keys() == want.keys()
         for name in want:
@@ -229,9 +246,91 @@ def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: in
     assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
 
 
+@pytest.mark.parametrize("order", ["model first", "module first"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_module_is_checkpointed_within_a_broken_model_and_past_it(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, train, "Nested", 2, stage, "eager", "layers.0") == [[]] * 2
+def test_a_module_is_checkpointed_within_a_broken_model_and_past_it(ranks: Ranks, stage: int, order: str) -> None:
+    assert ranks.run(2, train, "Nested", 2, stage, "eager", "layers.0", order == "module first") == [[]] * 2
+
+
+def train_what_was_kept(rank: int, world: int, stage: int, alone: bool) -> list[str]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    reference = Keeps()
+    given = copy.deepcopy(reference)
+    compiled = zcompile.compile(given, stage=stage, backend="eager")
+
+    def loss_of(model: nn.Module, kept: Any, x: torch.Tensor) -> torch.Tensor:
+        out = model(x).square().mean()
+        return kept.loss if alone else out + kept.loss
+
+    loss_of(compiled, given, batch(rank, 0)).backward()
+    torch.stack([loss_of(reference, reference, batch(r, 0)) for r in range(world)]).mean().backward()
+    got, want = gradients(compiled), gradients(reference)
+    return [
+        name
+        for name, a in got.items()
+        if (a is None) != (want[name] is None) or (a is not None and not torch.allclose(a, want[name], rtol=1e-5))
+    ]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_the_model_keeps_is_trained(ranks: Ranks, stage: int, alone: bool) -> None:
+    assert ranks.run(2, train_what_was_kept, 2, stage, alone) == [[]] * 2
+
+
+class Differentiates(nn.Module):
+    def __init__(self, *, before: bool) -> None:
+        super().__init__()
+        self.fc, self.before = nn.Linear(WIDTH, WIDTH), before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        if self.before:
+            self.fc.weight.sum()
+        return torch.func.grad(lambda value: (value @ self.fc.weight).square().sum())(x)
+
+
+def test_a_parameter_is_not_gathered_within_a_transform() -> None:
+    x, plain = batch(0, 0), Differentiates(before=True)
+    compiled = zcompile.compile(copy.deepcopy(plain), backend="eager")
+    for model in (plain, compiled):
+        model(x).square().sum().backward()
+    assert torch.allclose(full(compiled.fc.weight.grad), full(plain.fc.weight.grad))
+    compiled = zcompile.compile(Differentiates(before=False), backend="eager")
+    with pytest.raises(zcompile.ParameterError, match=r"fc\.weight: is first read within a transform of torch\.func"):
+        compiled(x)
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Asks(nn.Module):
+    """Asks for the dtype of what it reads, and lets another thread look at shards meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.seen = nn.Linear(WIDTH, WIDTH), list[Any]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        weight = self.fc.weight
+        self.seen += [weight.dtype, (weight * 1).dtype]
+        other = threading.Thread(target=lambda: self.seen.append(type(weight.detach())))
+        other.start()
+        other.join()
+        return self.fc(x)
+
+
+def test_what_code_asks_about_is_what_it_reads_and_other_threads_see_shards() -> None:
+    model = Asks()
+    compiled = zcompile.compile(model, backend="eager", dtype=torch.bfloat16)
+    compiled(batch(0, 0))
+    assert model.seen[:2] == [torch.bfloat16] * 2
+    assert issubclass(model.seen[2], DTensor)
+    assert compiled.fc.weight.dtype is torch.float32
 
 
 class ReadsOnOneRank(nn.Module):

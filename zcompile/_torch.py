@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id, _will_engine_execute_node
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher  # kernels that can do with sizes that vary
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
 from torch._dynamo.callback import callback_handler  # called around each compilation
@@ -211,6 +212,11 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to, or a view of it."""
     return tensor._version
+
+
+def within_function_transform() -> bool:
+    """True within torch.func.grad, vmap and the like, whose levels tensors that are made there belong to."""
+    return peek_interpreter_stack() is not None
 
 
 def is_tangent(placeholder: fx.Node) -> bool:

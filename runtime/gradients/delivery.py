@@ -22,6 +22,7 @@ from zcompile.errors import ParameterError
 from zcompile.ir.layout import Unit
 from zcompile.runtime.device import current_stream, is_gpu
 from zcompile.runtime.executor import BoundUnit, Gradients, average
+from zcompile.runtime.gradients.local_steps import plain_gradient
 from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
@@ -252,6 +253,8 @@ def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
         parameter.grad = None  # the user has dropped it by the parameter that he knows
     if parameter.grad is None:
         parameter.grad = gradients.shards.gradient(name, tensor)
+    elif isinstance(parameter, DTensor) and not isinstance(parameter.grad, DTensor):
+        raise plain_gradient(name)
     else:
         local_tensor(parameter.grad).add_(tensor)
     if twin is not None:

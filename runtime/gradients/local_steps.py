@@ -131,6 +131,13 @@ class LocalStep:
         self._real.state.update({key: value for key, value in state.items() if id(key) not in local})
 
 
+def plain_gradient(name: str) -> ParameterError:
+    """The refusal of a gradient that nobody has averaged."""
+    problem = "is a DTensor, and its `.grad` was set to a plain tensor, by code or by a torch.autograd.Function"
+    fix = "change it by operations on it, which give a DTensor; give such a function parameter.clone()"
+    return ParameterError(name, problem, fix)
+
+
 def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of a gradient; collective where the user has given it other placements than its parameter's.
 
@@ -142,8 +149,7 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor | None:
         return grad
     if not isinstance(grad, DTensor):
         name = getattr(param, "zcompile_name", "a parameter")
-        fix = "change the gradient in place, or compute it by operations on it, which give a DTensor"
-        raise ParameterError(name, "is a DTensor, and its `.grad` was set to a plain tensor", fix)
+        raise plain_gradient(name)
     if owner_of(param) is not None and owner_of(grad) is None:  # every rank has it, or rows of it
         return part_of(grad.full_tensor(), param)
     if grad.placements != param.placements:

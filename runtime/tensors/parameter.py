@@ -10,7 +10,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ class ParameterReader(Protocol):
 
     def full(self, parameter: ShardedParameter, /) -> torch.Tensor | None:
         """All of `parameter` if so; None otherwise."""
+
+    def kind(self, parameter: ShardedParameter, /) -> torch.Tensor | None:
+        """What has its dtype and its device then, without gathering it."""
 
 
 @supports_foreach
@@ -98,6 +101,8 @@ class ShardedParameter(ExplainedDTensor):
             return _assign(*args)
         if func == _GET_DATA and (full := _full(args[0])) is not None:
             return full.detach()  # of which writes are noticed
+        if func in _KINDS and (reader := _reader(args[0])) is not None and (kind := reader.kind(args[0])) is not None:
+            return func(kind)
         if (read := _read(func, args, kwargs or {})) is not None:
             return func(*read[0], **read[1])
         args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
@@ -148,12 +153,15 @@ class _Full(torch.autograd.Function):
         return Placing.of(parameter).place(part_of(total.div_(mesh.size()), parameter).clone())
 
 
+def _reader(tensor: object) -> ParameterReader | None:
+    held = isinstance(tensor, ShardedParameter) and tensor.zcompile_reader
+    return held() if held else None
+
+
 def _full(tensor: object) -> torch.Tensor | None:
     """All of a parameter where the model's own code reads it; None of anything else, and elsewhere."""
-    if not isinstance(tensor, ShardedParameter) or tensor.zcompile_reader is None:
-        return None
-    reader = tensor.zcompile_reader()
-    return None if reader is None else reader.full(tensor)
+    reader = _reader(tensor)
+    return None if reader is None else reader.full(cast("ShardedParameter", tensor))
 
 
 def _read(
@@ -172,6 +180,7 @@ def _or_itself(parameter: ShardedParameter) -> torch.Tensor:
     return parameter if (full := _full(parameter)) is None else full
 
 
+_KINDS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("dtype", "device"))
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 _ABOUT = frozenset(
     "__get__ __set__ __delete__ __len__ __repr__ __format__ __hash__ __reduce_ex__ __deepcopy__ __dlpack_device__ "  # noqa: SIM905

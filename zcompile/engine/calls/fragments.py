@@ -67,6 +67,7 @@ class Tree:
         self.face: nn.Module | None = None
         """The compiled module, for who has the given one."""
         self._fragments: dict[Entry, Fragment] = {}
+        self._plain: set[Entry] = set()
         self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.placeholder)}
         self._ignored = {id(p): name for name, p in self.model.named_parameters() if id(p) not in self._known}
         """Parameters that are left to the user, as the rest of the tree is made of shards."""
@@ -90,6 +91,8 @@ class Tree:
                 self.call = call = self.engine.runtime.new_call()
                 result = fragment(*args, **kwargs)
         finally:
+            if self.call is not None:
+                self.call.nodes.clear()
             self.call = None
             self.engine.runtime.settle()
         for tensor in tensors_in(result):
@@ -104,17 +107,27 @@ class Tree:
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, or a method, that plain Python calls: the user's past the model, or that of a split module."""
         runtime = self.engine.runtime
-        if self.call is not None:
-            return self._fragment_of(entry)(*args, **kwargs)
-        # Without shards, parameters are whole, and gradients from outside averaged. A module that a split one calls is
-        # a fragment past the model, too: which of the two a recomputation repeats cannot be told.
-        if not runtime.layout.stage.optimizer_sharded and entry not in self._fragments:
+        if self._runs_plainly(entry):
             with runtime.autocast():
                 return entry.method(*args, **kwargs)
+        if self.call is not None:
+            return self._fragment_of(entry)(*args, **kwargs)
         if backward_number() is None:
             return self.run(self._fragment_of(entry), args, kwargs)
         with runtime.random_numbers_again(), runtime.autocast():  # a recomputation of what was called by itself
             return self._fragment_of(entry)(*args, **kwargs)
+
+    def _runs_plainly(self, entry: Entry) -> bool:
+        """Whether a call past the model runs as it is: without shards, gradients from outside are averaged anyway.
+
+        What has begun as a fragment of a split model stays one, and what has begun as plain Python stays that, wherever
+        it is called: a recomputation runs as its call did, and which call it repeats cannot be told.
+        """
+        if self.engine.runtime.layout.stage.optimizer_sharded or entry in self._fragments:
+            return False
+        if self.call is None and torch.is_grad_enabled():
+            self._plain.add(entry)
+        return self.call is None or entry in self._plain
 
     def _fragment_of(self, entry: Entry) -> Fragment:
         is_root = entry.module is self.model and entry.key == "forward"
@@ -373,7 +386,7 @@ class Fragment:
 
     def _reduce_later(self, leaves: Leaves) -> None:
         if self.tree.call is not None:
-            self.tree.call.late.append(leaves.reduce)
+            self.tree.call.reduce_later(leaves.tensors.values(), leaves.reduce)
         else:  # a reentrant checkpoint, which runs the forward again within a backward and then its backward
             leaves.delivery.at_end(leaves.reduce)
 

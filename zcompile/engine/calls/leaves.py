@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from zcompile._torch import parameters_of, version_of
+from zcompile._torch import parameters_of, version_of, within_function_transform
 from zcompile.errors import CaptureError, ParameterError
 from zcompile.model.sharding import Site
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, gathered
@@ -39,16 +40,22 @@ class FullParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Conversions, as by `model.half()`, are allowed: they are for as long as it is full.
+        """Conversions, as by `module.half()`, are allowed: they are for as long as it is full.
 
         Raises:
-            ParameterError: `value` is of the same kind, so that this is no conversion but a change.
+            ParameterError: `value` is of the same kind and not this memory, so that it is no conversion but a change.
         """
-        if (value.dtype, value.device, value.shape) == (self.dtype, self.device, self.shape):
+        alike = (value.dtype, value.device, value.shape) == (self.dtype, self.device, self.shape)
+        if alike and value.untyped_storage().data_ptr() != self.untyped_storage().data_ptr():
             fix = "write to shards, outside: with torch.no_grad(): parameter.copy_(...)"
             problem = "is full for now, and assigning to its .data does not change the shards"
             raise ParameterError(self.zcompile_name, problem, fix)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter as any other: the copy is its owner's, to keep and to write to."""
+        made = memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        return made
 
 
 class Leaf(FullParameter):
@@ -107,14 +114,27 @@ class PlainReads:
                 shard.zcompile_reader = weakref.ref(self)
 
     def full(self, parameter: ShardedParameter) -> nn.Parameter | None:
-        """All of a parameter, gathered where it was not yet; None where no plain Python of a model runs. Collective."""
+        """All of a parameter, gathered where it was not yet; None where no plain Python of a model runs. Collective.
+
+        Raises:
+            ParameterError: it would be gathered within a transform of torch.func, which would not see its gradient.
+        """
         code, site = self._code, self._sites.get(id(parameter))
-        if code is None or site is None:
+        if code is None or site is None or code.thread != threading.get_ident():
             return None
         if site.name not in code.found:
+            if within_function_transform():
+                fix = "read it before, outside of the transform"
+                raise ParameterError(site.name, "is first read within a transform of torch.func", fix)
             with self.aside(), torch.set_grad_enabled(code.trains):  # what it reads without gradients, it may use with
                 code.add(code.gather([site], site.name))
         return code.found[site.name]
+
+    def kind(self, parameter: ShardedParameter) -> torch.Tensor | None:
+        """What has the dtype and the device of all of a parameter, where plain Python of a model asks for them."""
+        code, site = self._code, self._sites.get(id(parameter))
+        asks = code is not None and code.thread == threading.get_ident()
+        return site.placeholder if asks and site is not None else None
 
     @contextlib.contextmanager
     def within(self, gather: Callable[[Sequence[Site], str], dict[str, Leaf]]) -> Iterator[None]:
@@ -154,6 +174,8 @@ class _Code:
 
     gather: Callable[[Sequence[Site], str], dict[str, Leaf]]
     trains: bool
+    thread: int = field(default_factory=threading.get_ident)
+    """Others, as one that saves or averages shards meanwhile, are not the model's code."""
     found: dict[str, Leaf] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
 

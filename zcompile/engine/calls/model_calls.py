@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from zcompile._torch import backward_number, keeps_graph, tree_leaves, wants_gradient
 from zcompile.errors import BackwardError
@@ -27,6 +27,8 @@ class ModelCall:
     """Called when the model has returned."""
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     """Reductions to make once a backward of this call has come to its end, the same ones on every rank."""
+    nodes: list[Node] = field(default_factory=list)
+    """Where autograd brings gradients of `late`, kept until the model has returned: then the graph has them."""
     may_overflow: bool = False
     """True if gradients are float16, and may be scaled."""
     seen: int = field(init=False)
@@ -43,6 +45,16 @@ class ModelCall:
         """
         for node in _compiled_nodes(_nodes_of(result), _nodes_of(given)):
             node.register_prehook(_Check(self, _accumulator(node)).before)
+
+    def reduce_later(self, leaves: Iterable[torch.Tensor], reduce: Callable[[], Sequence[Gradients]]) -> None:
+        """Call `reduce` at the end of a backward of this call, also of one that reaches only some of `leaves`."""
+        self.late.append(reduce)
+        for leaf in leaves:
+            if leaf.requires_grad:
+                # By the node: it does not hang on the leaf, which would be kept by a hook of its own that knows it.
+                node = get_gradient_edge(leaf).node
+                node.register_prehook(self.begin)
+                self.nodes.append(node)
 
     def end(self, result: Any) -> None:
         """The model has returned `result`: a backward of it makes the late reductions."""
