@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
-from zcompile._torch import FakeTensorMode, compile_with_inductor
+from zcompile._torch import FakeTensorMode, compile_with_inductor, force_stride_order
 from zcompile.engine.region_strides import keep_strides
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
@@ -81,8 +81,9 @@ def cat(x: Tensor) -> Tensor:
         lambda x: cat(x)[..., :3],
         lambda x: cat(x).unsqueeze(1).expand(-1, 3, -1, -1),
         lambda x: cat(x.transpose(0, 1)).transpose(0, 2),
+        lambda x: (x * 2 + 1)[..., :3],
     ],
-    ids=["dense", "sliced", "expanded", "transposed"],
+    ids=["dense", "sliced", "expanded", "transposed", "part of a sum"],
 )
 def test_results_of_inductor_have_the_recorded_strides(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(4, 6, 8)
@@ -101,6 +102,14 @@ def test_a_graph_is_left_alone_whose_strides_inductor_keeps() -> None:
     before = graph.code
     keep_strides(graph, [x])
     assert graph.code == before
+
+
+def test_a_value_that_is_seen_in_part_is_laid_out_as_recorded() -> None:
+    """In the U-Net of diffusers Inductor computed each half of a sum alone, dense, which the next region refused."""
+    graph = make_fx(lambda x: (x.sin() * 2).split(3, 1), tracing_mode="fake")(torch.randn(4, 6, 8))
+    keep_strides(graph, [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")])
+    forced = [node for node in graph.graph.nodes if node.target is force_stride_order()]
+    assert [(node.args[0].target, node.args[1]) for node in forced] == [(torch.ops.aten.mul.Tensor, [48, 8, 1])]
 
 
 class Channel(nn.Module):

@@ -44,21 +44,25 @@ def keep_strides(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _seen_in_part(graph: fx.Graph) -> Iterator[tuple[fx.Node, Order]]:
-    """Convolutions of which the graph returns views that are not dense, with their orders as recorded.
+    """Values of which the graph returns views that are not dense, with their orders as recorded.
 
-    Inductor chooses the layout of a convolution, and gives results the recorded strides only if they are dense.
+    Inductor gives results the recorded strides only if they are dense: it chooses the layout of a convolution, and of
+    what it fuses it computes the part that is seen alone.
     """
     results = [node for node in graph.output_node().all_input_nodes if isinstance(node.meta.get("val"), Tensor)]
     for base in dict.fromkeys(_base(node) for node in results if order_of(node.meta["val"]) is None):
-        if base.target is torch.ops.aten.convolution.default and (order := order_of(base.meta["val"])) is not None:
+        value = base.meta.get("val")  # what was put in here has none, and its strides
+        if base.op == "call_function" and value is not None and (order := order_of(value)) is not None:
             yield base, order
 
 
 def _base(node: fx.Node) -> fx.Node:
     """What a view is a view of, and so on."""
-    while isinstance(target := node.target, OpOverload) and target.is_view:
-        node = node.all_input_nodes[0]
-    return node
+    while True:
+        viewing = node.args[0] if node.target is operator.getitem else node  # of a split, say, one part is taken
+        if not isinstance(viewing, fx.Node) or not isinstance(viewing.target, OpOverload) or not viewing.target.is_view:
+            return node
+        node = viewing.all_input_nodes[0]
 
 
 class _Decomposed(fx.Interpreter):
