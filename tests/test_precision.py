@@ -196,6 +196,36 @@ def test_autocast_around_the_call(backend: str) -> None:
         assert (full(ours.grad) - theirs.grad).norm() < 0.03 * theirs.grad.norm() + 1e-6
 
 
+class InFloat32(nn.Module):
+    """Computes in float32, by its own code, what would be computed in a dtype of 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.last(x.float()).square().mean()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_backward_casts_only_what_the_forward_has(breaks: bool) -> None:
+    """As in eager mode, where it runs outside of autocast."""
+    torch.manual_seed(0)
+    model, x = InFloat32(), torch.randn(4, 7)
+    compiled = zcompile.compile(copy.deepcopy(model), backend="eager")
+    for called in (compiled, model):
+        handle = called.first.register_forward_hook(lambda *_: print(end="")) if breaks else None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = called(x)
+        loss.backward()
+        if handle is not None:
+            handle.remove()
+    for ours, theirs in zip(compiled.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(ours.grad), theirs.grad)
+
+
 def test_batch_norm_keeps_its_dtype() -> None:
     compiled = zcompile.compile(make("conv"), dtype=torch.bfloat16, backend="eager")
     computed = {param.name: param.full_dtype for param in compiled.layout.params}

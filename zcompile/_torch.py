@@ -102,6 +102,7 @@ __all__ = [
     "autocast_operations",
     "backend_name",
     "backward_number",
+    "backward_without_autocast",
     "buffers_of",
     "cached_steps",
     "captured",
@@ -339,6 +340,15 @@ def no_rematerialization() -> contextlib.AbstractContextManager[None]:
     name = "remat_using_tags_for_fwd_loss_bwd_graph"
     options = {name: False} if hasattr(functorch_config, name) else {}
     patched: contextlib.AbstractContextManager[None] = functorch_config.patch(options)
+    return patched
+
+
+def backward_without_autocast() -> contextlib.AbstractContextManager[None]:
+    """While a graph is traced: its backward casts nothing, as in eager mode, where backwards run outside of autocast.
+
+    torch would trace it under the autocast of the call, and compute in low precision what the forward has not.
+    """
+    patched: contextlib.AbstractContextManager[None] = functorch_config.patch(backward_pass_autocast="off")
     return patched
 
 

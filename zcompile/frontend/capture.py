@@ -24,6 +24,7 @@ from torch import fx
 
 from zcompile._torch import (
     aot_autograd,
+    backward_without_autocast,
     cached_steps,
     default_partition,
     is_symbolic,
@@ -126,7 +127,7 @@ class Capture:
             readable = name or other or self.names.of_input(str(node.target))
             self.inputs.append(TracedInput(readable, name, held, self.names.leaves.get(id(value))))
         _make_dense(module, {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)})
-        with no_donated_buffers(), no_rematerialization():
+        with no_donated_buffers(), no_rematerialization(), backward_without_autocast():
             if self.cache is None or not can_be_kept(module, example_inputs):
                 return self._traced(module, example_inputs)
             return self._found_or_traced(module, example_inputs, self.cache)
