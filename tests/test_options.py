@@ -54,7 +54,7 @@ def test_signatures_have_every_option_with_its_default(function: Any, left_out: 
 
 
 def test_every_option_of_compile_is_one_or_says_what_to_compile() -> None:
-    about = {"model", "optimizer", "mesh", "units", "whole", "ignore", "weights", "output_dtype"}
+    about = {"model", "optimizer", "mesh", "units", "whole", "ignore", "keep_dtype", "weights", "output_dtype"}
     assert defaults_of(zcompile.compile).keys() - FIELDS.keys() == about
 
 

@@ -234,6 +234,43 @@ def test_batch_norm_keeps_its_dtype() -> None:
     compiled(*batch("conv", 0, 0)).backward()
 
 
+WRONG = {
+    "lm_head": "'lm_head' matches no module with parameters.\n  Fix: did you mean 'head'?",
+    "blocks": "'blocks' is a ModuleList, which is never called.\n  Fix: name what it holds: 'blocks.*'",
+    "head": "'head' has parameters of torch.bfloat16 and torch.float32.\n  Fix: name its modules one by one",
+}
+
+
+@pytest.mark.parametrize("pattern", WRONG)
+def test_modules_that_cannot_keep_their_dtype_are_refused(pattern: str) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    model.head = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
+    with pytest.raises(zcompile.OptionError) as refused:
+        zcompile.compile(model, dtype=torch.bfloat16, keep_dtype=[pattern])
+    assert WRONG[pattern] in str(refused.value)
+    with pytest.raises(zcompile.OptionError, match="no list of paths"):
+        zcompile.compile(model, dtype=torch.bfloat16, keep_dtype=pattern)
+    assert type(model.head[0].weight) is nn.Parameter, "the model is as it was"
+
+
+def test_modules_that_keep_their_dtype_are_not_converted() -> None:
+    compiled = zcompile.compile(nn.Sequential(nn.Linear(3, 3)), keep_dtype=["0"])
+    with pytest.raises(zcompile.ParameterError, match="modules that keep_dtype= names"):
+        compiled.to(torch.float64)
+
+
+def other_modules(rank: int) -> str:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(zcompile.AgreementError) as refused:
+        zcompile.compile(model, keep_dtype=[str(rank)], backend="eager")
+    return str(refused.value)
+
+
+def test_ranks_agree_on_the_modules_that_keep_their_dtype(ranks: Ranks) -> None:
+    assert all("keep_dtype=" in said for said in ranks.run(2, other_modules))
+
+
 def kept_copies(rank: int, stage: int) -> bool:
     """Low-precision copies kept by stages 0 to 2 follow optimizer steps and writes."""
     compiled = zcompile.compile(make("mlp"), stage=stage, dtype=torch.bfloat16, backend="eager")

@@ -24,10 +24,11 @@ from zcompile.engine.state_places import shard_memory
 from zcompile.errors import ModelError, OptionError
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.model.materialise import check_weights
+from zcompile.model.own_dtype import compute_in_own_dtype
 from zcompile.model.sharding import shard_model
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_replicated, model_parallel
-from zcompile.model.units import UnitChoice, make_layout
+from zcompile.model.units import UnitChoice, make_layout, match_called
 from zcompile.model.weights import Source, Weights, open_weights
 from zcompile.runtime.agreement import Agreement, told_to_others
 from zcompile.runtime.groups import (
@@ -63,6 +64,7 @@ def compile(
     whole: Sequence[str] | None = None,
     ignore: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
+    keep_dtype: Sequence[str] | None = None,
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
     outer_dtype: torch.dtype | None = None,
@@ -95,6 +97,7 @@ def compile(
         whole: Parameters (shell wildcards) that one rank each keeps whole, for Muon, Shampoo or SOAP; stages 1 to 3.
         ignore: Parameters (shell wildcards) that stay as they are on each rank, values and gradients: left to the user.
         dtype: In which parameters are gathered and computed with, under `torch.autocast`; shards keep the model's.
+        keep_dtype: Modules (shell wildcards) that compute in their parameters' dtype, arguments cast, autocast off.
         reduce_dtype: In which gradients are averaged; by default float32 where `dtype` is given.
         output_dtype: What results of a call of 16 or 32 bits are cast to; by default they are as the model gives them.
         outer_dtype: bfloat16 or int8, in which averages travel along a mesh's "replicate"; changes numbers.
@@ -116,7 +119,7 @@ def compile(
     Raises: OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError, for what does not fit.
     """
     check_dtype("output_dtype", output_dtype)
-    parts = Parts(units, whole, ignore)
+    parts = Parts(units, whole, ignore, keep_dtype)
     return _compiled(model, locals(), mesh, parts, optimizer, weights, output_dtype)
 
 
@@ -126,6 +129,7 @@ class Parts(NamedTuple):
     units: UnitChoice | None
     whole: Sequence[str] | None
     ignore: Sequence[str] | None
+    keep_dtype: Sequence[str] | None
 
 
 class _Divided(NamedTuple):
@@ -170,7 +174,8 @@ def _compiled(
     with told_to_others(lambda: ranks_of(mesh)):
         optimizers = _optimizers(optimizer, model)
         asked, remarks, parallel, communicator, layout = _divided(model, Options.among(given), mesh, parts)
-    agreement = agreed(communicator, [str(asked), *model_lines(model, layout)])
+    kept = match_called(model, parts.keep_dtype or ())
+    agreement = agreed(communicator, [str(asked), f"keep_dtype={[*kept]}", *model_lines(model, layout)])
     check_inside(communicator.mesh, asked.hybrid)
     check_gathered(layout, asked.outer_gather_dtype)
     read = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
@@ -192,6 +197,8 @@ def _compiled(
     runtime.output_dtype = output_dtype
     engine = Engine(runtime, title=type(model).__name__)
     shards, sites, retired = shard_model(model, layout, communicator, read, parallel, memory)
+    for module in kept.values():
+        compute_in_own_dtype(module, communicator.device)
     point_at_shards(optimizers, shards.values(), retired)
     runtime.has_optimizer_state = any(optimizer.state for optimizer in optimizers)
     return over(model, engine, shards, sites, retired)
@@ -205,8 +212,8 @@ def _layout(
     parts: Parts,
 ) -> Layout:
     axes = axes_of_mesh(mesh, None if parallel is None else parallel.mesh)
-    stage, (units, whole, ignore) = STAGES[asked.stage], parts
-    return make_layout(model, stage, axes, units, asked.precision, whole, asked.hybrid, ignore)
+    stage, (units, whole, ignore, keep) = STAGES[asked.stage], parts
+    return make_layout(model, stage, axes, units, asked.precision, whole, asked.hybrid, ignore, keep)
 
 
 def _settled(

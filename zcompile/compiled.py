@@ -28,6 +28,7 @@ from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
 from zcompile.model.conversion import check_unhooked, convert
 from zcompile.model.model_copies import copy_model
+from zcompile.model.own_dtype import OwnDtype
 from zcompile.model.sharding import Retired, Site
 from zcompile.model.units import AUTOCAST, converted
 from zcompile.runtime.agreement import Agreement
@@ -261,7 +262,10 @@ class CompiledModule(Savable, Reported, nn.Module):
     def _convert(self, dtypes: Mapping[torch.dtype, torch.dtype], fn: Callable[..., Any]) -> None:
         self._check_sharded()
         runtime, sites = self._engine.runtime, self._tree.sites
-        if reason := runtime.why_not_converted():
+        reason = runtime.why_not_converted()
+        if any(isinstance(entry.method, OwnDtype) for entry in self._tree.entries):
+            reason = "modules that keep_dtype= names compute in the dtypes that it has"
+        if reason:
             problem = f"cannot be converted: {reason}"
             fix = "convert the model before zcompile.compile; to compute in bfloat16, give it dtype="
             raise ParameterError(type(self._model).__name__, problem, fix)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.as_fsdp2.plain import Block, Net, differing, full, numbers, parameters
@@ -17,11 +18,86 @@ from tests.cases import quickly
 from tests.ranks import Ranks
 
 
+class Router(nn.Linear):
+    """Scores, and weights that make one of them."""
+
+    def forward(self, x: torch.Tensor, *, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = super().forward(x) * options["temperature"]
+        return scores, scores.softmax(-1)
+
+
+class KeptByHand(Router):
+    """Computes in the dtype of its parameters, by code of its own."""
+
+    def forward(self, x: torch.Tensor, *, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = self.weight.dtype
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.to(dtype), options={"temperature": options["temperature"].to(dtype)})
+
+
+class Routed(nn.Module):
+    """A layer whose results are weighed, in one graph or in several, some of them computed again."""
+
+    def __init__(self, router: type[Router], breaks: bool) -> None:
+        super().__init__()
+        self.breaks, self.router = breaks, router(7, 7)
+        self.layer, self.first = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def weighed(self, x: torch.Tensor) -> torch.Tensor:
+        scores, weights = self.router(self.first(x), options={"temperature": x.detach().abs().mean()})
+        return self.layer(x) * weights + 0.1 * scores
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            print(end="")
+        return checkpoint(self.weighed, x, use_reentrant=False)
+
+
+def routed(router: type[Router], breaks: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Routed(router, breaks) for _ in range(2)), nn.Linear(7, 3))
+
+
+def kept(rank: int, stage: int, breaks: bool, backend: str = "eager") -> list[str]:
+    """A model with two routers that are kept, beside the model whose code does it, gradients averaged by hand."""
+    master, model = routed(KeptByHand, breaks), routed(Router, breaks)
+    compiled = zcompile.compile(model, stage=stage, dtype=torch.bfloat16, keep_dtype=["*.router"], backend=backend)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (master, compiled)]
+    found: list[str] = []
+    tolerance = 0 if backend == "eager" else 1e-2
+    for step in range(3):
+        x = numbers(rank, step)
+        for name, grad in by_hand(master, torch.bfloat16, torch.float32, [x]).items():
+            master.get_parameter(name).grad = grad
+        compiled(x).float().square().mean().backward()
+        ours = {name: full(param.grad) for name, param in compiled.named_parameters()}
+        theirs = {name: param.grad for name, param in master.named_parameters()}
+        found += differing(ours, theirs, f"step {step}, gradient", tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for again in (compiled, copy.deepcopy(compiled)):
+        scores, weights = again[0].router(x.bfloat16(), options={"temperature": x.mean()})
+        with again.unsharded():
+            results = again(x), again[0].router(x.bfloat16(), options={"temperature": x.mean()})[0]
+        low = cast(master, torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            want = low(x), low[0].router(x.bfloat16(), options={"temperature": x.mean()})[0]
+        got = {"result": results[0], "scores in full": results[1], "scores": scores}
+        found += differing(
+            got, {"result": want[0], "scores in full": want[1], "scores": want[1]}, "evaluation", tolerance
+        )
+        assert (scores.dtype, weights.dtype) == (torch.float32, torch.float32)
+        again(x).float().sum().backward()
+        assert all(param.grad is not None for param in again.parameters()), "a copy calls its own modules"
+    return found
+
+
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy with low parameters, but for those of batch normalization."""
+    """A copy with low parameters, but for those of batch normalization and of modules that are kept by hand."""
     low = copy.deepcopy(model)
     for module in low.modules():
-        if not isinstance(module, nn.BatchNorm1d):
+        if not isinstance(module, (nn.BatchNorm1d, KeptByHand)):
             for param in module.parameters(recurse=False):
                 param.data = param.data.to(dtype)
     return low
@@ -177,3 +253,18 @@ def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
     ranks: Ranks, reduce_dtype: torch.dtype | None
 ) -> None:
     assert ranks.run(2, of_a_low_model, reduce_dtype) == [[], []]
+
+
+@quickly(
+    "stage, breaks",
+    [(stage, breaks) for stage in range(4) for breaks in (False, True)],
+    [(3, False), (3, True), (0, True)],
+)
+def test_modules_may_keep_their_dtype(ranks: Ranks, stage: int, breaks: bool) -> None:
+    assert ranks.run(2, kept, stage, breaks) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_modules_may_keep_their_dtype_under_inductor(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, kept, stage, False, "inductor") == [[], []]

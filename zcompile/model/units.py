@@ -78,6 +78,35 @@ def match_blocks(model: nn.Module, units: UnitChoice) -> list[str]:
     return result
 
 
+def match_called(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules, by path, that `keep_dtype=` names (shell wildcards), in module order.
+
+    Raises:
+        OptionError: a pattern matches no module with parameters, or one that is never called or has several dtypes.
+    """
+    option, fix = "keep_dtype", "give paths of model.named_modules(), such as ['blocks.*.router', 'lm_head']"
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(option, f"{patterns!r} is no list of paths", fix)
+    paths = {path: module for path, module in model.named_modules() if path and _has_parameters(module)}
+    for pattern in patterns:
+        if not any(_matches(path, pattern) for path in paths):
+            raise OptionError(option, f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
+    found = {path: one for path, one in paths.items() if any(_matches(path, pattern) for pattern in patterns)}
+    for path, module in found.items():
+        if is_container(module):
+            fix = f"name what it holds: '{path}.*'"
+            raise OptionError(option, f"{path!r} is a {type(module).__name__}, which is never called", fix)
+        if len(dtypes := {str(param.dtype) for param in module.parameters()}) > 1:
+            problem = f"{path!r} has parameters of {' and '.join(sorted(dtypes))}"
+            raise OptionError(option, problem, "name its modules one by one")
+    return found
+
+
+def is_container(module: nn.Module) -> bool:
+    """True for what is never called: ModuleList, ModuleDict, ParameterList and their like."""
+    return type(module).forward is nn.Module.forward
+
+
 def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str], option: str = "whole") -> list[str]:
     """Names of parameters that match the patterns of an option (shell wildcards), in module order.
 
@@ -148,15 +177,20 @@ def make_layout(
     whole: Sequence[str] | None = None,
     hybrid: Hybrid = Hybrid.HSDP,
     ignore: Sequence[str] | None = None,
+    keep_dtype: Sequence[str] | None = None,
 ) -> Layout:
     """The layout of `model`: one unit a block, and one for each run of parameters between blocks.
 
-    Parameters that match `whole` are kept by one rank each; those that match `ignore` are in no unit.
+    Parameters that match `whole` are kept by one rank each; those that match `ignore` are in no unit; those of modules
+    that match `keep_dtype` are gathered in their own dtype.
 
     Raises:
-        OptionError: `units`, `whole` or `ignore` matches nothing, or what it cannot mean.
+        OptionError: `units`, `whole`, `ignore` or `keep_dtype` matches nothing, or what it cannot mean.
     """
     kept = _keeping_their_dtype(model)
+    if keep_dtype:
+        own = {id(param) for module in match_called(model, keep_dtype).values() for param in module.parameters()}
+        kept |= {name for name, param in model.named_parameters() if id(param) in own}  # tied ones by their first name
     blocks = find_blocks(model) if units is None else match_blocks(model, units)
     params = dict(model.named_parameters())
     for name in match_params(params, ignore, "ignore") if ignore else ():

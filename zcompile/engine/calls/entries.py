@@ -19,6 +19,7 @@ from torch import nn
 
 from zcompile._torch import parameters_of
 from zcompile.errors import ModelError
+from zcompile.model.units import is_container
 
 Enter = Callable[["Entry", tuple[Any, ...], dict[str, Any]], Any]
 _MISSING: Any = object()
@@ -96,11 +97,6 @@ def methods_with_entries(module: nn.Module) -> Iterator[str]:
     for name in functions:
         if name not in ("forward", "extra_repr") and own & _names_read(name, functions):
             yield name
-
-
-def is_container(module: nn.Module) -> bool:
-    """True for what is never called: ModuleList, ModuleDict, ParameterList and their like."""
-    return type(module).forward is nn.Module.forward
 
 
 def _functions_of(kind: type[nn.Module]) -> dict[str, types.CodeType]:

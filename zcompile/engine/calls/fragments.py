@@ -29,7 +29,7 @@ from zcompile._torch import (
     version_of,
     with_local,
 )
-from zcompile.engine.calls.entries import Entry, is_container, methods_with_entries, taken_out
+from zcompile.engine.calls.entries import Entry, methods_with_entries, taken_out
 from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, PlainReads, check_unwritten, digest
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
@@ -41,6 +41,7 @@ from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
 from zcompile.frontend.local_graphs import Locals
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.model.sharding import Retired, Site
+from zcompile.model.units import is_container
 from zcompile.report.explain import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, gathered
 from zcompile.runtime.gradients.updates import Updater
