@@ -12,7 +12,7 @@ from torch import nn
 
 COLUMNS = ("0", "1", "2", "3", "whole=")
 """Stages, and stage 3 with parameters that one rank each keeps whole."""
-EQUAL, REFUSED = "=", "refused"
+EQUAL, ROUNDING, REFUSED = "=", "≈", "refused"
 Make = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def half_blocks() -> nn.Module:
 class Case:
     """A row of the table.
 
-    What a step gives is "=", the same bits; "≈ N": elements are off by at most N of the largest change of their
+    What a step gives is "=", the same bits; "≈", these or rounding, by the processor; "≈ N": elements are off by at most N of the largest change of their
     parameter, after some steps; or "refused", by an error before anything has changed.
     """
 
@@ -95,14 +95,14 @@ OTHERWISE_BESIDE = f"{NEEDS_WHOLE}|steps a parameter otherwise beside others"
 
 CASES = (
     torchs("SGD", momentum=0.9, lr=0.05),
-    torchs("SGD", "fused", momentum=0.9, lr=0.05, fused=True),
+    torchs("SGD", "fused", momentum=0.9, lr=0.05, fused=True, shards=ROUNDING),
     torchs("Adam", amsgrad=True, lr=0.01),
     torchs("AdamW"),
     torchs("AdamW", "foreach", foreach=True, lr=0.01),
-    torchs("AdamW", "fused", fused=True, lr=0.01),
+    torchs("AdamW", "fused", fused=True, lr=0.01, shards=ROUNDING),
     torchs("AdamW", "one by one", foreach=False, lr=0.01),
     torchs("Adagrad"),
-    torchs("Adagrad", "fused", fused=True, lr=0.01),
+    torchs("Adagrad", "fused", fused=True, lr=0.01, shards=ROUNDING),
     torchs("Adadelta"),
     torchs("Adamax"),
     torchs("NAdam"),
