@@ -47,8 +47,8 @@ def half_blocks() -> nn.Module:
 class Case:
     """A row of the table.
 
-    What a step gives is "=", the same bits; "≈", these or rounding, by the processor; "≈ N": elements are off by at most N of the largest change of their
-    parameter, after some steps; or "refused", by an error before anything has changed.
+    What a step gives is "=", the same bits; "≈", these or rounding, by the processor; "≈ N": elements are off by at
+    most N of the largest change of their parameter; or "refused", by an error before anything has changed.
     """
 
     name: str

@@ -101,6 +101,38 @@ def test_a_normalization_first_trains_in_bfloat16(ranks: Ranks, name: str, stage
     ranks.run(2, against_plain, "norms", name, stage, torch.bfloat16)
 
 
+class Attending(nn.Module):
+    """An image to which a layer over its places is added, so that it lies with its channels last.
+
+    The first normalization gives the second one that layout, and its fake a contiguous one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 16)
+        parts = [(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1)) for _ in range(2)]
+        self.last = nn.Sequential(*parts[0], *parts[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        image: Tensor = self.first(x)
+        places = self.layer(image.flatten(2).transpose(1, 2)).transpose(-1, -2).reshape(image.shape)
+        result: Tensor = self.last(places + image)
+        return result
+
+
+def test_a_group_normalization_computes_in_the_layout_that_it_has_in_eager_mode() -> None:
+    torch.manual_seed(0)
+    model, x = Attending(), torch.randn(4, 3, 8, 8)
+    compiled = zcompile.compile(copy.deepcopy(model), backend="eager")
+    for called in (model, compiled):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = called(x).square().sum()
+        loss.backward()
+    for param, found in zip(model.parameters(), compiled.parameters(), strict=True):
+        assert isinstance(found.grad, DTensor)
+        assert torch.equal(found.grad.full_tensor(), param.grad)
+
+
 def graph_of(target: Any, recorded: Tensor, *args: Any) -> fx.Graph:
     """A region's graph with one operation on a value that was recorded so."""
     graph = fx.Graph()
@@ -130,6 +162,37 @@ def test_what_reads_memory_finds_the_layout_that_was_recorded(target: Any, args:
     assert torch.equal(run(otherwise), expected)
     result = run(recorded)
     assert result.untyped_storage().data_ptr() == recorded.untyped_storage().data_ptr(), "what fits is not copied"
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "a part of channels last": lambda x: x.contiguous(memory_format=torch.channels_last)[:, 2:, 1:],
+    "turned": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recorded", LAYOUTS)
+def test_a_group_normalization_has_the_layout_that_it_has_in_eager_mode(recorded: str, layout: str) -> None:
+    x = LAYOUTS[layout](torch.randn(2, 6, 5, 4)).detach().requires_grad_()
+    sizes = x.shape[0], x.shape[1], x.shape[2:].numel(), 2
+    given = LAYOUTS[recorded](torch.randn(2, 6, 5, 4))
+    run = fx.GraphModule(nn.Module(), graph_of(aten.native_group_norm.default, given, None, None, *sizes, 1e-5))
+    normal, mean, rstd = run(x.detach())
+    plain = nn.functional.group_norm(x, 2)
+    assert (normal.stride(), normal.tolist()) == (plain.stride(), plain.tolist())
+    plain.backward(weight := torch.randn(plain.shape))
+
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("gradient", "x", "mean", "rstd")]
+    inputs[1].meta["val"] = FakeTensorMode().from_tensor(given)
+    more = (None, *sizes, [True, False, False])
+    graph.output(graph.call_function(aten.native_group_norm_backward.default, (*inputs, *more)))
+    fit_kernels(graph)
+    gradient, *_ = fx.GraphModule(nn.Module(), graph)(weight, x.detach(), mean, rstd)
+    assert x.grad is not None
+    assert torch.equal(gradient, x.grad)
 
 
 def all_slices(x: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ from torch._ops import (  # kinds of call targets in an ATen graph, and where th
 from torch._ops import _OpNamespace as OpNamespace
 from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op, ...) -> generator's state, result
 from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (state, op, ...) -> the same result
+from torch._prims_common import suggest_memory_format  # the format that the strides of a tensor come closest to
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
@@ -175,6 +176,7 @@ __all__ = [
     "size_of_expression",
     "steps_of_scale",
     "submodules_of",
+    "suggest_memory_format",
     "supports_foreach",
     "tracing_again",
     "tracing_context",

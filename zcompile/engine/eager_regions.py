@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zcompile._torch import suggest_memory_format
 from zcompile.engine.region_strides import order_of, reordered
 
 _aten = torch.ops.aten
@@ -23,10 +24,10 @@ _STRICT = {
     _aten.as_strided.default,
     _aten.view_as_complex.default,
     _aten.view.dtype,
-    _aten.native_group_norm.default,
-    _aten.native_group_norm_backward.default,
 }
 """Operations that read memory, or refuse it, by its layout."""
+_GROUP_NORMS: dict[Any, int] = {_aten.native_group_norm.default: 1, _aten.native_group_norm_backward.default: 2}
+"""How many of their first arguments are of the size of what is normalized; the last one is that."""
 _NORMALIZATIONS = {
     _aten.native_layer_norm.default,
     _aten.native_layer_norm_backward.default,
@@ -49,6 +50,8 @@ def fit_kernels(graph: fx.Graph) -> None:
             _widen(node)
         if node.target in _STRICT:
             _lay_out(node)
+        if node.target in _GROUP_NORMS:
+            _follow_normalized(node)
 
 
 def _stack_slices(graph: fx.Graph) -> None:
@@ -90,6 +93,25 @@ def _lay_out(node: fx.Node) -> None:
         if order is not None:
             with node.graph.inserting_before(node):
                 node.replace_input_with(source, reordered(source, order, _aten.contiguous.default))
+
+
+def _follow_normalized(node: fx.Node) -> None:
+    """Give a group normalization its arguments in the layout in which eager mode has them, whatever was recorded.
+
+    Tracing leaves out the copies that eager mode makes, or puts some in, by the layouts of fakes.
+    """
+    arguments = [arg for arg in node.args[: _GROUP_NORMS[node.target]] if isinstance(arg, fx.Node)]
+    for source in arguments:
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(laid_out_as_normalized, (source, arguments[-1]))
+        made.meta = dict(source.meta)
+        node.replace_input_with(source, made)
+
+
+def laid_out_as_normalized(tensor: Tensor, normalized: Tensor) -> Tensor:
+    """`tensor` as `torch.group_norm` and its derivative have it: on CPUs in the format of what is normalized."""
+    on_cpu = tensor.device.type == "cpu"
+    return tensor.contiguous(memory_format=suggest_memory_format(normalized) if on_cpu else torch.contiguous_format)
 
 
 def _widen(node: fx.Node) -> None:
