@@ -34,6 +34,7 @@ CELLS = {
     for cell in (
         *(Cell(f"stage{stage}", "plain_loop", {"stage": stage, "backend": "eager"}) for stage in range(4)),
         Cell("inductor", "plain_loop", {"stage": 3}, limit=400.0),
+        Cell("autocast", "autocast_loop", {"stage": 3, "backend": "eager"}),
         Cell("torch.compile", "compiled_loop", {"stage": 3, "backend": "eager"}),
         Cell("accelerate", "accelerate_loop", {"stage": 3, "backend": "eager"}),
         Cell("trainer", "trainer_loop", {"stage": 3, "backend": "eager"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,14 +19,18 @@ DDP: dict[str, Any] = {"find_unused_parameters": True, "broadcast_buffers": Fals
 """Each rank has its own statistics of batch normalization, as in zcompile."""
 
 
-def train(family: Family, options: Mapping[str, Any] | None) -> Recorder:
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes what a loss is computed under."""
+
+
+def train(family: Family, options: Mapping[str, Any] | None, around_loss: Around = contextlib.nullcontext) -> Recorder:
     recorder = Recorder()
     models = family.models()
     wrapped: dict[str, Any] = {
         name: replicated(model) if options is None else zcompile.compile(model, **options)
         for name, model in models.items()
     }
-    steps(family, wrapped, recorder)
+    steps(family, wrapped, recorder, around_loss=around_loss)
     return recorder.end({name: model.module for name, model in wrapped.items()} if options is None else wrapped)
 
 
@@ -55,6 +60,7 @@ def steps(
     models: Mapping[str, nn.Module],
     recorder: Recorder,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    around_loss: Around = contextlib.nullcontext,
 ) -> None:
     """Train models that are wrapped already, as a script does."""
     optimizers = {phase.model: make_optimizer(models[phase.model]) for phase in family.phases}
@@ -62,7 +68,8 @@ def steps(
         recorder.begin()
         for phase in family.phases:
             optimizers[phase.model].zero_grad()
-            loss = phase.loss(models, batch)
+            with around_loss():
+                loss = phase.loss(models, batch)
             loss.backward()
             optimizers[phase.model].step()
             recorder.loss(loss)
