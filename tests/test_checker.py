@@ -587,7 +587,7 @@ def region_0(box):
 CALLING = """
 def forward(box):
     (
-        a,  #            1 parameters  unit a
+        a,  #            1 parameter   unit a
         x,  # f32[8, 4]                mutated
     ) = unbox(box)
     a_gather = all_gather(a)
@@ -620,6 +620,7 @@ def forward(box):
 def test_writes_and_collectives_of_the_models_own_are_as_they_were(old: str, new: str, said: str) -> None:
     texts = {CAPTURE: WRITES, FORWARD: CALLING, "regions/region_0.py": WRITING}
     prove(texts)
+    prove({**texts, FORWARD: CALLING.replace("1 parameter ", "1 parameters")})
     mutant, _ = changed(texts, "regions/region_0.py", old, new)
     with pytest.raises(ProofError, match=said):
         prove(mutant)

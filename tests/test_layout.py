@@ -303,7 +303,7 @@ def chain(forward: list[int], backward: list[int] | None = None, units: int = 0)
 
 
 def _phase(phase: str, first: str, uses: list[int], names: list[str]) -> str:
-    lines = [f"        {name},  # 1 parameters unit {name}" for name in names]
+    lines = [f"        {name},  # 1 parameter unit {name}" for name in names]
     lines.append(f"        {first},  # f32[8, 4]{' tangent' if phase == 'backward' else ''}")
     value, body = first, []
     for index, use in enumerate(uses):

@@ -48,7 +48,7 @@ packed = {{
 
 def step(box):
     (
-        a,   #            1 parameters  unit a
+        a,   #            1 parameter   unit a
         pp,  #                          group pp
         x,   # f32[8, 4]
     ) = unbox(box)
@@ -400,7 +400,7 @@ def test_collectives_in_regions_and_of_activation_shards_are_read_in_order() -> 
     assert re.fullmatch(r"line \d+, run at line \d+", read[0].where)
     assert conflict_along([mine, mine, mine], "tp") == ""
     assert "message 4 over tp differs: rank 0, 1: 'backward: fetch f32[8, 4]'" in conflict_along(
-        [mine, mine, mine.replace("f32[8, 4]             +128 B        a", "f32[8, 5]  +128 B  a")], "tp"
+        [mine, mine, mine.replace("f32[8, 4]             +128 B       a", "f32[8, 5]  +128 B  a")], "tp"
     )
     assert "message 1 over tp differs: rank 0, 1" in conflict_along([mine, mine, mine.replace("'3'", "'4'")], "tp")
 
@@ -510,7 +510,7 @@ def test_gradients_are_counted() -> None:
     }
     none = read_events({"": given.replace("reduce_scatter(c, [gc])", "reduce_scatter(c, [None])")})
     assert "backward: reduce_scatter c ()" in {e.what for e in none.events}
-    with pytest.raises(ProofError, match="is given 2 gradients of 1 parameters"):
+    with pytest.raises(ProofError, match=r"is given 2 gradients of 1 parameter\b"):
         read_events({"": given.replace("reduce_scatter(c, [gc])", "reduce_scatter(c, [gc, gb])")})
 
 

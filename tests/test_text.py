@@ -356,3 +356,10 @@ def forward(box):
     printed = re.sub(r",  # .*\n +", ", ", printed)  # a long call goes on in the next line
     for call in calls:
         assert call in printed
+
+
+def test_earlier_texts_which_say_1_parameters_are_read() -> None:
+    text = joined(CHAIN, GATHERED)
+    earlier = text.replace("1 parameter ", "1 parameters ")
+    assert "1 parameters  unit a" in earlier
+    assert zcompile.parse(earlier).text(regions=True).strip("\n") == text

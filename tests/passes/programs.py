@@ -134,31 +134,31 @@ def region_2(box):
 OUTLINED = """
 def forward(box):
     (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
-        c,                #            1 parameters  unit c
+        a,                #            1 parameter  unit a
+        b,                #            1 parameter  unit b
+        c,                #            1 parameter  unit c
         x,                # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
-    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    ya = region_0(a, x)   # f32[8, 4]  +128 B       a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B       b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B       c
     return [yc], [x, ya, yb]
 
 
 def backward(box):
     (
-        b,                        #                       1 parameters  unit b
-        c,                        #                       1 parameters  unit c
+        b,                        #                       1 parameter  unit b
+        c,                        #                       1 parameter  unit c
         x,                        # f32[8, 4]
-        ya,                       # f32[8, 4]                           a
-        yb,                       # f32[8, 4]                           b
-        dy,                       # f32[8, 4]                           tangent
+        ya,                       # f32[8, 4]                          a
+        yb,                       # f32[8, 4]                          b
+        dy,                       # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                    #                       -128 B
-    da, gb = region_1(b, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)  # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                    #                       -256 B
-    ga = region_2(da, x)          # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)          # f32[4, 4]             +64 B        a.lin
     del x, da                     #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
@@ -167,46 +167,46 @@ def backward(box):
 GATHERED_TWICE = """
 def forward(box):
     (
-        a,                     #            1 parameters  unit a
-        b,                     #            1 parameters  unit b
-        c,                     #            1 parameters  unit c
+        a,                     #            1 parameter  unit a
+        b,                     #            1 parameter  unit b
+        c,                     #            1 parameter  unit c
         x,                     # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a)   #            +64 B         a
-    a_full = wait(a_gather)    #                          a
-    ya = region_0(a_full, x)   # f32[8, 4]  +128 B        a
-    release(a_full)            #            -64 B         a
-    b_gather = all_gather(b)   #            +64 B         b
-    b_full = wait(b_gather)    #                          b
-    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B        b
-    release(b_full)            #            -64 B         b
-    c_gather = all_gather(c)   #            +64 B         c
-    c_full = wait(c_gather)    #                          c
-    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B        c
-    release(c_full)            #            -64 B         c
+    a_gather = all_gather(a)   #            +64 B        a
+    a_full = wait(a_gather)    #                         a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B       a
+    release(a_full)            #            -64 B        a
+    b_gather = all_gather(b)   #            +64 B        b
+    b_full = wait(b_gather)    #                         b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B       b
+    release(b_full)            #            -64 B        b
+    c_gather = all_gather(c)   #            +64 B        c
+    c_full = wait(c_gather)    #                         c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
+    release(c_full)            #            -64 B        c
     return [yc], [x, ya, yb]
 
 
 def backward(box):
     (
-        b,                               #                       1 parameters  unit b
-        c,                               #                       1 parameters  unit c
+        b,                               #                       1 parameter  unit b
+        c,                               #                       1 parameter  unit c
         x,                               # f32[8, 4]
-        ya,                              # f32[8, 4]                           a
-        yb,                              # f32[8, 4]                           b
-        dy,                              # f32[8, 4]                           tangent
+        ya,                              # f32[8, 4]                          a
+        yb,                              # f32[8, 4]                          b
+        dy,                              # f32[8, 4]                          tangent
     ) = unbox(box)
-    c_gather_1 = all_gather(c)           #                       +64 B         c
-    c_full_1 = wait(c_gather_1)          #                                     c
-    db, gc = region_1(c_full_1, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        c
+    c_gather_1 = all_gather(c)           #                       +64 B        c
+    c_full_1 = wait(c_gather_1)          #                                    c
+    db, gc = region_1(c_full_1, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                           #                       -128 B
-    release(c_full_1)                    #                       -64 B         c
-    b_gather_1 = all_gather(b)           #                       +64 B         b
-    b_full_1 = wait(b_gather_1)          #                                     b
-    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    release(c_full_1)                    #                       -64 B        c
+    b_gather_1 = all_gather(b)           #                       +64 B        b
+    b_full_1 = wait(b_gather_1)          #                                    b
+    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                           #                       -256 B
-    release(b_full_1)                    #                       -64 B         b
-    ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
+    release(b_full_1)                    #                       -64 B        b
+    ga = region_2(da, x)                 # f32[4, 4]             +64 B        a.lin
     del x, da                            #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
@@ -215,43 +215,43 @@ def backward(box):
 GATHERED = """
 def forward(box):
     (
-        a,                     #            1 parameters  unit a
-        b,                     #            1 parameters  unit b
-        c,                     #            1 parameters  unit c
+        a,                     #            1 parameter  unit a
+        b,                     #            1 parameter  unit b
+        c,                     #            1 parameter  unit c
         x,                     # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a)   #            +64 B         a
-    a_full = wait(a_gather)    #                          a
-    ya = region_0(a_full, x)   # f32[8, 4]  +128 B        a
-    release(a_full)            #            -64 B         a
-    b_gather = all_gather(b)   #            +64 B         b
-    b_full = wait(b_gather)    #                          b
-    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B        b
-    release(b_full)            #            -64 B         b
-    c_gather = all_gather(c)   #            +64 B         c
-    c_full = wait(c_gather)    #                          c
-    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B        c
+    a_gather = all_gather(a)   #            +64 B        a
+    a_full = wait(a_gather)    #                         a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B       a
+    release(a_full)            #            -64 B        a
+    b_gather = all_gather(b)   #            +64 B        b
+    b_full = wait(b_gather)    #                         b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B       b
+    release(b_full)            #            -64 B        b
+    c_gather = all_gather(c)   #            +64 B        c
+    c_full = wait(c_gather)    #                         c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
     return [yc], [c_full, x, ya, yb]
 
 
 def backward(box):
     (
-        b,                               #                       1 parameters  unit b
-        c_full,                          #                                     full unit c
+        b,                               #                       1 parameter  unit b
+        c_full,                          #                                    full unit c
         x,                               # f32[8, 4]
-        ya,                              # f32[8, 4]                           a
-        yb,                              # f32[8, 4]                           b
-        dy,                              # f32[8, 4]                           tangent
+        ya,                              # f32[8, 4]                          a
+        yb,                              # f32[8, 4]                          b
+        dy,                              # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                           #                       -128 B
-    release(c_full)                      #                       -64 B         c
-    b_gather_1 = all_gather(b)           #                       +64 B         b
-    b_full_1 = wait(b_gather_1)          #                                     b
-    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    release(c_full)                      #                       -64 B        c
+    b_gather_1 = all_gather(b)           #                       +64 B        b
+    b_full_1 = wait(b_gather_1)          #                                    b
+    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                           #                       -256 B
-    release(b_full_1)                    #                       -64 B         b
-    ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
+    release(b_full_1)                    #                       -64 B        b
+    ga = region_2(da, x)                 # f32[4, 4]             +64 B        a.lin
     del x, da                            #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
@@ -260,42 +260,42 @@ def backward(box):
 REDUCED = """
 def forward(box):
     (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
-        c,                #            1 parameters  unit c
+        a,                #            1 parameter  unit a
+        b,                #            1 parameter  unit b
+        c,                #            1 parameter  unit c
         x,                # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
-    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    ya = region_0(a, x)   # f32[8, 4]  +128 B       a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B       b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B       c
     return [yc], [x, ya, yb]
 
 
 def backward(box):
     (
-        a,                              #                       1 parameters  unit a
-        b,                              #                       1 parameters  unit b
-        c,                              #                       1 parameters  unit c
+        a,                              #                       1 parameter  unit a
+        b,                              #                       1 parameter  unit b
+        c,                              #                       1 parameter  unit c
         x,                              # f32[8, 4]
-        ya,                             # f32[8, 4]                           a
-        yb,                             # f32[8, 4]                           b
-        dy,                             # f32[8, 4]                           tangent
+        ya,                             # f32[8, 4]                          a
+        yb,                             # f32[8, 4]                          b
+        dy,                             # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                          #                       -128 B
-    c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
+    c_reduce = reduce_scatter(c, [gc])  #                       +32 B        c
     del gc
-    c_grads = wait(c_reduce)            #                       -64 B         c
-    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    c_grads = wait(c_reduce)            #                       -64 B        c
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                          #                       -256 B
-    b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
+    b_reduce = reduce_scatter(b, [gb])  #                       +32 B        b
     del gb
-    b_grads = wait(b_reduce)            #                       -64 B         b
-    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    b_grads = wait(b_reduce)            #                       -64 B        b
+    ga = region_2(da, x)                # f32[4, 4]             +64 B        a.lin
     del x, da                           #                       -128 B
-    a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
+    a_reduce = reduce_scatter(a, [ga])  #                       +32 B        a
     del ga
-    a_grads = wait(a_reduce)            #                       -64 B         a
+    a_grads = wait(a_reduce)            #                       -64 B        a
     return [None], [c_grads, b_grads, a_grads]
 """
 """`OUTLINED` with reductions, and no gathers."""

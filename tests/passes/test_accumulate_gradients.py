@@ -16,25 +16,25 @@ from zcompile.proof.values import TracedValues
 HELD = """
 def backward(box):
     (
-        a,                              #                       1 parameters  unit a
-        b,                              #                       1 parameters  unit b
-        c,                              #                       1 parameters  unit c
+        a,                              #                       1 parameter  unit a
+        b,                              #                       1 parameter  unit b
+        c,                              #                       1 parameter  unit c
         x,                              # f32[8, 4]
-        ya,                             # f32[8, 4]                           a
-        yb,                             # f32[8, 4]                           b
-        dy,                             # f32[8, 4]                           tangent
+        ya,                             # f32[8, 4]                          a
+        yb,                             # f32[8, 4]                          b
+        dy,                             # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                          #                       -128 B
-    c_grads_held = accumulate(c, [gc])  #                                     c
+    c_grads_held = accumulate(c, [gc])  #                                    c
     del gc                              #                       -64 B
-    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                          #                       -256 B
-    b_grads_held = accumulate(b, [gb])  #                                     b
+    b_grads_held = accumulate(b, [gb])  #                                    b
     del gb                              #                       -64 B
-    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)                # f32[4, 4]             +64 B        a.lin
     del x, da                           #                       -128 B
-    a_grads_held = accumulate(a, [ga])  #                                     a
+    a_grads_held = accumulate(a, [ga])  #                                    a
     del ga                              #                       -64 B
     return [None], [c_grads_held, b_grads_held, a_grads_held]
 """

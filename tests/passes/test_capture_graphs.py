@@ -18,46 +18,46 @@ from zcompile.passes.plan_memory import plan_memory
 CAPTURED = """
 def forward(box):
     (
-        a,                            #            1 parameters  unit a
-        b,                            #            1 parameters  unit b
-        c,                            #            1 parameters  unit c
+        a,                            #            1 parameter  unit a
+        b,                            #            1 parameter  unit b
+        c,                            #            1 parameter  unit c
         x,                            # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)               # f32[8, 4]  +128 B        a
-    yb = region_0(b, ya)              # f32[8, 4]  +128 B        b
-    yc = region_0(c, yb)              # f32[8, 4]  +128 B        c
-    yc_copy = copy(yc, strided=True)  # f32[8, 4]  +128 B        c
+    ya = region_0(a, x)               # f32[8, 4]  +128 B       a
+    yb = region_0(b, ya)              # f32[8, 4]  +128 B       b
+    yc = region_0(c, yb)              # f32[8, 4]  +128 B       c
+    yc_copy = copy(yc, strided=True)  # f32[8, 4]  +128 B       c
     del yc                            #            -128 B
     return [yc_copy], [x, ya, yb]
 """
 HELD = """
 def backward(box):
     (
-        a,                                   #                       1 parameters  unit a
-        b,                                   #                       1 parameters  unit b
-        c,                                   #                       1 parameters  unit c
+        a,                                   #                       1 parameter  unit a
+        b,                                   #                       1 parameter  unit b
+        c,                                   #                       1 parameter  unit c
         x,                                   # f32[8, 4]
-        ya,                                  # f32[8, 4]                           a
-        yb,                                  # f32[8, 4]                           b
-        dy,                                  # f32[8, 4]                           tangent
+        ya,                                  # f32[8, 4]                          a
+        yb,                                  # f32[8, 4]                          b
+        dy,                                  # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)             # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)             # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                               #                       -128 B
-    gc_copy = copy(gc)                       # f32[4, 4]             +64 B         c
+    gc_copy = copy(gc)                       # f32[4, 4]             +64 B        c
     del gc                                   #                       -64 B
-    c_grads_held = accumulate(c, [gc_copy])  #                                     c
+    c_grads_held = accumulate(c, [gc_copy])  #                                    c
     del gc_copy                              #                       -64 B
-    da, gb = region_1(b, db, ya)             # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)             # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                               #                       -256 B
-    gb_copy = copy(gb)                       # f32[4, 4]             +64 B         b
+    gb_copy = copy(gb)                       # f32[4, 4]             +64 B        b
     del gb                                   #                       -64 B
-    b_grads_held = accumulate(b, [gb_copy])  #                                     b
+    b_grads_held = accumulate(b, [gb_copy])  #                                    b
     del gb_copy                              #                       -64 B
-    ga = region_2(da, x)                     # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)                     # f32[4, 4]             +64 B        a.lin
     del x, da                                #                       -128 B
-    ga_copy = copy(ga)                       # f32[4, 4]             +64 B         a.lin
+    ga_copy = copy(ga)                       # f32[4, 4]             +64 B        a.lin
     del ga                                   #                       -64 B
-    a_grads_held = accumulate(a, [ga_copy])  #                                     a
+    a_grads_held = accumulate(a, [ga_copy])  #                                    a
     del ga_copy                              #                       -64 B
     return [None], [c_grads_held, b_grads_held, a_grads_held]
 """

@@ -17,89 +17,89 @@ from zcompile.passes.sink_waits import sink_waits
 AHEAD = """
 def forward(box):
     (
-        a,                     #            1 parameters  unit a
-        b,                     #            1 parameters  unit b
-        c,                     #            1 parameters  unit c
+        a,                     #            1 parameter  unit a
+        b,                     #            1 parameter  unit b
+        c,                     #            1 parameter  unit c
         x,                     # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a)   #            +64 B         a
-    b_gather = all_gather(b)   #            +64 B         b
-    a_full = wait(a_gather)    #                          a
-    ya = region_0(a_full, x)   # f32[8, 4]  +128 B        a
-    release(a_full)            #            -64 B         a
-    c_gather = all_gather(c)   #            +64 B         c
-    b_full = wait(b_gather)    #                          b
-    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B        b
-    release(b_full)            #            -64 B         b
-    c_full = wait(c_gather)    #                          c
-    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B        c
+    a_gather = all_gather(a)   #            +64 B        a
+    b_gather = all_gather(b)   #            +64 B        b
+    a_full = wait(a_gather)    #                         a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B       a
+    release(a_full)            #            -64 B        a
+    c_gather = all_gather(c)   #            +64 B        c
+    b_full = wait(b_gather)    #                         b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B       b
+    release(b_full)            #            -64 B        b
+    c_full = wait(c_gather)    #                         c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
     return [yc], [c_full, x, ya, yb]
 
 
 def backward(box):
     (
-        a,                               #                       1 parameters  unit a
-        b,                               #                       1 parameters  unit b
-        c,                               #                       1 parameters  unit c
-        c_full,                          #                                     full unit c
+        a,                               #                       1 parameter  unit a
+        b,                               #                       1 parameter  unit b
+        c,                               #                       1 parameter  unit c
+        c_full,                          #                                    full unit c
         x,                               # f32[8, 4]
-        ya,                              # f32[8, 4]                           a
-        yb,                              # f32[8, 4]                           b
-        dy,                              # f32[8, 4]                           tangent
+        ya,                              # f32[8, 4]                          a
+        yb,                              # f32[8, 4]                          b
+        dy,                              # f32[8, 4]                          tangent
     ) = unbox(box)
-    b_gather_1 = all_gather(b)           #                       +64 B         b
-    db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B        c
+    b_gather_1 = all_gather(b)           #                       +64 B        b
+    db, gc = region_1(c_full, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                           #                       -128 B
-    release(c_full)                      #                       -64 B         c
-    c_reduce = reduce_scatter(c, [gc])   #                       +32 B         c
+    release(c_full)                      #                       -64 B        c
+    c_reduce = reduce_scatter(c, [gc])   #                       +32 B        c
     del gc
-    b_full_1 = wait(b_gather_1)          #                                     b
-    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    b_full_1 = wait(b_gather_1)          #                                    b
+    da, gb = region_1(b_full_1, db, ya)  # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                           #                       -256 B
-    release(b_full_1)                    #                       -64 B         b
-    c_grads = wait(c_reduce)             #                       -64 B         c
-    b_reduce = reduce_scatter(b, [gb])   #                       +32 B         b
+    release(b_full_1)                    #                       -64 B        b
+    c_grads = wait(c_reduce)             #                       -64 B        c
+    b_reduce = reduce_scatter(b, [gb])   #                       +32 B        b
     del gb
-    update(c, c_grads)                   #                       -32 B         c
-    ga = region_2(da, x)                 # f32[4, 4]             +64 B         a.lin
+    update(c, c_grads)                   #                       -32 B        c
+    ga = region_2(da, x)                 # f32[4, 4]             +64 B        a.lin
     del x, da                            #                       -128 B
-    b_grads = wait(b_reduce)             #                       -64 B         b
-    a_reduce = reduce_scatter(a, [ga])   #                       +32 B         a
+    b_grads = wait(b_reduce)             #                       -64 B        b
+    a_reduce = reduce_scatter(a, [ga])   #                       +32 B        a
     del ga
-    update(b, b_grads)                   #                       -32 B         b
-    gather_ahead(b)                      #                       +64 B         b
-    a_grads = wait(a_reduce)             #                       -64 B         a
-    update(a, a_grads)                   #                       -32 B         a
-    gather_ahead(a)                      #                       +64 B         a
+    update(b, b_grads)                   #                       -32 B        b
+    gather_ahead(b)                      #                       +64 B        b
+    a_grads = wait(a_reduce)             #                       -64 B        a
+    update(a, a_grads)                   #                       -32 B        a
+    gather_ahead(a)                      #                       +64 B        a
     return [None], []
 """
 AGAIN = """
 def forward(box):
     (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
+        a,                #            1 parameter  unit a
+        b,                #            1 parameter  unit b
         x,                # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
-    yc = region_0(a, yb)  # f32[8, 4]  +128 B        a
+    ya = region_0(a, x)   # f32[8, 4]  +128 B       a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B       b
+    yc = region_0(a, yb)  # f32[8, 4]  +128 B       a
     return [yc], [x, ya, yb]
 
 
 def backward(box):
     (
-        a,                        #                       1 parameters  unit a
-        b,                        #                       1 parameters  unit b
+        a,                        #                       1 parameter  unit a
+        b,                        #                       1 parameter  unit b
         x,                        # f32[8, 4]
-        ya,                       # f32[8, 4]                           a
-        yb,                       # f32[8, 4]                           b
-        dy,                       # f32[8, 4]                           tangent
+        ya,                       # f32[8, 4]                          a
+        yb,                       # f32[8, 4]                          b
+        dy,                       # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(a, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B        a
+    db, gc = region_1(a, dy, yb)  # f32[8, 4], f32[4, 4]  +192 B       a
     del yb, dy                    #                       -192 B
-    da, gb = region_1(b, db, ya)  # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)  # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                    #                       -256 B
-    ga = region_2(da, x)          # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)          # f32[4, 4]             +64 B        a.lin
     del x, da                     #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb}
 """

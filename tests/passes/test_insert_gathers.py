@@ -8,20 +8,20 @@ from zcompile.passes.insert_gathers import insert_gathers
 KEPT = """
 def forward(box):
     (
-        a,                               #            1 parameters  unit a
-        b,                               #            1 parameters  unit b
-        c,                               #            1 parameters  unit c
+        a,                               #            1 parameter  unit a
+        b,                               #            1 parameter  unit b
+        c,                               #            1 parameter  unit c
         x,                               # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a, keep=True)  #            +64 B         a
-    a_full = wait(a_gather)              #                          a
-    ya = region_0(a_full, x)             # f32[8, 4]  +128 B        a
-    b_gather = all_gather(b, keep=True)  #            +64 B         b
-    b_full = wait(b_gather)              #                          b
-    yb = region_0(b_full, ya)            # f32[8, 4]  +128 B        b
-    c_gather = all_gather(c, keep=True)  #            +64 B         c
-    c_full = wait(c_gather)              #                          c
-    yc = region_0(c_full, yb)            # f32[8, 4]  +128 B        c
+    a_gather = all_gather(a, keep=True)  #            +64 B        a
+    a_full = wait(a_gather)              #                         a
+    ya = region_0(a_full, x)             # f32[8, 4]  +128 B       a
+    b_gather = all_gather(b, keep=True)  #            +64 B        b
+    b_full = wait(b_gather)              #                         b
+    yb = region_0(b_full, ya)            # f32[8, 4]  +128 B       b
+    c_gather = all_gather(c, keep=True)  #            +64 B        c
+    c_full = wait(c_gather)              #                         c
+    yc = region_0(c_full, yb)            # f32[8, 4]  +128 B       c
     return [yc], [b_full, c_full, x, ya, yb]
 
 
@@ -46,14 +46,14 @@ def backward(box):
 NEIGHBOURS = """
 def forward(box):
     (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
+        a,                #            1 parameter  unit a
+        b,                #            1 parameter  unit b
         x,                # f32[8, 4]
     ) = unbox(box)
-    y1 = region_0(a, x)   # f32[8, 4]  +128 B        a
-    y2 = region_0(a, y1)  # f32[8, 4]  +128 B        a
+    y1 = region_0(a, x)   # f32[8, 4]  +128 B       a
+    y2 = region_0(a, y1)  # f32[8, 4]  +128 B       a
     del y1                #            -128 B
-    y3 = region_0(b, y2)  # f32[8, 4]  +128 B        b
+    y3 = region_0(b, y2)  # f32[8, 4]  +128 B       b
     del y2                #            -128 B
     return [y3], [x]
 
@@ -71,35 +71,35 @@ def backward(box):
 NEIGHBOURS_GATHERED = """
 def forward(box):
     (
-        a,                     #            1 parameters  unit a
-        b,                     #            1 parameters  unit b
+        a,                     #            1 parameter  unit a
+        b,                     #            1 parameter  unit b
         x,                     # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a)   #            +64 B         a
-    a_full = wait(a_gather)    #                          a
-    y1 = region_0(a_full, x)   # f32[8, 4]  +128 B        a
-    y2 = region_0(a_full, y1)  # f32[8, 4]  +128 B        a
+    a_gather = all_gather(a)   #            +64 B        a
+    a_full = wait(a_gather)    #                         a
+    y1 = region_0(a_full, x)   # f32[8, 4]  +128 B       a
+    y2 = region_0(a_full, y1)  # f32[8, 4]  +128 B       a
     del y1                     #            -128 B
-    release(a_full)            #            -64 B         a
-    b_gather = all_gather(b)   #            +64 B         b
-    b_full = wait(b_gather)    #                          b
-    y3 = region_0(b_full, y2)  # f32[8, 4]  +128 B        b
+    release(a_full)            #            -64 B        a
+    b_gather = all_gather(b)   #            +64 B        b
+    b_full = wait(b_gather)    #                         b
+    y3 = region_0(b_full, y2)  # f32[8, 4]  +128 B       b
     del y2                     #            -128 B
-    release(b_full)            #            -64 B         b
+    release(b_full)            #            -64 B        b
     return [y3], [x]
 """
 
 FAR_APART = """
 def forward(box):
     (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
+        a,                #            1 parameter  unit a
+        b,                #            1 parameter  unit b
         x,                # f32[8, 4]
     ) = unbox(box)
-    y1 = region_0(a, x)   # f32[8, 4]  +128 B        a
-    y2 = region_0(b, y1)  # f32[8, 4]  +128 B        b
+    y1 = region_0(a, x)   # f32[8, 4]  +128 B       a
+    y2 = region_0(b, y1)  # f32[8, 4]  +128 B       b
     del y1                #            -128 B
-    y3 = region_0(a, y2)  # f32[8, 4]  +128 B        a
+    y3 = region_0(a, y2)  # f32[8, 4]  +128 B       a
     del y2                #            -128 B
     return [y3], [x]
 
@@ -117,24 +117,24 @@ def backward(box):
 FAR_APART_GATHERED = """
 def forward(box):
     (
-        a,                       #            1 parameters  unit a
-        b,                       #            1 parameters  unit b
+        a,                       #            1 parameter  unit a
+        b,                       #            1 parameter  unit b
         x,                       # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a)     #            +64 B         a
-    a_full = wait(a_gather)      #                          a
-    y1 = region_0(a_full, x)     # f32[8, 4]  +128 B        a
-    release(a_full)              #            -64 B         a
-    b_gather = all_gather(b)     #            +64 B         b
-    b_full = wait(b_gather)      #                          b
-    y2 = region_0(b_full, y1)    # f32[8, 4]  +128 B        b
+    a_gather = all_gather(a)     #            +64 B        a
+    a_full = wait(a_gather)      #                         a
+    y1 = region_0(a_full, x)     # f32[8, 4]  +128 B       a
+    release(a_full)              #            -64 B        a
+    b_gather = all_gather(b)     #            +64 B        b
+    b_full = wait(b_gather)      #                         b
+    y2 = region_0(b_full, y1)    # f32[8, 4]  +128 B       b
     del y1                       #            -128 B
-    release(b_full)              #            -64 B         b
-    a_gather_1 = all_gather(a)   #            +64 B         a
-    a_full_1 = wait(a_gather_1)  #                          a
-    y3 = region_0(a_full_1, y2)  # f32[8, 4]  +128 B        a
+    release(b_full)              #            -64 B        b
+    a_gather_1 = all_gather(a)   #            +64 B        a
+    a_full_1 = wait(a_gather_1)  #                         a
+    y3 = region_0(a_full_1, y2)  # f32[8, 4]  +128 B       a
     del y2                       #            -128 B
-    release(a_full_1)            #            -64 B         a
+    release(a_full_1)            #            -64 B        a
     return [y3], [x]
 """
 
@@ -186,14 +186,14 @@ def region_2(box):
 TWO_UNITS = """
 def forward(box):
     (
-        a,                   #            1 parameters  unit a
-        b,                   #            1 parameters  unit b
+        a,                   #            1 parameter  unit a
+        b,                   #            1 parameter  unit b
         x,                   # f32[8, 4]
     ) = unbox(box)
-    y1 = region_0(a, x)      # f32[8, 4]  +128 B        a
-    y2 = region_1(a, b, y1)  # f32[8, 4]  +128 B        a + b
+    y1 = region_0(a, x)      # f32[8, 4]  +128 B       a
+    y2 = region_1(a, b, y1)  # f32[8, 4]  +128 B       a + b
     del y1                   #            -128 B
-    y3 = region_0(b, y2)     # f32[8, 4]  +128 B        b
+    y3 = region_0(b, y2)     # f32[8, 4]  +128 B       b
     del y2                   #            -128 B
     return [y3], [x]
 
@@ -211,21 +211,21 @@ def backward(box):
 TWO_UNITS_GATHERED = """
 def forward(box):
     (
-        a,                             #            1 parameters  unit a
-        b,                             #            1 parameters  unit b
+        a,                             #            1 parameter  unit a
+        b,                             #            1 parameter  unit b
         x,                             # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a)           #            +64 B         a
-    a_full = wait(a_gather)            #                          a
-    y1 = region_0(a_full, x)           # f32[8, 4]  +128 B        a
-    b_gather = all_gather(b)           #            +64 B         b
-    b_full = wait(b_gather)            #                          b
-    y2 = region_1(a_full, b_full, y1)  # f32[8, 4]  +128 B        a + b
+    a_gather = all_gather(a)           #            +64 B        a
+    a_full = wait(a_gather)            #                         a
+    y1 = region_0(a_full, x)           # f32[8, 4]  +128 B       a
+    b_gather = all_gather(b)           #            +64 B        b
+    b_full = wait(b_gather)            #                         b
+    y2 = region_1(a_full, b_full, y1)  # f32[8, 4]  +128 B       a + b
     del y1                             #            -128 B
-    release(a_full)                    #            -64 B         a
-    y3 = region_0(b_full, y2)          # f32[8, 4]  +128 B        b
+    release(a_full)                    #            -64 B        a
+    y3 = region_0(b_full, y2)          # f32[8, 4]  +128 B       b
     del y2                             #            -128 B
-    release(b_full)                    #            -64 B         b
+    release(b_full)                    #            -64 B        b
     return [y3], [x]
 """
 

@@ -240,29 +240,29 @@ def backward(box):
 ALL_REDUCED = """
 def backward(box):
     (
-        a,                          #                       1 parameters  unit a
-        b,                          #                       1 parameters  unit b
-        c,                          #                       1 parameters  unit c
+        a,                          #                       1 parameter  unit a
+        b,                          #                       1 parameter  unit b
+        c,                          #                       1 parameter  unit c
         x,                          # f32[8, 4]
-        ya,                         # f32[8, 4]                           a
-        yb,                         # f32[8, 4]                           b
-        dy,                         # f32[8, 4]                           tangent
+        ya,                         # f32[8, 4]                          a
+        yb,                         # f32[8, 4]                          b
+        dy,                         # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)    # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                      #                       -128 B
-    c_reduce = all_reduce(c, [gc])  #                                     c
+    c_reduce = all_reduce(c, [gc])  #                                    c
     del gc
-    c_grads = wait(c_reduce)        #                                     c
-    da, gb = region_1(b, db, ya)    # f32[8, 4], f32[4, 4]  +192 B        b
+    c_grads = wait(c_reduce)        #                                    c
+    da, gb = region_1(b, db, ya)    # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                      #                       -256 B
-    b_reduce = all_reduce(b, [gb])  #                                     b
+    b_reduce = all_reduce(b, [gb])  #                                    b
     del gb
-    b_grads = wait(b_reduce)        #                                     b
-    ga = region_2(da, x)            # f32[4, 4]             +64 B         a.lin
+    b_grads = wait(b_reduce)        #                                    b
+    ga = region_2(da, x)            # f32[4, 4]             +64 B        a.lin
     del x, da                       #                       -128 B
-    a_reduce = all_reduce(a, [ga])  #                                     a
+    a_reduce = all_reduce(a, [ga])  #                                    a
     del ga
-    a_grads = wait(a_reduce)        #                                     a
+    a_grads = wait(a_reduce)        #                                    a
     return [None], [c_grads, b_grads, a_grads]
 """
 
@@ -322,36 +322,36 @@ def test_without_gradients_there_is_nothing_to_reduce() -> None:
 OVER_BOTH = """
 def backward(box):
     (
-        a,                                               #                       1 parameters  unit a
-        b,                                               #                       1 parameters  unit b
-        c,                                               #                       1 parameters  unit c
-        replicate,                                       #                                     group replicate
+        a,                                               #                       1 parameter  unit a
+        b,                                               #                       1 parameter  unit b
+        c,                                               #                       1 parameter  unit c
+        replicate,                                       #                                    group replicate
         x,                                               # f32[8, 4]
-        ya,                                              # f32[8, 4]                           a
-        yb,                                              # f32[8, 4]                           b
-        dy,                                              # f32[8, 4]                           tangent
+        ya,                                              # f32[8, 4]                          a
+        yb,                                              # f32[8, 4]                          b
+        dy,                                              # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                                           #                       -128 B
-    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B         c
+    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B        c
     del gc
-    c_shard_grads = wait(c_reduce)                       #                       -64 B         c
-    c_average = all_reduce(c, c_shard_grads, replicate)  #                                     c
-    c_grads = wait(c_average)                            #                                     c
-    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B        b
+    c_shard_grads = wait(c_reduce)                       #                       -64 B        c
+    c_average = all_reduce(c, c_shard_grads, replicate)  #                                    c
+    c_grads = wait(c_average)                            #                                    c
+    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                                           #                       -256 B
-    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B         b
+    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B        b
     del gb
-    b_shard_grads = wait(b_reduce)                       #                       -64 B         b
-    b_average = all_reduce(b, b_shard_grads, replicate)  #                                     b
-    b_grads = wait(b_average)                            #                                     b
-    ga = region_2(da, x)                                 # f32[4, 4]             +64 B         a.lin
+    b_shard_grads = wait(b_reduce)                       #                       -64 B        b
+    b_average = all_reduce(b, b_shard_grads, replicate)  #                                    b
+    b_grads = wait(b_average)                            #                                    b
+    ga = region_2(da, x)                                 # f32[4, 4]             +64 B        a.lin
     del x, da                                            #                       -128 B
-    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B         a
+    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B        a
     del ga
-    a_shard_grads = wait(a_reduce)                       #                       -64 B         a
-    a_average = all_reduce(a, a_shard_grads, replicate)  #                                     a
-    a_grads = wait(a_average)                            #                                     a
+    a_shard_grads = wait(a_reduce)                       #                       -64 B        a
+    a_average = all_reduce(a, a_shard_grads, replicate)  #                                    a
+    a_grads = wait(a_average)                            #                                    a
     return [None], [c_grads, b_grads, a_grads]
 """
 

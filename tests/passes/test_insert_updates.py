@@ -11,32 +11,32 @@ from zcompile.passes.sink_waits import sink_waits
 UPDATED = """
 def backward(box):
     (
-        a,                              #                       1 parameters  unit a
-        b,                              #                       1 parameters  unit b
-        c,                              #                       1 parameters  unit c
+        a,                              #                       1 parameter  unit a
+        b,                              #                       1 parameter  unit b
+        c,                              #                       1 parameter  unit c
         x,                              # f32[8, 4]
-        ya,                             # f32[8, 4]                           a
-        yb,                             # f32[8, 4]                           b
-        dy,                             # f32[8, 4]                           tangent
+        ya,                             # f32[8, 4]                          a
+        yb,                             # f32[8, 4]                          b
+        dy,                             # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                          #                       -128 B
-    c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
+    c_reduce = reduce_scatter(c, [gc])  #                       +32 B        c
     del gc
-    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                          #                       -256 B
-    c_grads = wait(c_reduce)            #                       -64 B         c
-    b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
+    c_grads = wait(c_reduce)            #                       -64 B        c
+    b_reduce = reduce_scatter(b, [gb])  #                       +32 B        b
     del gb
-    update(c, c_grads)                  #                       -32 B         c
-    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    update(c, c_grads)                  #                       -32 B        c
+    ga = region_2(da, x)                # f32[4, 4]             +64 B        a.lin
     del x, da                           #                       -128 B
-    b_grads = wait(b_reduce)            #                       -64 B         b
-    a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
+    b_grads = wait(b_reduce)            #                       -64 B        b
+    a_reduce = reduce_scatter(a, [ga])  #                       +32 B        a
     del ga
-    update(b, b_grads)                  #                       -32 B         b
-    a_grads = wait(a_reduce)            #                       -64 B         a
-    update(a, a_grads)                  #                       -32 B         a
+    update(b, b_grads)                  #                       -32 B        b
+    a_grads = wait(a_reduce)            #                       -64 B        a
+    update(a, a_grads)                  #                       -32 B        a
     return [None], []
 """
 
@@ -90,25 +90,25 @@ def region_1(box):
 READ_AGAIN = """
 def forward(box):
     (
-        a,              #            1 parameters  unit a
+        a,              #            1 parameter  unit a
         x,              # f32[8, 4]
     ) = unbox(box)
-    y = region_0(a, x)  # f32[8, 4]  +128 B        a
+    y = region_0(a, x)  # f32[8, 4]  +128 B       a
     return [y], [x]
 
 
 def backward(box):
     (
-        a,                              #            1 parameters  unit a
+        a,                              #            1 parameter  unit a
         x,                              # f32[8, 4]
-        dy,                             # f32[8, 4]                tangent
+        dy,                             # f32[8, 4]               tangent
     ) = unbox(box)
-    ga = region_1(dy, x)                # f32[4, 4]  +64 B         a
+    ga = region_1(dy, x)                # f32[4, 4]  +64 B        a
     del x
-    a_reduce = reduce_scatter(a, [ga])  #            +32 B         a
+    a_reduce = reduce_scatter(a, [ga])  #            +32 B        a
     del ga
-    a_grads = wait(a_reduce)            #            -64 B         a
-    dx = region_0(a, dy)                # f32[8, 4]  +128 B        a
+    a_grads = wait(a_reduce)            #            -64 B        a
+    dx = region_0(a, dy)                # f32[8, 4]  +128 B       a
     del dy
     return [dx], [a_grads]
 """

@@ -20,112 +20,112 @@ from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 BEFORE = """
 def step(box):
     (
-        a,                                                #                       1 parameters  unit a
-        b,                                                #                       1 parameters  unit b
-        c,                                                #                       1 parameters  unit c
+        a,                                                #                       1 parameter  unit a
+        b,                                                #                       1 parameter  unit b
+        c,                                                #                       1 parameter  unit c
         m0_x,                                             # f32[8, 4]
         m1_x,                                             # f32[8, 4]
-        grad_output,                                      # f32[8, 4]                           tangent
+        grad_output,                                      # f32[8, 4]                          tangent
     ) = unbox(box)
-    a_gather = all_gather(a)                              #                       +64 B         a
-    a_full = wait(a_gather)                               #                                     a
+    a_gather = all_gather(a)                              #                       +64 B        a
+    a_full = wait(a_gather)                               #                                    a
     # 0F0
-    m0_a_out = region_0(a_full, m0_x)                     # f32[8, 4]             +128 B        a
-    release(a_full)                                       #                       -64 B         a
-    b_gather = all_gather(b)                              #                       +64 B         b
-    b_full = wait(b_gather)                               #                                     b
-    m0_b_out = region_0(b_full, m0_a_out)                 # f32[8, 4]             +128 B        b
-    release(b_full)                                       #                       -64 B         b
-    c_gather = all_gather(c)                              #                       +64 B         c
-    c_full = wait(c_gather)                               #                                     c
-    m0_c_out = region_0(c_full, m0_b_out)                 # f32[8, 4]             +128 B        c
-    release(c_full)                                       #                       -64 B         c
-    a_gather_1 = all_gather(a)                            #                       +64 B         a
-    a_full_1 = wait(a_gather_1)                           #                                     a
+    m0_a_out = region_0(a_full, m0_x)                     # f32[8, 4]             +128 B       a
+    release(a_full)                                       #                       -64 B        a
+    b_gather = all_gather(b)                              #                       +64 B        b
+    b_full = wait(b_gather)                               #                                    b
+    m0_b_out = region_0(b_full, m0_a_out)                 # f32[8, 4]             +128 B       b
+    release(b_full)                                       #                       -64 B        b
+    c_gather = all_gather(c)                              #                       +64 B        c
+    c_full = wait(c_gather)                               #                                    c
+    m0_c_out = region_0(c_full, m0_b_out)                 # f32[8, 4]             +128 B       c
+    release(c_full)                                       #                       -64 B        c
+    a_gather_1 = all_gather(a)                            #                       +64 B        a
+    a_full_1 = wait(a_gather_1)                           #                                    a
     # 0F1
-    m1_a_out = region_0(a_full_1, m1_x)                   # f32[8, 4]             +128 B        a
-    release(a_full_1)                                     #                       -64 B         a
-    b_gather_1 = all_gather(b)                            #                       +64 B         b
-    b_full_1 = wait(b_gather_1)                           #                                     b
-    m1_b_out = region_0(b_full_1, m1_a_out)               # f32[8, 4]             +128 B        b
-    release(b_full_1)                                     #                       -64 B         b
-    c_gather_1 = all_gather(c)                            #                       +64 B         c
-    c_full_1 = wait(c_gather_1)                           #                                     c
-    m1_c_out = region_0(c_full_1, m1_b_out)               # f32[8, 4]             +128 B        c
+    m1_a_out = region_0(a_full_1, m1_x)                   # f32[8, 4]             +128 B       a
+    release(a_full_1)                                     #                       -64 B        a
+    b_gather_1 = all_gather(b)                            #                       +64 B        b
+    b_full_1 = wait(b_gather_1)                           #                                    b
+    m1_b_out = region_0(b_full_1, m1_a_out)               # f32[8, 4]             +128 B       b
+    release(b_full_1)                                     #                       -64 B        b
+    c_gather_1 = all_gather(c)                            #                       +64 B        c
+    c_full_1 = wait(c_gather_1)                           #                                    c
+    m1_c_out = region_0(c_full_1, m1_b_out)               # f32[8, 4]             +128 B       c
     # 0B0
-    m0_c_grad_input, m0_c_full_grad = region_1(           # f32[8, 4], f32[4, 4]  +192 B        c
+    m0_c_grad_input, m0_c_full_grad = region_1(           # f32[8, 4], f32[4, 4]  +192 B       c
             c_full_1, grad_output, m0_b_out)
     del m0_b_out                                          #                       -128 B
-    release(c_full_1)                                     #                       -64 B         c
-    b_gather_2 = all_gather(b)                            #                       +64 B         b
-    b_full_2 = wait(b_gather_2)                           #                                     b
-    m0_b_grad_input, m0_b_full_grad = region_1(b_full_2,  # f32[8, 4], f32[4, 4]  +192 B        b
+    release(c_full_1)                                     #                       -64 B        c
+    b_gather_2 = all_gather(b)                            #                       +64 B        b
+    b_full_2 = wait(b_gather_2)                           #                                    b
+    m0_b_grad_input, m0_b_full_grad = region_1(b_full_2,  # f32[8, 4], f32[4, 4]  +192 B       b
             m0_c_grad_input, m0_a_out)
     del m0_a_out, m0_c_grad_input                         #                       -256 B
-    release(b_full_2)                                     #                       -64 B         b
-    m0_a_full_grad = region_2(m0_x, m0_b_grad_input)      # f32[4, 4]             +64 B         a
+    release(b_full_2)                                     #                       -64 B        b
+    m0_a_full_grad = region_2(m0_x, m0_b_grad_input)      # f32[4, 4]             +64 B        a
     del m0_x, m0_b_grad_input                             #                       -128 B
-    c_gather_2 = all_gather(c)                            #                       +64 B         c
-    c_full_2 = wait(c_gather_2)                           #                                     c
+    c_gather_2 = all_gather(c)                            #                       +64 B        c
+    c_full_2 = wait(c_gather_2)                           #                                    c
     # 0B1
-    m1_c_grad_input, m1_c_full_grad = region_1(           # f32[8, 4], f32[4, 4]  +192 B        c
+    m1_c_grad_input, m1_c_full_grad = region_1(           # f32[8, 4], f32[4, 4]  +192 B       c
             c_full_2, grad_output, m1_b_out)
     del grad_output, m1_b_out                             #                       -128 B
-    release(c_full_2)                                     #                       -64 B         c
-    b_gather_3 = all_gather(b)                            #                       +64 B         b
-    b_full_3 = wait(b_gather_3)                           #                                     b
-    m1_b_grad_input, m1_b_full_grad = region_1(b_full_3,  # f32[8, 4], f32[4, 4]  +192 B        b
+    release(c_full_2)                                     #                       -64 B        c
+    b_gather_3 = all_gather(b)                            #                       +64 B        b
+    b_full_3 = wait(b_gather_3)                           #                                    b
+    m1_b_grad_input, m1_b_full_grad = region_1(b_full_3,  # f32[8, 4], f32[4, 4]  +192 B       b
             m1_c_grad_input, m1_a_out)
     del m1_a_out, m1_c_grad_input                         #                       -256 B
-    release(b_full_3)                                     #                       -64 B         b
-    m1_a_full_grad = region_2(m1_x, m1_b_grad_input)      # f32[4, 4]             +64 B         a
+    release(b_full_3)                                     #                       -64 B        b
+    m1_a_full_grad = region_2(m1_x, m1_b_grad_input)      # f32[4, 4]             +64 B        a
     del m1_x, m1_b_grad_input                             #                       -128 B
     return [m0_c_out, m1_c_out], {'a.weight': [m0_a_full_grad, m1_a_full_grad], 'b.weight': [m0_b_full_grad, m1_b_full_grad], 'c.weight': [m0_c_full_grad, m1_c_full_grad]}
 """
 AFTER = """
 def step(box):
     (
-        a,                                                           #                       1 parameters  unit a
-        b,                                                           #                       1 parameters  unit b
-        c,                                                           #                       1 parameters  unit c
+        a,                                                           #                       1 parameter  unit a
+        b,                                                           #                       1 parameter  unit b
+        c,                                                           #                       1 parameter  unit c
         m0_x,                                                        # f32[8, 4]
         m1_x,                                                        # f32[8, 4]
-        grad_output,                                                 # f32[8, 4]                           tangent
+        grad_output,                                                 # f32[8, 4]                          tangent
     ) = unbox(box)
-    a_gather = all_gather(a)                                         #                       +64 B         a
-    a_full = wait(a_gather)                                          #                                     a
+    a_gather = all_gather(a)                                         #                       +64 B        a
+    a_full = wait(a_gather)                                          #                                    a
     # 0F0
-    m0_a_out = region_0(a_full, m0_x)                                # f32[8, 4]             +128 B        a
-    b_gather = all_gather(b)                                         #                       +64 B         b
-    b_full = wait(b_gather)                                          #                                     b
-    m0_b_out = region_0(b_full, m0_a_out)                            # f32[8, 4]             +128 B        b
-    c_gather = all_gather(c)                                         #                       +64 B         c
-    c_full = wait(c_gather)                                          #                                     c
-    m0_c_out = region_0(c_full, m0_b_out)                            # f32[8, 4]             +128 B        c
+    m0_a_out = region_0(a_full, m0_x)                                # f32[8, 4]             +128 B       a
+    b_gather = all_gather(b)                                         #                       +64 B        b
+    b_full = wait(b_gather)                                          #                                    b
+    m0_b_out = region_0(b_full, m0_a_out)                            # f32[8, 4]             +128 B       b
+    c_gather = all_gather(c)                                         #                       +64 B        c
+    c_full = wait(c_gather)                                          #                                    c
+    m0_c_out = region_0(c_full, m0_b_out)                            # f32[8, 4]             +128 B       c
     # 0F1
-    m1_a_out = region_0(a_full, m1_x)                                # f32[8, 4]             +128 B        a
-    release(a_full)                                                  #                       -64 B         a
-    m1_b_out = region_0(b_full, m1_a_out)                            # f32[8, 4]             +128 B        b
-    m1_c_out = region_0(c_full, m1_b_out)                            # f32[8, 4]             +128 B        c
+    m1_a_out = region_0(a_full, m1_x)                                # f32[8, 4]             +128 B       a
+    release(a_full)                                                  #                       -64 B        a
+    m1_b_out = region_0(b_full, m1_a_out)                            # f32[8, 4]             +128 B       b
+    m1_c_out = region_0(c_full, m1_b_out)                            # f32[8, 4]             +128 B       c
     # 0B0
-    m0_c_grad_input, m0_c_full_grad = region_1(c_full, grad_output,  # f32[8, 4], f32[4, 4]  +192 B        c
+    m0_c_grad_input, m0_c_full_grad = region_1(c_full, grad_output,  # f32[8, 4], f32[4, 4]  +192 B       c
             m0_b_out)
     del m0_b_out                                                     #                       -128 B
-    m0_b_grad_input, m0_b_full_grad = region_1(b_full,               # f32[8, 4], f32[4, 4]  +192 B        b
+    m0_b_grad_input, m0_b_full_grad = region_1(b_full,               # f32[8, 4], f32[4, 4]  +192 B       b
             m0_c_grad_input, m0_a_out)
     del m0_a_out, m0_c_grad_input                                    #                       -256 B
-    m0_a_full_grad = region_2(m0_x, m0_b_grad_input)                 # f32[4, 4]             +64 B         a
+    m0_a_full_grad = region_2(m0_x, m0_b_grad_input)                 # f32[4, 4]             +64 B        a
     del m0_x, m0_b_grad_input                                        #                       -128 B
     # 0B1
-    m1_c_grad_input, m1_c_full_grad = region_1(c_full, grad_output,  # f32[8, 4], f32[4, 4]  +192 B        c
+    m1_c_grad_input, m1_c_full_grad = region_1(c_full, grad_output,  # f32[8, 4], f32[4, 4]  +192 B       c
             m1_b_out)
     del grad_output, m1_b_out                                        #                       -128 B
-    release(c_full)                                                  #                       -64 B         c
-    m1_b_grad_input, m1_b_full_grad = region_1(b_full,               # f32[8, 4], f32[4, 4]  +192 B        b
+    release(c_full)                                                  #                       -64 B        c
+    m1_b_grad_input, m1_b_full_grad = region_1(b_full,               # f32[8, 4], f32[4, 4]  +192 B       b
             m1_c_grad_input, m1_a_out)
     del m1_a_out, m1_c_grad_input                                    #                       -256 B
-    release(b_full)                                                  #                       -64 B         b
-    m1_a_full_grad = region_2(m1_x, m1_b_grad_input)                 # f32[4, 4]             +64 B         a
+    release(b_full)                                                  #                       -64 B        b
+    m1_a_full_grad = region_2(m1_x, m1_b_grad_input)                 # f32[4, 4]             +64 B        a
     del m1_x, m1_b_grad_input                                        #                       -128 B
     return [m0_c_out, m1_c_out], {'a.weight': [m0_a_full_grad, m1_a_full_grad], 'b.weight': [m0_b_full_grad, m1_b_full_grad], 'c.weight': [m0_c_full_grad, m1_c_full_grad]}
 """

@@ -12,21 +12,21 @@ from zcompile.passes.keep_full import keep_full
 KEPT = """
 def forward(box):
     (
-        a,                     #            1 parameters  unit a
-        b,                     #            1 parameters  unit b
-        c,                     #            1 parameters  unit c
+        a,                     #            1 parameter  unit a
+        b,                     #            1 parameter  unit b
+        c,                     #            1 parameter  unit c
         x,                     # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a)   #            +64 B         a
-    a_full = wait(a_gather)    #                          a
-    ya = region_0(a_full, x)   # f32[8, 4]  +128 B        a
-    release(a_full)            #            -64 B         a
-    b_gather = all_gather(b)   #            +64 B         b
-    b_full = wait(b_gather)    #                          b
-    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B        b
-    c_gather = all_gather(c)   #            +64 B         c
-    c_full = wait(c_gather)    #                          c
-    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B        c
+    a_gather = all_gather(a)   #            +64 B        a
+    a_full = wait(a_gather)    #                         a
+    ya = region_0(a_full, x)   # f32[8, 4]  +128 B       a
+    release(a_full)            #            -64 B        a
+    b_gather = all_gather(b)   #            +64 B        b
+    b_full = wait(b_gather)    #                         b
+    yb = region_0(b_full, ya)  # f32[8, 4]  +128 B       b
+    c_gather = all_gather(c)   #            +64 B        c
+    c_full = wait(c_gather)    #                         c
+    yc = region_0(c_full, yb)  # f32[8, 4]  +128 B       c
     return [yc], [b_full, c_full, x, ya, yb]
 
 

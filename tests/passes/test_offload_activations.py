@@ -17,39 +17,39 @@ from zcompile.proof.values import TracedValues
 MOVED = """
 def forward(box):
     (
-        a,                            #            1 parameters  unit a
-        b,                            #            1 parameters  unit b
-        c,                            #            1 parameters  unit c
-        away,                         #                          away
+        a,                            #            1 parameter  unit a
+        b,                            #            1 parameter  unit b
+        c,                            #            1 parameter  unit c
+        away,                         #                         away
         x,                            # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)               # f32[8, 4]  +128 B        a
-    ya_offloaded = offload(ya, away)  # i64[]      +8 B          a
-    yb = region_0(b, ya)              # f32[8, 4]  +128 B        b
+    ya = region_0(a, x)               # f32[8, 4]  +128 B       a
+    ya_offloaded = offload(ya, away)  # i64[]      +8 B         a
+    yb = region_0(b, ya)              # f32[8, 4]  +128 B       b
     del ya                            #            -128 B
-    yc = region_0(c, yb)              # f32[8, 4]  +128 B        c
+    yc = region_0(c, yb)              # f32[8, 4]  +128 B       c
     return [yc], [x, ya_offloaded, yb]
 
 
 def backward(box):
     (
-        b,                                #                       1 parameters  unit b
-        c,                                #                       1 parameters  unit c
-        away,                             #                                     away
+        b,                                #                       1 parameter  unit b
+        c,                                #                       1 parameter  unit c
+        away,                             #                                    away
         x,                                # f32[8, 4]
-        ya_offloaded,                     # i64[]                               a
-        yb,                               # f32[8, 4]                           b
-        dy,                               # f32[8, 4]                           tangent
+        ya_offloaded,                     # i64[]                              a
+        yb,                               # f32[8, 4]                          b
+        dy,                               # f32[8, 4]                          tangent
     ) = unbox(box)
-    ya_fetch = fetch(ya_offloaded, away)  # f32[8, 4]             +128 B        a
+    ya_fetch = fetch(ya_offloaded, away)  # f32[8, 4]             +128 B       a
     del ya_offloaded                      #                       -8 B
-    db, gc = region_1(c, dy, yb)          # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)          # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                            #                       -128 B
-    ya_again = wait(ya_fetch)             # &f32[8, 4]                          a
+    ya_again = wait(ya_fetch)             # &f32[8, 4]                         a
     del ya_fetch
-    da, gb = region_1(b, db, ya_again)    # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya_again)    # f32[8, 4], f32[4, 4]  +192 B       b
     del db, ya_again                      #                       -256 B
-    ga = region_2(da, x)                  # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)                  # f32[4, 4]             +64 B        a.lin
     del x, da                             #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """

@@ -17,63 +17,63 @@ from zcompile.schedule.pipeline import ALWAYS
 MOVED = """
 def step(box):
     (
-        a,                                                          #                       1 parameters  unit a
-        b,                                                          #                       1 parameters  unit b
-        c,                                                          #                       1 parameters  unit c
-        away,                                                       #                                     away
+        a,                                                          #                       1 parameter  unit a
+        b,                                                          #                       1 parameter  unit b
+        c,                                                          #                       1 parameter  unit c
+        away,                                                       #                                    away
         m0_x,                                                       # f32[8, 4]
         m1_x,                                                       # f32[8, 4]
-        grad_output,                                                # f32[8, 4]                           tangent
+        grad_output,                                                # f32[8, 4]                          tangent
     ) = unbox(box)
     # 0F0
-    m0_a_out = region_0(a, m0_x)                                    # f32[8, 4]             +128 B        a
-    m0_a_out_offloaded = offload(m0_a_out, away)                    # i64[]                 +8 B          a
-    m0_b_out = region_0(b, m0_a_out)                                # f32[8, 4]             +128 B        b
+    m0_a_out = region_0(a, m0_x)                                    # f32[8, 4]             +128 B       a
+    m0_a_out_offloaded = offload(m0_a_out, away)                    # i64[]                 +8 B         a
+    m0_b_out = region_0(b, m0_a_out)                                # f32[8, 4]             +128 B       b
     del m0_a_out                                                    #                       -128 B
-    m0_b_out_offloaded = offload(m0_b_out, away)                    # i64[]                 +8 B          b
-    m0_c_out = region_0(c, m0_b_out)                                # f32[8, 4]             +128 B        c
+    m0_b_out_offloaded = offload(m0_b_out, away)                    # i64[]                 +8 B         b
+    m0_c_out = region_0(c, m0_b_out)                                # f32[8, 4]             +128 B       c
     del m0_b_out                                                    #                       -128 B
     # 0F1
-    m1_a_out = region_0(a, m1_x)                                    # f32[8, 4]             +128 B        a
-    m1_a_out_offloaded = offload(m1_a_out, away)                    # i64[]                 +8 B          a
-    m1_b_out = region_0(b, m1_a_out)                                # f32[8, 4]             +128 B        b
+    m1_a_out = region_0(a, m1_x)                                    # f32[8, 4]             +128 B       a
+    m1_a_out_offloaded = offload(m1_a_out, away)                    # i64[]                 +8 B         a
+    m1_b_out = region_0(b, m1_a_out)                                # f32[8, 4]             +128 B       b
     del m1_a_out                                                    #                       -128 B
-    m1_b_out_offloaded = offload(m1_b_out, away)                    # i64[]                 +8 B          b
-    m0_b_out_fetch = fetch(m0_b_out_offloaded, away)                # f32[8, 4]             +128 B        b
+    m1_b_out_offloaded = offload(m1_b_out, away)                    # i64[]                 +8 B         b
+    m0_b_out_fetch = fetch(m0_b_out_offloaded, away)                # f32[8, 4]             +128 B       b
     del m0_b_out_offloaded                                          #                       -8 B
-    m1_c_out = region_0(c, m1_b_out)                                # f32[8, 4]             +128 B        c
+    m1_c_out = region_0(c, m1_b_out)                                # f32[8, 4]             +128 B       c
     del m1_b_out                                                    #                       -128 B
     # 0B0
-    m0_a_out_fetch = fetch(m0_a_out_offloaded, away)                # f32[8, 4]             +128 B        a
+    m0_a_out_fetch = fetch(m0_a_out_offloaded, away)                # f32[8, 4]             +128 B       a
     del m0_a_out_offloaded                                          #                       -8 B
-    m0_b_out_again = wait(m0_b_out_fetch)                           # &f32[8, 4]                          b
+    m0_b_out_again = wait(m0_b_out_fetch)                           # &f32[8, 4]                         b
     del m0_b_out_fetch
-    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,      # f32[8, 4], f32[4, 4]  +192 B        c
+    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,      # f32[8, 4], f32[4, 4]  +192 B       c
             m0_b_out_again)
     del m0_b_out_again                                              #                       -128 B
-    m0_a_out_again = wait(m0_a_out_fetch)                           # &f32[8, 4]                          a
+    m0_a_out_again = wait(m0_a_out_fetch)                           # &f32[8, 4]                         a
     del m0_a_out_fetch
-    m0_b_grad_input, m0_b_full_grad = region_1(b, m0_c_grad_input,  # f32[8, 4], f32[4, 4]  +192 B        b
+    m0_b_grad_input, m0_b_full_grad = region_1(b, m0_c_grad_input,  # f32[8, 4], f32[4, 4]  +192 B       b
             m0_a_out_again)
     del m0_c_grad_input, m0_a_out_again                             #                       -256 B
-    m1_b_out_fetch = fetch(m1_b_out_offloaded, away)                # f32[8, 4]             +128 B        b
+    m1_b_out_fetch = fetch(m1_b_out_offloaded, away)                # f32[8, 4]             +128 B       b
     del m1_b_out_offloaded                                          #                       -8 B
-    m0_a_full_grad = region_2(m0_x, m0_b_grad_input)                # f32[4, 4]             +64 B         a
+    m0_a_full_grad = region_2(m0_x, m0_b_grad_input)                # f32[4, 4]             +64 B        a
     del m0_x, m0_b_grad_input                                       #                       -128 B
     # 0B1
-    m1_a_out_fetch = fetch(m1_a_out_offloaded, away)                # f32[8, 4]             +128 B        a
+    m1_a_out_fetch = fetch(m1_a_out_offloaded, away)                # f32[8, 4]             +128 B       a
     del m1_a_out_offloaded                                          #                       -8 B
-    m1_b_out_again = wait(m1_b_out_fetch)                           # &f32[8, 4]                          b
+    m1_b_out_again = wait(m1_b_out_fetch)                           # &f32[8, 4]                         b
     del m1_b_out_fetch
-    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,      # f32[8, 4], f32[4, 4]  +192 B        c
+    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,      # f32[8, 4], f32[4, 4]  +192 B       c
             m1_b_out_again)
     del grad_output, m1_b_out_again                                 #                       -128 B
-    m1_a_out_again = wait(m1_a_out_fetch)                           # &f32[8, 4]                          a
+    m1_a_out_again = wait(m1_a_out_fetch)                           # &f32[8, 4]                         a
     del m1_a_out_fetch
-    m1_b_grad_input, m1_b_full_grad = region_1(b, m1_c_grad_input,  # f32[8, 4], f32[4, 4]  +192 B        b
+    m1_b_grad_input, m1_b_full_grad = region_1(b, m1_c_grad_input,  # f32[8, 4], f32[4, 4]  +192 B       b
             m1_a_out_again)
     del m1_c_grad_input, m1_a_out_again                             #                       -256 B
-    m1_a_full_grad = region_2(m1_x, m1_b_grad_input)                # f32[4, 4]             +64 B         a
+    m1_a_full_grad = region_2(m1_x, m1_b_grad_input)                # f32[4, 4]             +64 B        a
     del m1_x, m1_b_grad_input                                       #                       -128 B
     return [m0_c_out, m1_c_out], {'a.weight': [m0_a_full_grad, m1_a_full_grad], 'b.weight': [m0_b_full_grad, m1_b_full_grad], 'c.weight': [m0_c_full_grad, m1_c_full_grad]}
 """

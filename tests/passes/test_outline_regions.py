@@ -85,23 +85,23 @@ def region_1(box):
 OUTLINED = """
 def forward(box):
     (
-        a,                      #            1 parameters  unit a
-        b,                      #            1 parameters  unit b
+        a,                      #            1 parameter  unit a
+        b,                      #            1 parameter  unit b
         x,                      # f32[8, 4]
     ) = unbox(box)
-    a_out = region_0(a, x)      # f32[8, 4]  +128 B        a
+    a_out = region_0(a, x)      # f32[8, 4]  +128 B       a
     del x
-    b_out = region_0(b, a_out)  # f32[8, 4]  +128 B        b
+    b_out = region_0(b, a_out)  # f32[8, 4]  +128 B       b
     return [b_out], [a_out]
 
 
 def backward(box):
     (
-        b,                                                       #                       1 parameters  unit b
-        a_out,                                                   # f32[8, 4]                           a
-        grad_output,                                             # f32[8, 4]                           tangent
+        b,                                                       #                       1 parameter  unit b
+        a_out,                                                   # f32[8, 4]                          a
+        grad_output,                                             # f32[8, 4]                          tangent
     ) = unbox(box)
-    b_grad_input, b_full_grad = region_1(b, grad_output, a_out)  # f32[8, 4], f32[4, 4]  +192 B        b
+    b_grad_input, b_full_grad = region_1(b, grad_output, a_out)  # f32[8, 4], f32[4, 4]  +192 B       b
     del a_out, grad_output                                       #                       -128 B
     return [b_grad_input], {'b.weight': b_full_grad}
 """
@@ -177,15 +177,15 @@ def region_2(box):
 DERIVED_OUTLINED = """
 def forward(box):
     (
-        a,                        #            1 parameters  unit a
-        b,                        #            1 parameters  unit b
+        a,                        #            1 parameter  unit a
+        b,                        #            1 parameter  unit b
         x,                        # f32[8, 4]
     ) = unbox(box)
-    a_out = region_0(a, x)        # f32[8, 4]  +128 B        a
+    a_out = region_0(a, x)        # f32[8, 4]  +128 B       a
     del x
-    b_out = region_1(b, a_out)    # f32[8, 4]  +128 B        b
+    b_out = region_1(b, a_out)    # f32[8, 4]  +128 B       b
     del a_out                     #            -128 B
-    a_out_1 = region_0(a, b_out)  # f32[8, 4]  +128 B        a
+    a_out_1 = region_0(a, b_out)  # f32[8, 4]  +128 B       a
     del b_out                     #            -128 B
     return [a_out_1], []
 
@@ -285,13 +285,13 @@ def region_2(box):
 GLUE_OUTLINED = """
 def forward(box):
     (
-        a,                                        #            1 parameters  unit a
-        b,                                        #            1 parameters  unit b
+        a,                                        #            1 parameter  unit a
+        b,                                        #            1 parameter  unit b
         x,                                        # f32[8, 4]
     ) = unbox(box)
-    a_out = region_0(a, x)                        # f32[8, 4]  +128 B        a
+    a_out = region_0(a, x)                        # f32[8, 4]  +128 B       a
     del x
-    b_out, b_out_1, b_saved = region_1(b, a_out)  # f32[4, 8], f32[4, 4], &f32[4, 4]  +192 B        b
+    b_out, b_out_1, b_saved = region_1(b, a_out)  # f32[4, 8], f32[4, 4], &f32[4, 4]  +192 B       b
     del a_out
     return [b_out_1, b_out], [b_saved]
 
@@ -327,13 +327,13 @@ def forward(box):
 PART_OUTLINED = """
 def forward(box):
     (
-        a,                      #                1 parameters  unit a
-        b,                      #                1 parameters  unit b
+        a,                      #                1 parameter  unit a
+        b,                      #                1 parameter  unit b
         x,                      # f32[8, 4]
     ) = unbox(box)
-    a_out = region_0(a, x)      # f32[4, 4]@128  +128 B        a
+    a_out = region_0(a, x)      # f32[4, 4]@128  +128 B       a
     del x
-    b_out = region_1(b, a_out)  # f32[4, 4]      +64 B         b
+    b_out = region_1(b, a_out)  # f32[4, 4]      +64 B        b
     del a_out                   #                -128 B
     return [b_out], []
 """

@@ -22,95 +22,95 @@ from zcompile.passes.schedule_prefetch import schedule_prefetch
 PLACED = """
 def forward(box):
     (
-        a,                                     #            1 parameters  unit a
-        b,                                     #            1 parameters  unit b
-        c,                                     #            1 parameters  unit c
-        arena,                                 # &u8[256]                 arena
+        a,                                     #            1 parameter  unit a
+        b,                                     #            1 parameter  unit b
+        c,                                     #            1 parameter  unit c
+        arena,                                 # &u8[256]                arena
         x,                                     # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a, at=arena[0:256])  #                          a
-    a_full = wait(a_gather)                    #                          a
-    ya = region_0(a_full, x)                   # f32[8, 4]  +128 B        a
-    release(a_full)                            #                          a
-    b_gather = all_gather(b, at=arena[0:256])  #                          b
-    b_full = wait(b_gather)                    #                          b
-    yb = region_0(b_full, ya)                  # f32[8, 4]  +128 B        b
-    release(b_full)                            #                          b
-    c_gather = all_gather(c, at=arena[0:256])  #                          c
-    c_full = wait(c_gather)                    #                          c
-    yc = region_0(c_full, yb)                  # f32[8, 4]  +128 B        c
+    a_gather = all_gather(a, at=arena[0:256])  #                         a
+    a_full = wait(a_gather)                    #                         a
+    ya = region_0(a_full, x)                   # f32[8, 4]  +128 B       a
+    release(a_full)                            #                         a
+    b_gather = all_gather(b, at=arena[0:256])  #                         b
+    b_full = wait(b_gather)                    #                         b
+    yb = region_0(b_full, ya)                  # f32[8, 4]  +128 B       b
+    release(b_full)                            #                         b
+    c_gather = all_gather(c, at=arena[0:256])  #                         c
+    c_full = wait(c_gather)                    #                         c
+    yc = region_0(c_full, yb)                  # f32[8, 4]  +128 B       c
     return [yc], [c_full, x, ya, yb]
 
 
 def backward(box):
     (
-        b,                                       #                       1 parameters  unit b
-        arena,                                   # &u8[256]                            arena
-        c_full,                                  #                                     full unit c
+        b,                                       #                       1 parameter  unit b
+        arena,                                   # &u8[256]                           arena
+        c_full,                                  #                                    full unit c
         x,                                       # f32[8, 4]
-        ya,                                      # f32[8, 4]                           a
-        yb,                                      # f32[8, 4]                           b
-        dy,                                      # f32[8, 4]                           tangent
+        ya,                                      # f32[8, 4]                          a
+        yb,                                      # f32[8, 4]                          b
+        dy,                                      # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c_full, dy, yb)            # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c_full, dy, yb)            # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                                   #                       -128 B
-    release(c_full)                              #                                     c
-    b_gather_1 = all_gather(b, at=arena[0:256])  #                                     b
-    b_full_1 = wait(b_gather_1)                  #                                     b
-    da, gb = region_1(b_full_1, db, ya)          # f32[8, 4], f32[4, 4]  +192 B        b
+    release(c_full)                              #                                    c
+    b_gather_1 = all_gather(b, at=arena[0:256])  #                                    b
+    b_full_1 = wait(b_gather_1)                  #                                    b
+    da, gb = region_1(b_full_1, db, ya)          # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                                   #                       -256 B
-    release(b_full_1)                            #                                     b
-    ga = region_2(da, x)                         # f32[4, 4]             +64 B         a.lin
+    release(b_full_1)                            #                                    b
+    ga = region_2(da, x)                         # f32[4, 4]             +64 B        a.lin
     del x, da                                    #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """
 PLACED_AND_STORED = """
 def forward(box):
     (
-        a,                                     #            1 parameters  unit a
-        b,                                     #            1 parameters  unit b
-        c,                                     #            1 parameters  unit c
-        arena,                                 # &u8[256]                 arena
-        stack,                                 #                          stack
+        a,                                     #            1 parameter  unit a
+        b,                                     #            1 parameter  unit b
+        c,                                     #            1 parameter  unit c
+        arena,                                 # &u8[256]                arena
+        stack,                                 #                         stack
         x,                                     # f32[8, 4]
     ) = unbox(box)
-    a_gather = all_gather(a, at=arena[0:256])  #                          a
-    a_full = wait(a_gather)                    #                          a
-    ya = region_0(a_full, x)                   # f32[8, 4]  +128 B        a
-    ya_stored = store(ya, stack)               # f32[8, 4]                a
+    a_gather = all_gather(a, at=arena[0:256])  #                         a
+    a_full = wait(a_gather)                    #                         a
+    ya = region_0(a_full, x)                   # f32[8, 4]  +128 B       a
+    ya_stored = store(ya, stack)               # f32[8, 4]               a
     del ya                                     #            -128 B
-    release(a_full)                            #                          a
-    b_gather = all_gather(b, at=arena[0:256])  #                          b
-    b_full = wait(b_gather)                    #                          b
-    yb = region_0(b_full, ya_stored)           # f32[8, 4]  +128 B        b
-    yb_stored = store(yb, stack)               # f32[8, 4]                b
+    release(a_full)                            #                         a
+    b_gather = all_gather(b, at=arena[0:256])  #                         b
+    b_full = wait(b_gather)                    #                         b
+    yb = region_0(b_full, ya_stored)           # f32[8, 4]  +128 B       b
+    yb_stored = store(yb, stack)               # f32[8, 4]               b
     del yb                                     #            -128 B
-    release(b_full)                            #                          b
-    c_gather = all_gather(c, at=arena[0:256])  #                          c
-    c_full = wait(c_gather)                    #                          c
-    yc = region_0(c_full, yb_stored)           # f32[8, 4]  +128 B        c
+    release(b_full)                            #                         b
+    c_gather = all_gather(c, at=arena[0:256])  #                         c
+    c_full = wait(c_gather)                    #                         c
+    yc = region_0(c_full, yb_stored)           # f32[8, 4]  +128 B       c
     return [yc], [c_full, x, ya_stored, yb_stored]
 
 
 def backward(box):
     (
-        b,                                       #                       1 parameters  unit b
-        arena,                                   # &u8[256]                            arena
-        c_full,                                  #                                     full unit c
+        b,                                       #                       1 parameter  unit b
+        arena,                                   # &u8[256]                           arena
+        c_full,                                  #                                    full unit c
         x,                                       # f32[8, 4]
-        ya_stored,                               # f32[8, 4]                           a
-        yb_stored,                               # f32[8, 4]                           b
-        dy,                                      # f32[8, 4]                           tangent
+        ya_stored,                               # f32[8, 4]                          a
+        yb_stored,                               # f32[8, 4]                          b
+        dy,                                      # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c_full, dy, yb_stored)     # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c_full, dy, yb_stored)     # f32[8, 4], f32[4, 4]  +192 B       c
     del yb_stored, dy
-    release(c_full)                              #                                     c
-    b_gather_1 = all_gather(b, at=arena[0:256])  #                                     b
-    b_full_1 = wait(b_gather_1)                  #                                     b
-    da, gb = region_1(b_full_1, db, ya_stored)   # f32[8, 4], f32[4, 4]  +192 B        b
+    release(c_full)                              #                                    c
+    b_gather_1 = all_gather(b, at=arena[0:256])  #                                    b
+    b_full_1 = wait(b_gather_1)                  #                                    b
+    da, gb = region_1(b_full_1, db, ya_stored)   # f32[8, 4], f32[4, 4]  +192 B       b
     del ya_stored, db                            #                       -128 B
-    release(b_full_1)                            #                                     b
-    ga = region_2(da, x)                         # f32[4, 4]             +64 B         a.lin
+    release(b_full_1)                            #                                    b
+    ga = region_2(da, x)                         # f32[4, 4]             +64 B        a.lin
     del x, da                                    #                       -128 B
     return [None], {'a.weight': ga, 'b.weight': gb, 'c.weight': gc}
 """

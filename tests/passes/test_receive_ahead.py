@@ -10,31 +10,31 @@ from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 AFTER = """
 def step(box):
     (
-        c,                                                            #                       1 parameters  unit c
-        pp,                                                           #                                     group pp
-        grad_output,                                                  # f32[8, 4]                           tangent
+        c,                                                            #                       1 parameter  unit c
+        pp,                                                           #                                    group pp
+        grad_output,                                                  # f32[8, 4]                          tangent
     ) = unbox(box)
-    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B        b
+    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B       b
     # 1F0
-    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                          b
+    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                         b
     del m0_b_out_recv
-    m1_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m1_yb')  # f32[8, 4]             +128 B        b
-    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B        c
+    m1_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m1_yb')  # f32[8, 4]             +128 B       b
+    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B0
-    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m0_b_out)
     del m0_b_out                                                      #                       -128 B
-    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                   c
+    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                  c
     del m0_c_grad_input
     # 1F1
-    m1_b_out = wait(m1_b_out_recv)                                    # &f32[8, 4]                          b
+    m1_b_out = wait(m1_b_out_recv)                                    # &f32[8, 4]                         b
     del m1_b_out_recv
-    m1_c_out = region_0(c, m1_b_out)                                  # f32[8, 4]             +128 B        c
+    m1_c_out = region_0(c, m1_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B1
-    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m1_b_out)
     del grad_output, m1_b_out                                         #                       -128 B
-    m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                   c
+    m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                  c
     del m1_c_grad_input
     # end
     wait(m0_c_grad_input_sent)

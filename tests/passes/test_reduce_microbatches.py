@@ -14,51 +14,51 @@ AXES = (Axis("pp", AxisKind.PIPELINE, 2, 2), Axis("dp", AxisKind.SHARD, 2))
 SUMMED = """
 def step(box):
     (
-        c,                                                            #                       1 parameters  unit c
-        pp,                                                           #                                     group pp
-        grad_output,                                                  # f32[8, 4]                           tangent
+        c,                                                            #                       1 parameter  unit c
+        pp,                                                           #                                    group pp
+        grad_output,                                                  # f32[8, 4]                          tangent
     ) = unbox(box)
     # 1F0
-    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B        b
-    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                          b
+    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B       b
+    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                         b
     del m0_b_out_recv
-    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B        c
+    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B0
-    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m0_b_out)
     del m0_b_out                                                      #                       -128 B
-    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                   c
+    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                  c
     del m0_c_grad_input
     # 1F1
-    m1_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m1_yb')  # f32[8, 4]             +128 B        b
-    m1_b_out = wait(m1_b_out_recv)                                    # &f32[8, 4]                          b
+    m1_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m1_yb')  # f32[8, 4]             +128 B       b
+    m1_b_out = wait(m1_b_out_recv)                                    # &f32[8, 4]                         b
     del m1_b_out_recv
-    m1_c_out = region_0(c, m1_b_out)                                  # f32[8, 4]             +128 B        c
+    m1_c_out = region_0(c, m1_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B1
-    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m1_b_out)
     del m1_b_out                                                      #                       -128 B
-    m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                   c
+    m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                  c
     del m1_c_grad_input
-    c_sum = add(c, [m0_c_full_grad], [m1_c_full_grad])                #                                     c
+    c_sum = add(c, [m0_c_full_grad], [m1_c_full_grad])                #                                    c
     del m0_c_full_grad, m1_c_full_grad                                #                       -64 B
     # 1F2
-    m2_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m2_yb')  # f32[8, 4]             +128 B        b
-    m2_b_out = wait(m2_b_out_recv)                                    # &f32[8, 4]                          b
+    m2_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m2_yb')  # f32[8, 4]             +128 B       b
+    m2_b_out = wait(m2_b_out_recv)                                    # &f32[8, 4]                         b
     del m2_b_out_recv
-    m2_c_out = region_0(c, m2_b_out)                                  # f32[8, 4]             +128 B        c
+    m2_c_out = region_0(c, m2_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B2
     wait(m0_c_grad_input_sent)
     del m0_c_grad_input_sent                                          #                       -128 B
-    m2_c_grad_input, m2_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m2_c_grad_input, m2_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m2_b_out)
     del grad_output, m2_b_out                                         #                       -128 B
-    m2_c_grad_input_sent = send(m2_c_grad_input, pp, to=0, message='m2_db')  # &f32[8, 4]                   c
+    m2_c_grad_input_sent = send(m2_c_grad_input, pp, to=0, message='m2_db')  # &f32[8, 4]                  c
     del m2_c_grad_input
-    c_sum_1 = add(c, c_sum, [m2_c_full_grad])                         #                                     c
+    c_sum_1 = add(c, c_sum, [m2_c_full_grad])                         #                                    c
     del m2_c_full_grad                                                #                       -64 B
-    c_reduce = reduce_scatter(c, c_sum_1)                             #                       +32 B         c
-    c_grads = wait(c_reduce)                                          #                       -64 B         c
+    c_reduce = reduce_scatter(c, c_sum_1)                             #                       +32 B        c
+    c_grads = wait(c_reduce)                                          #                       -64 B        c
     # end
     wait(m1_c_grad_input_sent)
     del m1_c_grad_input_sent                                          #                       -128 B
@@ -69,39 +69,39 @@ def step(box):
 AVERAGED = """
 def step(box):
     (
-        c,                                                            #                       1 parameters  unit c
-        pp,                                                           #                                     group pp
-        grad_output,                                                  # f32[8, 4]                           tangent
+        c,                                                            #                       1 parameter  unit c
+        pp,                                                           #                                    group pp
+        grad_output,                                                  # f32[8, 4]                          tangent
     ) = unbox(box)
     # 1F0
-    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B        b
-    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                          b
+    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B       b
+    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                         b
     del m0_b_out_recv
-    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B        c
+    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B0
-    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m0_b_out)
     del m0_b_out                                                      #                       -128 B
-    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                   c
+    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                  c
     del m0_c_grad_input
-    m0_c_reduce = reduce_scatter(c, [m0_c_full_grad])                 #                       +32 B         c
+    m0_c_reduce = reduce_scatter(c, [m0_c_full_grad])                 #                       +32 B        c
     del m0_c_full_grad
-    m0_c_grads = wait(m0_c_reduce)                                    #                       -64 B         c
+    m0_c_grads = wait(m0_c_reduce)                                    #                       -64 B        c
     # 1F1
-    m1_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m1_yb')  # f32[8, 4]             +128 B        b
-    m1_b_out = wait(m1_b_out_recv)                                    # &f32[8, 4]                          b
+    m1_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m1_yb')  # f32[8, 4]             +128 B       b
+    m1_b_out = wait(m1_b_out_recv)                                    # &f32[8, 4]                         b
     del m1_b_out_recv
-    m1_c_out = region_0(c, m1_b_out)                                  # f32[8, 4]             +128 B        c
+    m1_c_out = region_0(c, m1_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B1
-    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m1_b_out)
     del grad_output, m1_b_out                                         #                       -128 B
-    m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                   c
+    m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                  c
     del m1_c_grad_input
-    m1_c_reduce = reduce_scatter(c, [m1_c_full_grad])                 #                       +32 B         c
+    m1_c_reduce = reduce_scatter(c, [m1_c_full_grad])                 #                       +32 B        c
     del m1_c_full_grad
-    m1_c_grads = wait(m1_c_reduce)                                    #                       -64 B         c
-    c_grads = add(c, m0_c_grads, m1_c_grads)                          #                       -32 B         c
+    m1_c_grads = wait(m1_c_reduce)                                    #                       -64 B        c
+    c_grads = add(c, m0_c_grads, m1_c_grads)                          #                       -32 B        c
     # end
     wait(m0_c_grad_input_sent)
     del m0_c_grad_input_sent                                          #                       -128 B
@@ -112,24 +112,24 @@ def step(box):
 ALONE = """
 def step(box):
     (
-        c,                                                            #                       1 parameters  unit c
-        pp,                                                           #                                     group pp
-        grad_output,                                                  # f32[8, 4]                           tangent
+        c,                                                            #                       1 parameter  unit c
+        pp,                                                           #                                    group pp
+        grad_output,                                                  # f32[8, 4]                          tangent
     ) = unbox(box)
     # 1F0
-    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B        b
-    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                          b
+    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B       b
+    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                         b
     del m0_b_out_recv
-    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B        c
+    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B0
-    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m0_b_out)
     del grad_output, m0_b_out                                         #                       -128 B
-    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                   c
+    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                  c
     del m0_c_grad_input
-    c_reduce = reduce_scatter(c, [m0_c_full_grad])                    #                       +32 B         c
+    c_reduce = reduce_scatter(c, [m0_c_full_grad])                    #                       +32 B        c
     del m0_c_full_grad
-    c_grads = wait(c_reduce)                                          #                       -64 B         c
+    c_grads = wait(c_reduce)                                          #                       -64 B        c
     # end
     wait(m0_c_grad_input_sent)
     del m0_c_grad_input_sent                                          #                       -128 B

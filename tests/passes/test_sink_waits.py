@@ -10,71 +10,71 @@ from zcompile.passes.sink_waits import sink_waits
 DEPTH_1 = """
 def forward(box):
     (
-        a,                #            1 parameters  unit a
-        b,                #            1 parameters  unit b
-        c,                #            1 parameters  unit c
+        a,                #            1 parameter  unit a
+        b,                #            1 parameter  unit b
+        c,                #            1 parameter  unit c
         x,                # f32[8, 4]
     ) = unbox(box)
-    ya = region_0(a, x)   # f32[8, 4]  +128 B        a
-    yb = region_0(b, ya)  # f32[8, 4]  +128 B        b
-    yc = region_0(c, yb)  # f32[8, 4]  +128 B        c
+    ya = region_0(a, x)   # f32[8, 4]  +128 B       a
+    yb = region_0(b, ya)  # f32[8, 4]  +128 B       b
+    yc = region_0(c, yb)  # f32[8, 4]  +128 B       c
     return [yc], [x, ya, yb]
 
 
 def backward(box):
     (
-        a,                              #                       1 parameters  unit a
-        b,                              #                       1 parameters  unit b
-        c,                              #                       1 parameters  unit c
+        a,                              #                       1 parameter  unit a
+        b,                              #                       1 parameter  unit b
+        c,                              #                       1 parameter  unit c
         x,                              # f32[8, 4]
-        ya,                             # f32[8, 4]                           a
-        yb,                             # f32[8, 4]                           b
-        dy,                             # f32[8, 4]                           tangent
+        ya,                             # f32[8, 4]                          a
+        yb,                             # f32[8, 4]                          b
+        dy,                             # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                          #                       -128 B
-    c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
+    c_reduce = reduce_scatter(c, [gc])  #                       +32 B        c
     del gc
-    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                          #                       -256 B
-    c_grads = wait(c_reduce)            #                       -64 B         c
-    b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
+    c_grads = wait(c_reduce)            #                       -64 B        c
+    b_reduce = reduce_scatter(b, [gb])  #                       +32 B        b
     del gb
-    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)                # f32[4, 4]             +64 B        a.lin
     del x, da                           #                       -128 B
-    b_grads = wait(b_reduce)            #                       -64 B         b
-    a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
+    b_grads = wait(b_reduce)            #                       -64 B        b
+    a_reduce = reduce_scatter(a, [ga])  #                       +32 B        a
     del ga
-    a_grads = wait(a_reduce)            #                       -64 B         a
+    a_grads = wait(a_reduce)            #                       -64 B        a
     return [None], [c_grads, b_grads, a_grads]
 """
 
 DEPTH_2 = """
 def backward(box):
     (
-        a,                              #                       1 parameters  unit a
-        b,                              #                       1 parameters  unit b
-        c,                              #                       1 parameters  unit c
+        a,                              #                       1 parameter  unit a
+        b,                              #                       1 parameter  unit b
+        c,                              #                       1 parameter  unit c
         x,                              # f32[8, 4]
-        ya,                             # f32[8, 4]                           a
-        yb,                             # f32[8, 4]                           b
-        dy,                             # f32[8, 4]                           tangent
+        ya,                             # f32[8, 4]                          a
+        yb,                             # f32[8, 4]                          b
+        dy,                             # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)        # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                          #                       -128 B
-    c_reduce = reduce_scatter(c, [gc])  #                       +32 B         c
+    c_reduce = reduce_scatter(c, [gc])  #                       +32 B        c
     del gc
-    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)        # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                          #                       -256 B
-    b_reduce = reduce_scatter(b, [gb])  #                       +32 B         b
+    b_reduce = reduce_scatter(b, [gb])  #                       +32 B        b
     del gb
-    ga = region_2(da, x)                # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)                # f32[4, 4]             +64 B        a.lin
     del x, da                           #                       -128 B
-    c_grads = wait(c_reduce)            #                       -64 B         c
-    a_reduce = reduce_scatter(a, [ga])  #                       +32 B         a
+    c_grads = wait(c_reduce)            #                       -64 B        c
+    a_reduce = reduce_scatter(a, [ga])  #                       +32 B        a
     del ga
-    b_grads = wait(b_reduce)            #                       -64 B         b
-    a_grads = wait(a_reduce)            #                       -64 B         a
+    b_grads = wait(b_reduce)            #                       -64 B        b
+    a_grads = wait(a_reduce)            #                       -64 B        a
     return [None], [c_grads, b_grads, a_grads]
 """
 
@@ -105,72 +105,72 @@ def test_a_program_without_reductions_is_left_alone() -> None:
 REPLICAS_LATE = """
 def backward(box):
     (
-        a,                                               #                       1 parameters  unit a
-        b,                                               #                       1 parameters  unit b
-        c,                                               #                       1 parameters  unit c
-        replicate,                                       #                                     group replicate
+        a,                                               #                       1 parameter  unit a
+        b,                                               #                       1 parameter  unit b
+        c,                                               #                       1 parameter  unit c
+        replicate,                                       #                                    group replicate
         x,                                               # f32[8, 4]
-        ya,                                              # f32[8, 4]                           a
-        yb,                                              # f32[8, 4]                           b
-        dy,                                              # f32[8, 4]                           tangent
+        ya,                                              # f32[8, 4]                          a
+        yb,                                              # f32[8, 4]                          b
+        dy,                                              # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                                           #                       -128 B
-    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B         c
+    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B        c
     del gc
-    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                                           #                       -256 B
-    c_shard_grads = wait(c_reduce)                       #                       -64 B         c
-    c_average = all_reduce(c, c_shard_grads, replicate)  #                                     c
-    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B         b
+    c_shard_grads = wait(c_reduce)                       #                       -64 B        c
+    c_average = all_reduce(c, c_shard_grads, replicate)  #                                    c
+    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B        b
     del gb
-    ga = region_2(da, x)                                 # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)                                 # f32[4, 4]             +64 B        a.lin
     del x, da                                            #                       -128 B
-    b_shard_grads = wait(b_reduce)                       #                       -64 B         b
-    b_average = all_reduce(b, b_shard_grads, replicate)  #                                     b
-    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B         a
+    b_shard_grads = wait(b_reduce)                       #                       -64 B        b
+    b_average = all_reduce(b, b_shard_grads, replicate)  #                                    b
+    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B        a
     del ga
-    a_shard_grads = wait(a_reduce)                       #                       -64 B         a
-    a_average = all_reduce(a, a_shard_grads, replicate)  #                                     a
-    c_grads = wait(c_average)                            #                                     c
-    b_grads = wait(b_average)                            #                                     b
-    a_grads = wait(a_average)                            #                                     a
+    a_shard_grads = wait(a_reduce)                       #                       -64 B        a
+    a_average = all_reduce(a, a_shard_grads, replicate)  #                                    a
+    c_grads = wait(c_average)                            #                                    c
+    b_grads = wait(b_average)                            #                                    b
+    a_grads = wait(a_average)                            #                                    a
     return [None], [c_grads, b_grads, a_grads]
 """
 
 REPLICAS_USED_UP = """
 def backward(box):
     (
-        a,                                               #                       1 parameters  unit a
-        b,                                               #                       1 parameters  unit b
-        c,                                               #                       1 parameters  unit c
-        replicate,                                       #                                     group replicate
+        a,                                               #                       1 parameter  unit a
+        b,                                               #                       1 parameter  unit b
+        c,                                               #                       1 parameter  unit c
+        replicate,                                       #                                    group replicate
         x,                                               # f32[8, 4]
-        ya,                                              # f32[8, 4]                           a
-        yb,                                              # f32[8, 4]                           b
-        dy,                                              # f32[8, 4]                           tangent
+        ya,                                              # f32[8, 4]                          a
+        yb,                                              # f32[8, 4]                          b
+        dy,                                              # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)                         # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                                           #                       -128 B
-    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B         c
+    c_reduce = reduce_scatter(c, [gc])                   #                       +32 B        c
     del gc
-    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B        b
+    da, gb = region_1(b, db, ya)                         # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                                           #                       -256 B
-    c_shard_grads = wait(c_reduce)                       #                       -64 B         c
-    c_average = all_reduce(c, c_shard_grads, replicate)  #                                     c
-    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B         b
+    c_shard_grads = wait(c_reduce)                       #                       -64 B        c
+    c_average = all_reduce(c, c_shard_grads, replicate)  #                                    c
+    b_reduce = reduce_scatter(b, [gb])                   #                       +32 B        b
     del gb
-    ga = region_2(da, x)                                 # f32[4, 4]             +64 B         a.lin
+    ga = region_2(da, x)                                 # f32[4, 4]             +64 B        a.lin
     del x, da                                            #                       -128 B
-    b_shard_grads = wait(b_reduce)                       #                       -64 B         b
-    c_grads = wait(c_average)                            #                                     c
-    b_average = all_reduce(b, b_shard_grads, replicate)  #                                     b
-    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B         a
+    b_shard_grads = wait(b_reduce)                       #                       -64 B        b
+    c_grads = wait(c_average)                            #                                    c
+    b_average = all_reduce(b, b_shard_grads, replicate)  #                                    b
+    a_reduce = reduce_scatter(a, [ga])                   #                       +32 B        a
     del ga
-    a_shard_grads = wait(a_reduce)                       #                       -64 B         a
-    b_grads = wait(b_average)                            #                                     b
-    a_average = all_reduce(a, a_shard_grads, replicate)  #                                     a
-    a_grads = wait(a_average)                            #                                     a
+    a_shard_grads = wait(a_reduce)                       #                       -64 B        a
+    b_grads = wait(b_average)                            #                                    b
+    a_average = all_reduce(a, a_shard_grads, replicate)  #                                    a
+    a_grads = wait(a_average)                            #                                    a
     return [None], [c_grads, b_grads, a_grads]
 """
 

@@ -18,29 +18,29 @@ LARGE_A = CHAIN.replace("a.weight f32[4, 4]", "a.weight f32[5, 4]")
 SPLIT = """
 def backward(box):
     (
-        a,                                         #                       1 parameters  unit a
-        b,                                         #                       1 parameters  unit b
-        c,                                         #                       1 parameters  unit c
+        a,                                         #                       1 parameter  unit a
+        b,                                         #                       1 parameter  unit b
+        c,                                         #                       1 parameter  unit c
         x,                                         # f32[8, 4]
-        ya,                                        # f32[8, 4]                           a
-        yb,                                        # f32[8, 4]                           b
-        dy,                                        # f32[8, 4]                           tangent
+        ya,                                        # f32[8, 4]                          a
+        yb,                                        # f32[8, 4]                          b
+        dy,                                        # f32[8, 4]                          tangent
     ) = unbox(box)
-    db, gc = region_1(c, dy, yb)                   # f32[8, 4], f32[4, 4]  +192 B        c
+    db, gc = region_1(c, dy, yb)                   # f32[8, 4], f32[4, 4]  +192 B       c
     del yb, dy                                     #                       -128 B
-    c_reduce = reduce_scatter(c, [gc])             #                       +32 B         c
+    c_reduce = reduce_scatter(c, [gc])             #                       +32 B        c
     del gc
-    c_grads = wait(c_reduce)                       #                       -64 B         c
-    da, gb = region_1(b, db, ya)                   # f32[8, 4], f32[4, 4]  +192 B        b
+    c_grads = wait(c_reduce)                       #                       -64 B        c
+    da, gb = region_1(b, db, ya)                   # f32[8, 4], f32[4, 4]  +192 B       b
     del ya, db                                     #                       -256 B
-    b_reduce = reduce_scatter(b, [gb])             #                       +32 B         b
+    b_reduce = reduce_scatter(b, [gb])             #                       +32 B        b
     del gb
-    b_grads = wait(b_reduce)                       #                       -64 B         b
-    ga = region_2(da, x)                           # f32[4, 4]             +64 B         a.lin
+    b_grads = wait(b_reduce)                       #                       -64 B        b
+    ga = region_2(da, x)                           # f32[4, 4]             +64 B        a.lin
     del x, da                                      #                       -128 B
-    a_reduce = reduce_scatter(a, [ga], bucket=64)  #                       +48 B         a
+    a_reduce = reduce_scatter(a, [ga], bucket=64)  #                       +48 B        a
     del ga
-    a_grads = wait(a_reduce)                       #                       -64 B         a
+    a_grads = wait(a_reduce)                       #                       -64 B        a
     return [None], [c_grads, b_grads, a_grads]
 """
 

@@ -25,74 +25,74 @@ AXES = (Axis("pp", AxisKind.PIPELINE, 2), Axis("dp", AxisKind.SHARD, 1))
 FIRST = """
 def step(box):
     (
-        a,                                                         #                       1 parameters  unit a
-        b,                                                         #                       1 parameters  unit b
-        pp,                                                        #                                     group pp
+        a,                                                         #                       1 parameter  unit a
+        b,                                                         #                       1 parameter  unit b
+        pp,                                                        #                                    group pp
         m0_x,                                                      # f32[8, 4]
         m1_x,                                                      # f32[8, 4]
     ) = unbox(box)
     # 0F0
-    m0_a_out = region_0(a, m0_x)                                   # f32[8, 4]             +128 B        a
-    m0_b_out = region_0(b, m0_a_out)                               # f32[8, 4]             +128 B        b
-    m0_b_out_sent = send(m0_b_out, pp, to=1, message='m0_yb')      # &f32[8, 4]                          b
+    m0_a_out = region_0(a, m0_x)                                   # f32[8, 4]             +128 B       a
+    m0_b_out = region_0(b, m0_a_out)                               # f32[8, 4]             +128 B       b
+    m0_b_out_sent = send(m0_b_out, pp, to=1, message='m0_yb')      # &f32[8, 4]                         b
     del m0_b_out
     # 0F1
-    m1_a_out = region_0(a, m1_x)                                   # f32[8, 4]             +128 B        a
-    m1_b_out = region_0(b, m1_a_out)                               # f32[8, 4]             +128 B        b
-    m1_b_out_sent = send(m1_b_out, pp, to=1, message='m1_yb')      # &f32[8, 4]                          b
+    m1_a_out = region_0(a, m1_x)                                   # f32[8, 4]             +128 B       a
+    m1_b_out = region_0(b, m1_a_out)                               # f32[8, 4]             +128 B       b
+    m1_b_out_sent = send(m1_b_out, pp, to=1, message='m1_yb')      # &f32[8, 4]                         b
     del m1_b_out
     # 0B0
     wait(m0_b_out_sent)
     del m0_b_out_sent                                              #                       -128 B
-    m0_grad_output_recv = recv(pp, 'f32[8, 4]', source=1, message='m0_db')  # f32[8, 4]    +128 B        c
-    m0_grad_output = wait(m0_grad_output_recv)                     # &f32[8, 4]                          c
+    m0_grad_output_recv = recv(pp, 'f32[8, 4]', source=1, message='m0_db')  # f32[8, 4]    +128 B       c
+    m0_grad_output = wait(m0_grad_output_recv)                     # &f32[8, 4]                         c
     del m0_grad_output_recv
-    m0_b_grad_input, m0_b_full_grad = region_1(b, m0_grad_output,  # f32[8, 4], f32[4, 4]  +192 B        b
+    m0_b_grad_input, m0_b_full_grad = region_1(b, m0_grad_output,  # f32[8, 4], f32[4, 4]  +192 B       b
             m0_a_out)
     del m0_a_out, m0_grad_output                                   #                       -256 B
-    m0_a_full_grad = region_2(m0_x, m0_b_grad_input)               # f32[4, 4]             +64 B         a
+    m0_a_full_grad = region_2(m0_x, m0_b_grad_input)               # f32[4, 4]             +64 B        a
     del m0_x, m0_b_grad_input                                      #                       -128 B
     # 0B1
     wait(m1_b_out_sent)
     del m1_b_out_sent                                              #                       -128 B
-    m1_grad_output_recv = recv(pp, 'f32[8, 4]', source=1, message='m1_db')  # f32[8, 4]    +128 B        c
-    m1_grad_output = wait(m1_grad_output_recv)                     # &f32[8, 4]                          c
+    m1_grad_output_recv = recv(pp, 'f32[8, 4]', source=1, message='m1_db')  # f32[8, 4]    +128 B       c
+    m1_grad_output = wait(m1_grad_output_recv)                     # &f32[8, 4]                         c
     del m1_grad_output_recv
-    m1_b_grad_input, m1_b_full_grad = region_1(b, m1_grad_output,  # f32[8, 4], f32[4, 4]  +192 B        b
+    m1_b_grad_input, m1_b_full_grad = region_1(b, m1_grad_output,  # f32[8, 4], f32[4, 4]  +192 B       b
             m1_a_out)
     del m1_a_out, m1_grad_output                                   #                       -256 B
-    m1_a_full_grad = region_2(m1_x, m1_b_grad_input)               # f32[4, 4]             +64 B         a
+    m1_a_full_grad = region_2(m1_x, m1_b_grad_input)               # f32[4, 4]             +64 B        a
     del m1_x, m1_b_grad_input                                      #                       -128 B
     return [], {'a.weight': [m0_a_full_grad, m1_a_full_grad], 'b.weight': [m0_b_full_grad, m1_b_full_grad]}
 """
 SECOND = """
 def step(box):
     (
-        c,                                                            #                       1 parameters  unit c
-        pp,                                                           #                                     group pp
-        grad_output,                                                  # f32[8, 4]                           tangent
+        c,                                                            #                       1 parameter  unit c
+        pp,                                                           #                                    group pp
+        grad_output,                                                  # f32[8, 4]                          tangent
     ) = unbox(box)
     # 1F0
-    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B        b
-    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                          b
+    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')  # f32[8, 4]             +128 B       b
+    m0_b_out = wait(m0_b_out_recv)                                    # &f32[8, 4]                         b
     del m0_b_out_recv
-    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B        c
+    m0_c_out = region_0(c, m0_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B0
-    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m0_c_grad_input, m0_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m0_b_out)
     del m0_b_out                                                      #                       -128 B
-    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                   c
+    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                  c
     del m0_c_grad_input
     # 1F1
-    m1_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m1_yb')  # f32[8, 4]             +128 B        b
-    m1_b_out = wait(m1_b_out_recv)                                    # &f32[8, 4]                          b
+    m1_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m1_yb')  # f32[8, 4]             +128 B       b
+    m1_b_out = wait(m1_b_out_recv)                                    # &f32[8, 4]                         b
     del m1_b_out_recv
-    m1_c_out = region_0(c, m1_b_out)                                  # f32[8, 4]             +128 B        c
+    m1_c_out = region_0(c, m1_b_out)                                  # f32[8, 4]             +128 B       c
     # 1B1
-    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B        c
+    m1_c_grad_input, m1_c_full_grad = region_1(c, grad_output,        # f32[8, 4], f32[4, 4]  +192 B       c
             m1_b_out)
     del grad_output, m1_b_out                                         #                       -128 B
-    m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                   c
+    m1_c_grad_input_sent = send(m1_c_grad_input, pp, to=0, message='m1_db')  # &f32[8, 4]                  c
     del m1_c_grad_input
     # end
     wait(m0_c_grad_input_sent)
@@ -104,21 +104,21 @@ def step(box):
 DIVIDED = """
 def step(box):
     (
-        c,                                                                   #             1 parameters  unit c
-        pp,                                                                  #                           group pp
-        grad_output,                                                         # f32[8, 4]                 tangent
+        c,                                                                   #             1 parameter  unit c
+        pp,                                                                  #                          group pp
+        grad_output,                                                         # f32[8, 4]                tangent
     ) = unbox(box)
     # 1F0
-    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')         # f32[8, 4]   +128 B        b
-    m0_b_out = wait(m0_b_out_recv)                                           # &f32[8, 4]                b
+    m0_b_out_recv = recv(pp, 'f32[8, 4]', source=0, message='m0_yb')         # f32[8, 4]   +128 B       b
+    m0_b_out = wait(m0_b_out_recv)                                           # &f32[8, 4]               b
     del m0_b_out_recv
-    m0_c_out = region_0(c, m0_b_out)                                         # f32[8, 4]   +128 B        c
+    m0_c_out = region_0(c, m0_b_out)                                         # f32[8, 4]   +128 B       c
     # 1I0
-    m0_c_grad_input = region_1(c, grad_output)                               # f32[8, 4]   +128 B        c
-    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]                c
+    m0_c_grad_input = region_1(c, grad_output)                               # f32[8, 4]   +128 B       c
+    m0_c_grad_input_sent = send(m0_c_grad_input, pp, to=0, message='m0_db')  # &f32[8, 4]               c
     del m0_c_grad_input
     # 1W0
-    m0_c_run2_full_grad = region_2(m0_b_out, grad_output)                    # f32[4, 4]   +64 B         c
+    m0_c_run2_full_grad = region_2(m0_b_out, grad_output)                    # f32[4, 4]   +64 B        c
     del grad_output, m0_b_out                                                #             -128 B
     # end
     wait(m0_c_grad_input_sent)

@@ -35,7 +35,7 @@ from zcompile.ir.tensor_type import TensorType, dtype_of
 
 _MARGIN = re.compile(
     r"#\s*(?P<types>(?:(?:=?&?\w+\[[^\]]*\](?:@\d+)?|=?\d+ values)(?:,\s*)?)*)\s*"
-    r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(?P<source>.*)"
+    r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters?))?\s*(?P<source>.*)"
 )
 _PHASES = frozenset(map(str, Phase))
 _LENT = {kind.label: kind for kind in ops.LENT}

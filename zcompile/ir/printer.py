@@ -49,7 +49,7 @@ from zcompile.ir.ops import (
 )
 from zcompile.ir.program_graph import ProgramGraph, after_items
 from zcompile.ir.region import Region, graph_text
-from zcompile.ir.spelling import escaped, quoted
+from zcompile.ir.spelling import counted, escaped, quoted
 from zcompile.ir.tensor_type import TensorType, dtype_text, human_bytes
 
 _TEMPLATE = """\
@@ -315,8 +315,8 @@ def _argument(program: ProgramGraph, node: fx.Node) -> TextLine:
     meta = data(node)
     match meta.op:
         case Shards(unit):
-            count = len(program.layout.unit(unit).params)
-            return TextLine(f"{node.name},", delta=f"{count} parameters", source=f"unit {escaped(unit)}")
+            count = counted(len(program.layout.unit(unit).params), "parameter")
+            return TextLine(f"{node.name},", delta=count, source=f"unit {escaped(unit)}")
         case Parameter(name):
             return TextLine(f"{node.name},", _type_text(meta), source=f"parameter {escaped(name)}")
         case WaitGather(unit):

@@ -51,6 +51,11 @@ def quoted(name: str) -> str:
     return f'"{text}"'
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 parameter`, `2 parameters`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def unescaped(text: str) -> str:
     """What `escaped` was given."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)

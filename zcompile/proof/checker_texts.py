@@ -15,7 +15,7 @@ _TYPE = re.compile(r"(=?)&?(\w+)\[([^\]]*)\](?:@\d+)?")
 _COMMENT = re.compile(r"""(?:[^'"#]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")*(#.*)?""")
 _MARGIN = re.compile(
     r"#\s*((?:(?:=?&?\w+\[[^\]]*\](?:@\d+)?|=?\d+ values)(?:,\s*)?)*)\s*"
-    r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters))?\s*(.*)"
+    r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters?))?\s*(.*)"
 )
 
 CAPTURE, FORWARD, BACKWARD = "00_capture.py", "forward.py", "backward.py"

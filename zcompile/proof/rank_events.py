@@ -19,6 +19,7 @@ from typing import Any
 
 from zcompile.errors import ProofError
 from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.spelling import counted
 from zcompile.ir.tensor_type import dtype_of, dtype_text
 
 
@@ -414,7 +415,7 @@ class _Reader:
                 else:
                     found.append(not (isinstance(element, ast.Constant) and element.value is None))
         if len(found) != count:
-            raise call.error(f"is given {len(found)} gradients of {count} parameters")
+            raise call.error(f"is given {counted(len(found), 'gradient')} of {counted(count, 'parameter')}")
         return found
 
     def _collective(self, call: _Call, body: _Body, library: str, operation: str) -> None:

@@ -123,8 +123,9 @@ def owners_line(layout: Layout) -> str:
         assert param.owner is not None, "it is one of them"
         loads[param.owner] += cost_of(param.shape)
     share = max(loads.values()) * len(loads) / sum(loads.values())
+    whole = "1 parameter is" if len(owned) == 1 else f"{len(owned)} parameters are"
     return (
-        f"{len(owned)} parameters are whole on one rank each, {human_bytes(most_kept(owned, len(loads)))} at most: the "
+        f"{whole} whole on one rank each, {human_bytes(most_kept(owned, len(loads)))} at most: the "
         f"optimizer's work on them is {share:.2f} of a rank's share where it is largest"
     )
 
