@@ -161,6 +161,44 @@ def test_a_converted_model_moves_nowhere() -> None:
     assert compiled[0].weight.dtype is torch.float32
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_the_given_model_is_converted_as_the_compiled_one_is(kind: str, stage: int) -> None:
+    given, expected = plain(), CONVERSIONS[kind](plain())
+    compiled = zcompile.compile(given, stage=stage, backend="eager")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (compiled, expected)]
+    assert CONVERSIONS[kind](nn.ModuleDict({"wrapped": given}))["wrapped"] is given
+    for _ in range(2):
+        for model, optimizer in zip((compiled, expected), optimizers, strict=True):
+            model(X.to(expected[0].weight.dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(like(compiled.state_dict()[name]), value), name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_given_model_that_is_in_use_is_not_converted_or_moved(stage: int) -> None:
+    given = plain()
+    compiled = zcompile.compile(given, stage=stage, backend="eager")
+    with pytest.raises(zcompile.ParameterError, match="0: is a module of a sharded model"):
+        given[0].half()
+    with pytest.raises(zcompile.ParameterError, match="a sharded model cannot be moved"):
+        given.to("meta")
+    compiled(X).sum().backward()
+    with pytest.raises(zcompile.ParameterError, match="programs have been compiled"):
+        given.half()
+    for same in (given, given[0]):
+        assert same.to("cpu", torch.float32).float() is same
+    parameter, before = given[0].weight, like(given[0].weight)
+    torch.optim.SGD(given.parameters(), lr=0.1).step()
+    assert given[0].weight is parameter
+    assert not torch.equal(like(parameter), before)
+    with compiled.unsharded():
+        assert given[0].half()(X.half()).dtype is torch.float16  # full parameters, for as long as they are there
+    assert compiled(X).dtype is torch.float32
+
+
 # -- models without parameters ----------------------------------------------------------------------------------------
 
 

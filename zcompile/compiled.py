@@ -26,7 +26,7 @@ from zcompile.engine.state_places import shard_memory
 from zcompile.errors import ModelError, ParameterError, StateError
 from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
-from zcompile.model.conversion import check_unhooked, convert
+from zcompile.model.conversion import check_unhooked, convert, kinds_made
 from zcompile.model.model_copies import copy_model
 from zcompile.model.own_dtype import OwnDtype
 from zcompile.model.sharding import Retired, Site
@@ -248,8 +248,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         Raises:
             ParameterError: it cannot be moved, or not be converted any more; nothing has changed.
         """
-        kinds = {(tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())}
-        made = {kind: fn(torch.empty(0, dtype=kind[0], device=kind[1])) for kind in kinds}
+        made = kinds_made(self, fn)
         ours = self._engine.runtime.communicator.device
         for (dtype, device), one in made.items():
             if one.device not in (device, ours):

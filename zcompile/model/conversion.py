@@ -14,6 +14,14 @@ from zcompile.model.sharding import Site, placeholder_of
 from zcompile.runtime.shards import UnitShards
 
 
+def kinds_made(
+    module: nn.Module, convert_one: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[tuple[torch.dtype, torch.device], torch.Tensor]:
+    """What `convert_one` gives for an empty tensor of each kind that `module` has."""
+    kinds = {(tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers())}
+    return {kind: convert_one(torch.empty(0, dtype=kind[0], device=kind[1])) for kind in kinds}
+
+
 def check_unhooked(sites: Iterable[Site]) -> None:
     """Raise ParameterError for a parameter with hooks, which its conversion would lose."""
     for site in sites:

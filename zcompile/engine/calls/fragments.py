@@ -40,6 +40,7 @@ from zcompile.frontend.capture import Names
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
 from zcompile.frontend.local_graphs import Locals
 from zcompile.ir.tensor_type import human_bytes
+from zcompile.model.conversion import kinds_made
 from zcompile.model.sharding import Retired, Site
 from zcompile.model.units import is_container
 from zcompile.report.explain import Break, explain_breaks
@@ -61,6 +62,8 @@ class Tree:
         self._paths = {id(module): path for path, module in self.model.named_modules()}
         named = [(module, name) for module in self.model.modules() for name in methods_with_entries(module)]
         self.entries = [Entry(module, name, self.enter) for module, name in named]
+        owning = [module for module in self.model.modules() if next(module.parameters(), None) is not None]
+        self.entries += [Entry(module, "_apply", self.convert) for module in owning]
         self.root = Fragment(self, self.model, "", lambda *args, **kwargs: self.model(*args, **kwargs))
         self.call: ModelCall | None = None
         self.is_full = False
@@ -117,6 +120,20 @@ class Tree:
             return self.run(self._fragment_of(entry), args, kwargs)
         with runtime.random_numbers_again(), runtime.autocast():  # a recomputation of what was called by itself
             return self._fragment_of(entry)(*args, **kwargs)
+
+    def convert(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+        """Convert the given model, as its `to()` asks; torch's own way gives it parameters that no program has.
+
+        Raises:
+            ParameterError: it cannot be converted or moved, or a module of it alone would be.
+        """
+        if entry.module is self.model and self.face is not None:
+            self.face._apply(*args, **kwargs)
+        elif any((one.dtype, one.device) != kind for kind, one in kinds_made(entry.module, args[0]).items()):
+            problem = "is a module of a sharded model, and cannot be converted or moved by itself"
+            fix = "convert it before zcompile.compile, or all of the model"
+            raise ParameterError(self._paths[id(entry.module)], problem, fix)
+        return entry.module
 
     def _runs_plainly(self, entry: Entry) -> bool:
         """Whether a call past the model runs as it is: without shards, gradients from outside are averaged anyway.
