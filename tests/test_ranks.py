@@ -271,6 +271,7 @@ def touched(rank: int) -> list[object]:
         lambda: weight.pow(2).mean(),
         lambda: torch.linalg.vector_norm(weight).item(),
         lambda: weight.detach() + torch.ones(13, 7),
+        lambda: torch.from_dlpack(weight.detach()),
     ]
     refused = [refusal(use)[1].partition("\n")[0] for use in uses]
     with torch.no_grad():
@@ -288,7 +289,7 @@ def touched(rank: int) -> list[object]:
 
 def test_arithmetic_on_a_sharded_parameter_is_refused_or_right(ranks: Ranks) -> None:
     for refused, right in ranks.run(2, touched):
-        names = ["sum", "sum", "pow", "linalg_vector_norm", "add"]
+        names = ["sum", "sum", "pow", "linalg_vector_norm", "add", "__dlpack__"]
         for message, name in zip(refused, names, strict=True):
             assert message.startswith("layers.0.weight: ")
             assert f"{name} reads this parameter outside of a program" in message

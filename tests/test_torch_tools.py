@@ -71,3 +71,40 @@ def test_memory_is_tracked_around_a_step(ranks: Ranks, stage: int) -> None:
         assert found["Optstate"] >= 2 * found["shards"]
         assert found["Activation"] > 0
         assert found["Total"] > found["Parameter"] + found["Optstate"] + found["Activation"]
+
+
+def transformed(rank: int, stage: int) -> list[str]:
+    """What transforms of torch.func say outside of unsharded(), and what they give otherwise inside."""
+    torch.manual_seed(0)
+    plain, given, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(2, 4)
+    given.load_state_dict(plain.state_dict())
+    compiled, said = zcompile.compile(given, stage=stage, backend="eager"), list[str]()
+
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(model, values, (x,)).square().sum()
+
+        return torch.func.grad(loss)({name: value.detach() for name, value in model.named_parameters()})
+
+    def mapped(model: nn.Module) -> torch.Tensor:
+        return torch.vmap(lambda row: model.weight @ row)(x).detach()
+
+    def of_weight(model: nn.Module) -> torch.Tensor:
+        return torch.func.grad(lambda weight: (x @ weight).sum())(model.weight.detach())
+
+    for use in (gradients, mapped, of_weight):
+        with pytest.raises((zcompile.ParameterError, RuntimeError)) as refused:
+            use(given)
+        said.append(f"{refused.type.__name__}: {refused.value}")
+        with compiled.unsharded():
+            torch.testing.assert_close(use(given), use(plain))
+    compiled(x).sum().backward()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_transforms_of_torch_work_on_full_parameters(ranks: Ranks, stage: int) -> None:
+    for gradients, mapped, of_weight in ranks.run(2, transformed, stage):
+        assert re.match(r"ParameterError: weight: was replaced.*\n.*within compiled\.unsharded\(\)", gradients)
+        assert "ParameterError: weight: matmul reads this parameter outside of a program" in mapped
+        assert re.match("RuntimeError: .* got mixed torch.Tensor and DTensor", of_weight), "as docs/errors.md has it"

@@ -105,6 +105,8 @@ class ShardedParameter(ExplainedDTensor):
             return func(kind)
         if (read := _read(func, args, kwargs or {})) is not None:
             return func(*read[0], **read[1])
+        if func == torch.Tensor.__dlpack__:  # torch would give the memory of the whole, of which there is none
+            raise _refusal(args, func, _READ_OUTSIDE)
         args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
@@ -117,7 +119,7 @@ class ShardedParameter(ExplainedDTensor):
             if "require placement changes" in str(error) and (undivided := _undivided(args, func)) is not None:
                 raise undivided from error
             if "not supported for tensor subclasses" in str(error):
-                raise _refusal(args, func, "take its full_tensor() on every rank, or its to_local()") from None
+                raise _refusal(args, func, _READ_OUTSIDE) from None
             raise
         if owner is not None:
             keep_owner(result, given, func, explainer(given))
@@ -288,6 +290,9 @@ def _undivided(args: Any, func: Callable[..., Any]) -> ParameterError | None:
     problem = f"{called} writes a tensor that torch cannot divide as this parameter is, {rows}"
     fix = "keep it whole on one rank, with whole= in zcompile.compile, or take an optimizer that works by elements"
     return ParameterError(tensor.zcompile_name, problem, fix)
+
+
+_READ_OUTSIDE = "take its full_tensor() on every rank, or its to_local()"
 
 
 def _refusal(args: Any, func: Callable[..., Any], fix: str = "") -> ParameterError:

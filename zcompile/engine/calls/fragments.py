@@ -423,6 +423,8 @@ class Fragment:
             current = parameters_of(site.owner).get(site.key)
             if current is not site.shard and not isinstance(current, Leaf):
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
+                if current is not None and type(current) is torch.Tensor:  # nothing else puts a tensor there
+                    fix = "call torch.func.functional_call within compiled.unsharded()"
                 raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
             if has_gradient_hooks(site.shard):
                 fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
