@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
-from zcompile._torch import local_tensor
+from zcompile._torch import compiled_autograd, local_tensor
 from zcompile.cost.line_calls import lines_of
 
 
@@ -108,3 +108,27 @@ def test_transforms_of_torch_work_on_full_parameters(ranks: Ranks, stage: int) -
         assert re.match(r"ParameterError: weight: was replaced.*\n.*within compiled\.unsharded\(\)", gradients)
         assert "ParameterError: weight: matmul reads this parameter outside of a program" in mapped
         assert re.match("RuntimeError: .* got mixed torch.Tensor and DTensor", of_weight), "as docs/errors.md has it"
+
+
+def under_compiled_autograd(rank: int, stage: int, compiler: str) -> str:
+    """What a backward under it says; those before and after are the usual ones."""
+    compiled = zcompile.compile(make("mlp"), stage=stage, backend="eager")
+    compiled(*batch("mlp", rank, 0)).backward()
+    before = [local_tensor(p.grad).clone() if stage else p.grad.clone() for p in compiled.parameters()]
+    loss = compiled(*batch("mlp", rank, 0))
+    chosen = torch.compile(backend="eager") if compiler == "dynamo" else lambda graph: graph
+    enabled = compiled_autograd._enable(chosen)
+    with enabled, pytest.raises(zcompile.BackwardError) as refused:
+        loss.backward()
+    compiled(*batch("mlp", rank, 0)).backward()
+    after = [local_tensor(p.grad) if stage else p.grad for p in compiled.parameters()]
+    for one, other in zip(before, after, strict=True):
+        torch.testing.assert_close(other, 2 * one)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("compiler", ["dynamo", "none"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_under_compiled_autograd_is_refused(ranks: Ranks, stage: int, compiler: str) -> None:
+    for said in ranks.run(2, under_compiled_autograd, stage, compiler):
+        assert re.match("backward: runs under torch's compiled autograd.*\n.*call backward outside", said)

@@ -27,6 +27,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id, _will
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher  # kernels that can do with sizes that vary
+from torch._dynamo import compiled_autograd  # backwards that are captured, and whether one runs
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
 from torch._dynamo.callback import callback_handler  # called around each compilation
 from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext  # what torch.compile makes
@@ -111,6 +112,7 @@ __all__ = [
     "close_connections",
     "compile_plainly",
     "compile_with_inductor",
+    "compiled_autograd",
     "connect_hosts",
     "copy_all",
     "copyable",
@@ -187,6 +189,7 @@ __all__ = [
     "version_of",
     "wants_gradient",
     "with_local",
+    "within_compiled_autograd",
     "writes_arguments",
     "written_arguments",
 ]
@@ -616,6 +619,11 @@ def backward_number() -> int | None:
     """A number of its own for the backward that runs in this thread; None outside of one."""
     number: int = _current_graph_task_id()
     return None if number < 0 else number
+
+
+def within_compiled_autograd() -> bool:
+    """True while torch's compiled autograd runs a backward that it has captured."""
+    return compiled_autograd.in_compiled_autograd_region
 
 
 def after_backward(callback: Callable[[], None]) -> None:

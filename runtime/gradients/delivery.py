@@ -17,8 +17,9 @@ from zcompile._torch import (
     local_tensor,
     no_torch_function,
     post_accumulate_hooks,
+    within_compiled_autograd,
 )
-from zcompile.errors import ParameterError
+from zcompile.errors import BackwardError, ParameterError
 from zcompile.ir.layout import Unit
 from zcompile.runtime.device import current_stream, is_gpu
 from zcompile.runtime.executor import BoundUnit, Gradients, average
@@ -119,6 +120,7 @@ class Delivery:
         return average(bound, list(grads), scattered=self.scatter)
 
     def _current(self) -> _Backward:
+        refuse_compiled_autograd()
         number = backward_number()
         assert number is not None, "gradients come from a backward"
         if number not in self._running:
@@ -219,6 +221,17 @@ class Refusal:
         """
         fix = "let torch.compile trace that code (fullgraph=True shows what breaks the graph), or use zcompile.compile"
         raise ParameterError(self.name, "was read outside of compiled graphs, where it is sharded", fix)
+
+
+def refuse_compiled_autograd() -> None:
+    """Refuse to deliver where hooks and ends of backwards come in another order, and gradients are added twice.
+
+    Raises:
+        BackwardError: torch's compiled autograd runs the backward.
+    """
+    if within_compiled_autograd():
+        fix = "leave torch._dynamo.config.compiled_autograd off, and call backward outside of what enables it"
+        raise BackwardError("backward", "runs under torch's compiled autograd; it is compiled by zcompile already", fix)
 
 
 def run_hooks(holder: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from zcompile._torch import backward_number, keeps_graph, tree_leaves, wants_gradient
 from zcompile.errors import BackwardError
 from zcompile.runtime.executor import Gradients
-from zcompile.runtime.gradients.delivery import Delivery
+from zcompile.runtime.gradients.delivery import Delivery, refuse_compiled_autograd
 
 
 @dataclass
@@ -67,8 +67,9 @@ class ModelCall:
         """Runs before the first parts of a backward of this call.
 
         Raises:
-            BackwardError: a parameter changed since the forward.
+            BackwardError: a parameter changed since the forward; or torch's compiled autograd runs the backward.
         """
+        refuse_compiled_autograd()
         number = backward_number()
         if self._begun == number:
             return
