@@ -36,6 +36,7 @@ from zcompile._torch import (
 )
 from zcompile.errors import CaptureError
 from zcompile.frontend.nested_graphs import written_out
+from zcompile.frontend.opaque_calls import refuse_opaque_calls
 from zcompile.frontend.step_cache import (
     BackwardCode,
     ForwardCode,
@@ -221,8 +222,9 @@ def read_joint(
     """The joint graph (or a forward graph alone) of AOTAutograd as a Program.
 
     Raises:
-        CaptureError: the code writes to a parameter, or returns one.
+        CaptureError: the code writes to a parameter, or returns one, or has effects of which nothing is known.
     """
+    refuse_opaque_calls(joint.graph, names.source)
     reader = _Reader(joint, inputs, names)
     return reader.read(num_outputs, layout)
 
