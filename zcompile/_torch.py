@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id, _will_engine_execute_node
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher  # kernels that can do with sizes that vary
 from torch._dynamo import compiled_autograd  # backwards that are captured, and whether one runs
@@ -167,6 +168,7 @@ __all__ = [
     "promise_no_donated_buffers",
     "random_state",
     "real_tensors",
+    "recomputes",
     "reduce_together",
     "register_pytree_node",
     "replace_state_dict",
@@ -619,6 +621,16 @@ def backward_number() -> int | None:
     """A number of its own for the backward that runs in this thread; None outside of one."""
     number: int = _current_graph_task_id()
     return None if number < 0 else number
+
+
+def recomputes() -> bool:
+    """True where a backward that runs in this thread runs code of a forward again, as activation checkpointing does.
+
+    Such code is run with gradients, or for what it saves; hooks of a backward are not.
+    """
+    if backward_number() is None:
+        return False
+    return torch.is_grad_enabled() or _top_saved_tensors_default_hooks(True) is not None
 
 
 def within_compiled_autograd() -> bool:

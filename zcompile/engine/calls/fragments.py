@@ -77,7 +77,7 @@ class Tree:
         """Parameters that are left to the user, as the rest of the tree is made of shards."""
         self._known.update(self._ignored)
         self.watch = TreeWatch(self.model)
-        self.reads = PlainReads(self.sites)
+        self.reads = PlainReads(self.sites, self.root._gathered)
         for entry in self.entries:
             entry.put()
 
@@ -374,7 +374,7 @@ class Fragment:
         try:
             for site in own:
                 parameters_of(site.owner)[site.key] = leaves[site.name]
-            with self.tree.reads.within(self._gathered):
+            with self.tree.reads.within(self._gathered, leaves):
                 yield
         finally:
             for site, parameter in zip(own, before, strict=True):

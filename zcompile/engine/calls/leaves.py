@@ -6,14 +6,14 @@ import contextlib
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from zcompile._torch import parameters_of, version_of, within_function_transform
+from zcompile._torch import parameters_of, recomputes, version_of, within_function_transform
 from zcompile.errors import CaptureError, ParameterError
 from zcompile.model.sharding import Site
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate, gathered
@@ -102,12 +102,16 @@ class PlainReads:
     """Parameters that a module's plain Python reads past the modules that they are in: gathered once they are read.
 
     Within such code a shard stands for its full parameter, as `F.linear(x, self.embedding.weight)` wants it. It is
-    kept until the code that reads it first has returned.
+    kept until the code that reads it first has returned. A function that is checkpointed runs again within a backward,
+    where no module's code is around it: `again` gathers, for each read, what stands for a parameter there.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._all, self._sites = sites, {id(site.shard): site for site in sites}
+    def __init__(self, sites: Sequence[Site], again: Callable[[Sequence[Site], str], dict[str, Leaf]]) -> None:
+        self._all, self._sites, self._again = sites, {id(site.shard): site for site in sites}, again
         self._code: _Code | None = None
+        self._is_aside = False
+        self._read: set[str] = set()
+        """What plain Python of the model has read so far: what it computes again reads nothing else."""
         for site in sites:
             shard: object = site.shard
             if isinstance(shard, ShardedParameter):
@@ -119,36 +123,51 @@ class PlainReads:
         Raises:
             ParameterError: it would be gathered within a transform of torch.func, which would not see its gradient.
         """
-        code, site = self._code, self._sites.get(id(parameter))
-        if code is None or site is None or code.thread != threading.get_ident():
+        site, code = self._read_site(parameter), self._code
+        if site is None:
             return None
-        if site.name not in code.found:
+        if code is None or site.name not in code.found:
             if within_function_transform():
                 fix = "read it before, outside of the transform"
                 raise ParameterError(site.name, "is first read within a transform of torch.func", fix)
+            if code is None:
+                with self.aside():
+                    return self._again([site], site.name)[site.name]
             with self.aside(), torch.set_grad_enabled(code.trains):  # what it reads without gradients, it may use with
                 code.add(code.gather([site], site.name))
+            self._read.add(site.name)
         return code.found[site.name]
 
     def kind(self, parameter: ShardedParameter) -> torch.Tensor | None:
         """What has the dtype and the device of all of a parameter, where plain Python of a model asks for them."""
+        site = self._read_site(parameter)
+        return None if site is None else site.placeholder
+
+    def _read_site(self, parameter: ShardedParameter) -> Site | None:
+        """The place of a parameter, if it is the model's own code that reads it, as plain Python."""
         code, site = self._code, self._sites.get(id(parameter))
-        asks = code is not None and code.thread == threading.get_ident()
-        return site.placeholder if asks and site is not None else None
+        if code is not None:
+            return site if code.thread == threading.get_ident() else None
+        known = site is not None and site.name in self._read and not self._is_aside
+        return site if known and recomputes() else None
 
     @contextlib.contextmanager
-    def within(self, gather: Callable[[Sequence[Site], str], dict[str, Leaf]]) -> Iterator[None]:
+    def within(self, gather: Callable[[Sequence[Site], str], dict[str, Leaf]], own: Iterable[str]) -> Iterator[None]:
         """Plain Python of a module runs; `gather` gives full parameters, for the reader that is named.
+
+        `own`: the module's own parameters, which are full already.
 
         Raises:
             CaptureError: it has written to what it read.
         """
-        before, self._code = self._code, _Code(gather, torch.is_grad_enabled())
-        code = self._code
+        before = self._code, self._is_aside
+        self._read.update(own)
+        self._code = code = _Code(gather, torch.is_grad_enabled())
+        self._is_aside = False
         try:
             yield
         finally:
-            self._code = before
+            self._code, self._is_aside = before
             self._put_back(code.found)
         check_unwritten(code.found, code.versions)
 
@@ -161,11 +180,12 @@ class PlainReads:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """A program runs, or zcompile itself: shards are shards."""
-        before, self._code = self._code, None
+        before = self._code, self._is_aside
+        self._code, self._is_aside = None, True
         try:
             yield
         finally:
-            self._code = before
+            self._code, self._is_aside = before
 
 
 @dataclass
