@@ -304,6 +304,54 @@ def test_a_gradient_that_is_no_dtensor_is_refused() -> None:
         optimizer.step()
 
 
+class Product(torch.autograd.Function):
+    """Is given a parameter as it is: what it returns as its gradient, autograd puts into `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(ctx.saved_tensors[0]), grad.T @ ctx.saved_tensors[0]
+
+
+class Applies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.copies = nn.Linear(4, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")  # breaks the graph
+        return self.fc(x) + Product.apply(x, self.fc.weight.clone() if self.copies else self.fc.weight)
+
+
+def by_code(stage: int) -> tuple[nn.Module, torch.Tensor]:
+    compiled = zcompile.compile(nn.Linear(4, 4), stage=stage, backend="eager")
+    compiled.weight.grad = torch.ones(4, 4)
+    return compiled, compiled.weight
+
+
+def by_function(stage: int) -> tuple[nn.Module, torch.Tensor]:
+    compiled = zcompile.compile(Applies(), stage=stage, backend="eager")
+    return compiled, compiled.fc.weight
+
+
+@pytest.mark.filterwarnings("ignore:zcompile. graph break")
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("made", [by_code, by_function])
+def test_no_average_is_added_to_a_gradient_that_is_no_dtensor(made: Callable[..., Any], stage: int) -> None:
+    compiled, parameter = made(stage)
+    with pytest.raises(zcompile.ParameterError, match=r"weight: is a DTensor, and its `\.grad` was set to a plain"):
+        compiled(torch.ones(2, 4)).sum().backward()
+    compiled.zero_grad()
+    compiled.copies = True  # what the error says to do
+    compiled(torch.ones(2, 4)).sum().backward()
+    twice = 2.0 if made is by_function else 1.0
+    torch.testing.assert_close(parameter.grad.full_tensor(), torch.full((4, 4), 2 * twice))
+
+
 def in_a_train_step(rank: int) -> None:
     reference = model()
     optimizer = torch.optim.Rprop(reference.parameters(), lr=0.05)
