@@ -7,6 +7,7 @@ leaves one out would leave the others with an error of gloo's, which says nothin
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -98,12 +99,15 @@ class ExplainedDTensor(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do `func`; of what it sums over the shards, the sum over the ranks is explained, too.
+        """Do `func`; of what it gives, sums over the shards are explained, and made whole when they are read.
 
         Raises:
             GroupError: naming the ranks that have not come, and the line that has called it.
             ParameterError: it takes gradients of which some are plain tensors, or such of which one rank has all.
         """
+        if func in _READS and (number := _number_of(args[0])) is not None:
+            return func(number, *args[1:], **(kwargs or {}))
+        held = first_held(args)
         args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
@@ -115,10 +119,8 @@ class ExplainedDTensor(DTensor):
             problem = f"are sharded in part: {getattr(func, '__name__', 'an operation')} is given plain tensors, too"
             fix = "use every parameter within what is compiled: nobody averages the gradients of others"
             raise ParameterError("gradients", problem, fix) from error
-        if (tensor := first_held(args)) is not None:
-            for one in result if isinstance(result, (list, tuple)) else [result]:
-                if type(one) is DTensor and any(placement.is_partial() for placement in one.placements):
-                    explain(one, waits_of(tensor))
+        if held is not None:
+            explain_results(result, given, waits_of(held))
             if owner is not None:
                 keep_owner(result, given, func, explainer(given))
         return result
@@ -132,20 +134,60 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
     return tensor
 
 
+def explain_results(result: Any, given: Sequence[Any], waits: Waits | None) -> None:
+    """Let what an operation gives be explained, as what is computed of it may be a sum over shards.
+
+    Of lists, which optimizers compute with, these sums alone.
+    """
+    alone = isinstance(result, DTensor)
+    for one in result if isinstance(result, (list, tuple)) else [result]:
+        is_new = type(one) is DTensor and one.grad_fn is None and not any(one is arg for arg in given)
+        if is_new and (alone or any(placement.is_partial() for placement in one.placements)):
+            explain(one, waits)
+
+
+def _number_of(tensor: object) -> torch.Tensor | None:
+    """The value of a tensor without dimensions, on every rank; None of anything else. Collective for a sum over shards.
+
+    torch would read this rank's part of the sum.
+    """
+    if not isinstance(tensor, ExplainedDTensor) or tensor.ndim or tensor.grad_fn is not None:
+        return None
+    return tensor.full_tensor()
+
+
+_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in "item tolist numpy __float__ __int__ __bool__ __index__ __complex__ __format__".split()  # noqa: SIM905
+)
+"""What reads the value of a tensor without dimensions."""
+
+
 def with_rows(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a norm, zeros for a tensor of which this rank has no rows: torch has no maximum of nothing."""
-    if getattr(func, "__name__", "") not in _NORMS:
+    """Arguments of a norm or an extreme; a tensor of which this rank has no rows is filled for it."""
+    name = getattr(func, "__name__", "")
+    if name not in _FILLS or (name not in _NORMS and len(args) > 1):  # along a dimension rows are counted
         return args
 
     def filled(one: Any) -> Any:
         if not isinstance(one, DTensor) or local_tensor(one).numel() or not one.numel():
             return one
-        return laid_out_like(one, local_tensor(one).new_zeros([max(size, 1) for size in local_tensor(one).shape]))
+        sizes, limits = [max(size, 1) for size in local_tensor(one).shape], _limits(one.dtype)
+        return laid_out_like(one, local_tensor(one).new_full(sizes, limits[_FILLS[name]]))
 
     return tuple(type(arg)(map(filled, arg)) if type(arg) in (list, tuple) else filled(arg) for arg in args)
 
 
+def _limits(dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """The least number of a dtype, zero, and the largest one."""
+    if dtype.is_floating_point:
+        return -math.inf, 0.0, math.inf
+    return (False, False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, 0, torch.iinfo(dtype).max)
+
+
 _NORMS = ("norm", "linalg_vector_norm", "_foreach_norm")
+_FILLS = {**dict.fromkeys(_NORMS, 1), **dict.fromkeys(("max", "amax"), 0), **dict.fromkeys(("min", "amin"), 2)}
+"""Which of `_limits` changes nothing."""
 
 
 def explainer(args: Sequence[Any]) -> Callable[[DTensor], object]:

@@ -26,6 +26,7 @@ from zcompile._torch import (
 from zcompile.errors import ParameterError
 from zcompile.runtime.tensors.explained import (
     ExplainedDTensor,
+    explain_results,
     explained,
     explainer,
     first_held,
@@ -107,6 +108,7 @@ class ShardedParameter(ExplainedDTensor):
             return func(*read[0], **read[1])
         if func == torch.Tensor.__dlpack__:  # torch would give the memory of the whole, of which there is none
             raise _refusal(args, func, _READ_OUTSIDE)
+        held = first_held(args)
         args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
@@ -133,7 +135,9 @@ class ShardedParameter(ExplainedDTensor):
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
                 raise _refusal(args, func)
-            return tree_map_only(DTensor, functools.partial(_whole, tensor=first_held(args)), result)
+            result = tree_map_only(DTensor, functools.partial(_whole, tensor=held), result)
+            if held is not None:
+                explain_results(result, given, waits_of(held))
         return result
 
 
