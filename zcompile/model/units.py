@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,7 +85,7 @@ def match_called(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
         OptionError: a pattern matches no module with parameters, or one that is never called or has several dtypes.
     """
     option, fix = "keep_dtype", "give paths of model.named_modules(), such as ['blocks.*.router', 'lm_head']"
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    if not _are_patterns(patterns):
         raise OptionError(option, f"{patterns!r} is no list of paths", fix)
     paths = {path: module for path, module in model.named_modules() if path and _has_parameters(module)}
     for pattern in patterns:
@@ -102,6 +102,11 @@ def match_called(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     return found
 
 
+def _are_patterns(given: object) -> bool:
+    """True for a list of texts; an iterator would be empty where it is read again, and nothing would match."""
+    return isinstance(given, Collection) and not isinstance(given, str) and all(isinstance(one, str) for one in given)
+
+
 def is_container(module: nn.Module) -> bool:
     """True for what is never called: ModuleList, ModuleDict, ParameterList and their like."""
     return type(module).forward is nn.Module.forward
@@ -114,7 +119,7 @@ def match_params(params: Mapping[str, torch.Tensor], patterns: Sequence[str], op
         OptionError: a pattern matches no parameter, or one of which tensor parallelism has divided the matrix.
     """
     fix = "give names of model.named_parameters(), such as [n for n, p in model.named_parameters() if p.ndim == 2]"
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    if not _are_patterns(patterns):
         raise OptionError(option, f"{patterns!r} is no list of names", fix)
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in params):
