@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -31,6 +32,15 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "moved": lambda t: t.norm().cpu().item(),
     "converted": lambda t: t.double().norm().float().item(),
     "numpy": lambda t: float(t.norm().numpy()),
+    "of one element": lambda t: t.sum().view(1).item(),
+    "of rows": lambda t: (t.max(-1).values if t.ndim > 1 else t).sum().item(),
+    "of rows by name": lambda t: (t.amax(dim=-1) if t.ndim > 1 else t).sum().item(),
+    "of columns": lambda t: t.amax(0).sum().item(),
+    "norms of rows": lambda t: (t.norm(dim=-1) if t.ndim > 1 else t).sum().item(),
+    "of a list": lambda t: float(torch._foreach_max([t])[0]),
+    "within a tensor": lambda t: torch.tensor([t.norm(), 1.0])[0].item(),
+    "array": lambda t: float(np.asarray(t.norm())),
+    "nonzero": lambda t: torch.is_nonzero((t == t.max()).any()),
     "relative": lambda t: (t / t.norm()).sum().item(),
 }
 

@@ -179,6 +179,7 @@ __all__ = [
     "set_group_timeout",
     "size_of_expression",
     "steps_of_scale",
+    "subclasses_dispatched",
     "submodules_of",
     "suggest_memory_format",
     "supports_foreach",
@@ -558,6 +559,18 @@ def wants_gradient(accumulator: Node) -> bool:
 def no_torch_function() -> contextlib.AbstractContextManager[Any]:
     """Inside, a tensor subclass's `__torch_function__` is not called."""
     return DisableTorchFunctionSubclass()
+
+
+@contextlib.contextmanager
+def subclasses_dispatched() -> Iterator[None]:
+    """Inside, operations on DTensors are DTensor's, also where torch reads numbers for `torch.tensor([number])`.
+
+    There it leaves the classes of tensors out, and would read memory that a DTensor does not have.
+    """
+    with torch._C._PreserveDispatchKeyGuard():
+        for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
 
 
 def modes_of_user() -> list[TorchDispatchMode]:

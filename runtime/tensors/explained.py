@@ -9,13 +9,20 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from zcompile._torch import copyable, local_tensor, no_torch_function, supports_foreach, with_local
+from zcompile._torch import (
+    copyable,
+    local_tensor,
+    no_torch_function,
+    subclasses_dispatched,
+    supports_foreach,
+    with_local,
+)
 from zcompile.errors import ParameterError
 from zcompile.runtime.tensors.owned import (
     check_owned,
@@ -108,7 +115,7 @@ class ExplainedDTensor(DTensor):
         if func in _READS and (number := _number_of(args[0])) is not None:
             return func(number, *args[1:], **(kwargs or {}))
         held = first_held(args)
-        args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
+        args, given = with_rows(func, args, kwargs or {}), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():
@@ -120,7 +127,7 @@ class ExplainedDTensor(DTensor):
             fix = "use every parameter within what is compiled: nobody averages the gradients of others"
             raise ParameterError("gradients", problem, fix) from error
         if held is not None:
-            explain_results(result, given, waits_of(held))
+            explain_results(func, result, given, waits_of(held))
             if owner is not None:
                 keep_owner(result, given, func, explainer(given))
         return result
@@ -134,12 +141,12 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
     return tensor
 
 
-def explain_results(result: Any, given: Sequence[Any], waits: Waits | None) -> None:
-    """Let what an operation gives be explained, as what is computed of it may be a sum over shards.
+def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any], waits: Waits | None) -> None:
+    """Let what `func` gives be explained, as what is computed of it may be a sum over shards.
 
-    Of lists, which optimizers compute with, these sums alone.
+    Of operations on lists, which optimizers compute with, these sums alone.
     """
-    alone = isinstance(result, DTensor)
+    alone = not getattr(func, "__name__", "").startswith("_foreach_")
     for one in result if isinstance(result, (list, tuple)) else [result]:
         is_new = type(one) is DTensor and one.grad_fn is None and not any(one is arg for arg in given)
         if is_new and (alone or any(placement.is_partial() for placement in one.placements)):
@@ -147,46 +154,60 @@ def explain_results(result: Any, given: Sequence[Any], waits: Waits | None) -> N
 
 
 def _number_of(tensor: object) -> torch.Tensor | None:
-    """The value of a tensor without dimensions, on every rank; None of anything else. Collective for a sum over shards.
+    """The value of a tensor of one element, on every rank; None of anything else. Collective for a sum over shards.
 
-    torch would read this rank's part of the sum.
+    torch would read this rank's part of the sum. The only element of a shard is read where it is, as torch does.
     """
-    if not isinstance(tensor, ExplainedDTensor) or tensor.ndim or tensor.grad_fn is not None:
+    if not isinstance(tensor, ExplainedDTensor) or tensor.numel() != 1 or tensor.grad_fn is not None:
         return None
-    return tensor.full_tensor()
+    if any(placement.is_shard() for placement in tensor.placements):
+        return None
+    with subclasses_dispatched():
+        return tensor.full_tensor()
 
 
-_READS = frozenset(
-    getattr(torch.Tensor, name)
-    for name in "item tolist numpy __float__ __int__ __bool__ __index__ __complex__ __format__".split()  # noqa: SIM905
+_READING = (
+    "item tolist numpy is_nonzero __array__ __float__ __int__ __bool__ __index__ __complex__ __format__".split()  # noqa: SIM905
 )
-"""What reads the value of a tensor without dimensions."""
+_READS = frozenset(getattr(torch.Tensor, name) for name in _READING) | {torch.is_nonzero}
+"""What reads the value of a tensor of one element."""
 
 
-def with_rows(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Arguments of a norm or an extreme; a tensor of which this rank has no rows is filled for it."""
     name = getattr(func, "__name__", "")
-    if name not in _FILLS or (name not in _NORMS and len(args) > 1):  # along a dimension rows are counted
+    if name not in _FILLS or (name in _COMPARES and (len(args) > 1 or kwargs)):
         return args
+    place = 2 if name in _NORMS else 1
+    dims = None if name.startswith("_foreach_") else args[place] if len(args) > place else kwargs.get("dim")
 
     def filled(one: Any) -> Any:
         if not isinstance(one, DTensor) or local_tensor(one).numel() or not one.numel():
             return one
-        sizes, limits = [max(size, 1) for size in local_tensor(one).shape], _limits(one.dtype)
-        return laid_out_like(one, local_tensor(one).new_full(sizes, limits[_FILLS[name]]))
+        sizes, limits = local_tensor(one).shape, _limits(one.dtype)
+        along = range(len(sizes)) if dims in (None, (), []) else [dims] if isinstance(dims, int) else dims
+        if all(sizes[dim] for dim in along):  # rows stay rows: none of none
+            return one
+        return laid_out_like(one, local_tensor(one).new_full([max(size, 1) for size in sizes], limits[_FILLS[name]]))
 
     return tuple(type(arg)(map(filled, arg)) if type(arg) in (list, tuple) else filled(arg) for arg in args)
 
 
 def _limits(dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """The least number of a dtype, zero, and the largest one."""
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return -math.inf, 0.0, math.inf
     return (False, False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, 0, torch.iinfo(dtype).max)
 
 
 _NORMS = ("norm", "linalg_vector_norm", "_foreach_norm")
-_FILLS = {**dict.fromkeys(_NORMS, 1), **dict.fromkeys(("max", "amax"), 0), **dict.fromkeys(("min", "amin"), 2)}
+_COMPARES = ("max", "min")
+"""What takes another tensor, too, or a dimension, along which torch asks for all rows."""
+_FILLS = {
+    **dict.fromkeys(_NORMS, 1),
+    **dict.fromkeys(("max", "amax", "_foreach_max"), 0),
+    **dict.fromkeys(("min", "amin"), 2),
+}
 """Which of `_limits` changes nothing."""
 
 

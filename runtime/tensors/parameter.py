@@ -109,7 +109,7 @@ class ShardedParameter(ExplainedDTensor):
         if func == torch.Tensor.__dlpack__:  # torch would give the memory of the whole, of which there is none
             raise _refusal(args, func, _READ_OUTSIDE)
         held = first_held(args)
-        args, given = with_rows(func, args), (*args, *(kwargs or {}).values())
+        args, given = with_rows(func, args, kwargs or {}), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():
@@ -120,7 +120,7 @@ class ShardedParameter(ExplainedDTensor):
                 raise _refusal(args, func) from error
             if "require placement changes" in str(error) and (undivided := _undivided(args, func)) is not None:
                 raise undivided from error
-            if "not supported for tensor subclasses" in str(error):
+            if "not supported for tensor subclasses" in str(error) or "Empty tensor not supported" in str(error):
                 raise _refusal(args, func, _READ_OUTSIDE) from None
             raise
         if owner is not None:
@@ -137,7 +137,7 @@ class ShardedParameter(ExplainedDTensor):
                 raise _refusal(args, func)
             result = tree_map_only(DTensor, functools.partial(_whole, tensor=held), result)
             if held is not None:
-                explain_results(result, given, waits_of(held))
+                explain_results(func, result, given, waits_of(held))
         return result
 
 
