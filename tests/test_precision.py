@@ -15,6 +15,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch, make
 from tests.ranks import Ranks
+from zcompile.model.own_dtype import OwnDtype
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,6 +256,17 @@ def test_modules_that_cannot_keep_their_dtype_are_refused(pattern: str) -> None:
         with pytest.raises(zcompile.OptionError, match="no list of"):
             zcompile.compile(model, **{option: (name for name in ["head.*.weight", "blocks.*"])})
     assert type(model.head[0].weight) is nn.Parameter, "the model is as it was"
+
+
+def test_a_module_in_two_places_keeps_its_dtype_by_either_name() -> None:
+    for name in ("first", "*", "second"):
+        model = nn.Module()
+        model.first = model.second = nn.Linear(3, 3)
+        compiled = zcompile.compile(model, dtype=torch.bfloat16, keep_dtype=[name], backend="eager")
+        assert compiled.second(torch.ones(2, 3)).dtype is torch.float32
+        wrapped = vars(compiled.first)["forward"].method
+        assert isinstance(wrapped, OwnDtype)
+        assert not isinstance(wrapped.forward, OwnDtype), "cast once"
 
 
 def test_modules_that_keep_their_dtype_are_not_converted() -> None:

@@ -87,11 +87,13 @@ def match_called(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     option, fix = "keep_dtype", "give paths of model.named_modules(), such as ['blocks.*.router', 'lm_head']"
     if not _are_patterns(patterns):
         raise OptionError(option, f"{patterns!r} is no list of paths", fix)
-    paths = {path: module for path, module in model.named_modules() if path and _has_parameters(module)}
+    named = model.named_modules(remove_duplicate=False)  # one that is used in two places may be named by either
+    paths = {path: module for path, module in named if path and _has_parameters(module)}
     for pattern in patterns:
         if not any(_matches(path, pattern) for path in paths):
             raise OptionError(option, f"{pattern!r} matches no module with parameters", nearest(pattern, paths))
     found = {path: one for path, one in paths.items() if any(_matches(path, pattern) for pattern in patterns)}
+    found = {path: one for one, path in {one: path for path, one in found.items()}.items()}  # each once
     for path, module in found.items():
         if is_container(module):
             fix = f"name what it holds: '{path}.*'"
