@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import torch_backend
 from zcompile._torch import modules_given_to
+from zcompile.torch_backend import compiler
 
 Values = dict[str, torch.Tensor]
 
@@ -434,6 +436,15 @@ def test_an_unknown_option_by_name() -> None:
     called = torch.compile(make("mlp"), backend="zcompile", options={"stages": 3})
     with pytest.raises(Exception, match=r"options\['stages'\]: there is no such option.*\n.*did you mean 'stage'"):
         called(*batch("mlp", 0, 0))
+
+
+def test_options_of_modules_by_name() -> None:
+    options = [{*inspect.signature(one).parameters} for one in (zcompile.compile, zcompile.backend)]
+    for option in sorted(options[0] - options[1] - {"model"}):
+        with pytest.raises(
+            zcompile.OptionError, match=rf"options\['{option}'\]: is an option of zcompile.compile alone"
+        ):
+            compiler(torch.fx.symbolic_trace(torch.nn.Identity()), [], options={option: None})
 
 
 def test_explain_and_programs() -> None:

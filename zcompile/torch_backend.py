@@ -491,6 +491,12 @@ def backend(
     return Backend(asked, mesh)
 
 
+_OF_MODULES = (
+    "optimizer units whole ignore keep_dtype output_dtype partition_activations offload_parameters weights".split()  # noqa: SIM905
+)
+"""Options of `zcompile.compile` that a backend, which is given graphs, does not have."""
+
+
 def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Any:
     """What `torch.compile(model, backend="zcompile", options={...})` calls, once for every graph.
 
@@ -499,8 +505,12 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
     """
     known = tuple(inspect.signature(backend).parameters)
     for option in options or {}:
-        if option not in known:
-            raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, known))
+        if option in known:
+            continue
+        if option in _OF_MODULES:
+            fix = "call zcompile.compile(model, ...) with it in place of torch.compile"
+            raise OptionError(f"options[{option!r}]", "is an option of zcompile.compile alone, which sees modules", fix)
+        raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, known))
     found = (value.zcompile_backend() for value in inputs if hasattr(value, "zcompile_backend"))
     made: Backend = next((one for one in found if one is not None), None) or backend(**(options or {}))
     return made(module, inputs)
