@@ -144,13 +144,23 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
 def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any], waits: Waits | None) -> None:
     """Let what `func` gives be explained, as what is computed of it may be a sum over shards.
 
-    Of operations on lists, which optimizers compute with, these sums alone.
+    Of operations on lists, which optimizers compute with, these sums alone. Copies stay DTensors, and so do tensors of
+    other shapes over the same memory: some optimizers compile their steps, and torch.compile expects that class.
     """
-    alone = not getattr(func, "__name__", "").startswith("_foreach_")
+    name = getattr(func, "__name__", "")
+    alone = not name.startswith("_foreach_") and name != "clone" and not name.endswith("_like")
+    if alone and name not in _SAME_SHAPE and isinstance(result, DTensor):
+        memory = local_tensor(result).untyped_storage()._cdata
+        tensors = (one for one in given if isinstance(one, DTensor))
+        alone = all(local_tensor(one).untyped_storage()._cdata != memory for one in tensors)
     for one in result if isinstance(result, (list, tuple)) else [result]:
         is_new = type(one) is DTensor and one.grad_fn is None and not any(one is arg for arg in given)
         if is_new and (alone or any(placement.is_partial() for placement in one.placements)):
             explain(one, waits)
+
+
+_SAME_SHAPE = ("detach", "to", "float", "double", "cpu")
+"""What may give the same memory, and is read as what it was given is."""
 
 
 def _number_of(tensor: object) -> torch.Tensor | None:
