@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zcompile._torch import (
     copyable,
@@ -150,13 +151,16 @@ def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any],
     name = getattr(func, "__name__", "")
     alone = not name.startswith("_foreach_") and name != "clone" and not name.endswith("_like")
     if alone and name not in _SAME_SHAPE and isinstance(result, DTensor):
-        memory = local_tensor(result).untyped_storage()._cdata
-        tensors = (one for one in given if isinstance(one, DTensor))
-        alone = all(local_tensor(one).untyped_storage()._cdata != memory for one in tensors)
+        memory = _memory_of(result)  # no address: that of a rank without rows is 0
+        alone = all(_memory_of(one) != memory for one in given if isinstance(one, DTensor))
     for one in result if isinstance(result, (list, tuple)) else [result]:
         is_new = type(one) is DTensor and one.grad_fn is None and not any(one is arg for arg in given)
         if is_new and (alone or any(placement.is_partial() for placement in one.placements)):
             explain(one, waits)
+
+
+def _memory_of(tensor: DTensor) -> StorageWeakRef:
+    return StorageWeakRef(local_tensor(tensor).untyped_storage())
 
 
 _SAME_SHAPE = ("detach", "to", "float", "double", "cpu")
