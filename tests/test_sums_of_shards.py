@@ -41,6 +41,7 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "within a tensor": lambda t: torch.tensor([t.norm(), 1.0])[0].item(),
     "array": lambda t: float(np.asarray(t.norm())),
     "nonzero": lambda t: torch.is_nonzero((t == t.max()).any()),
+    "of a copy": lambda t: t.detach().clone().norm().item(),
     "relative": lambda t: (t / t.norm()).sum().item(),
 }
 

@@ -145,11 +145,11 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
 def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any], waits: Waits | None) -> None:
     """Let what `func` gives be explained, as what is computed of it may be a sum over shards.
 
-    Of operations on lists, which optimizers compute with, these sums alone. Copies stay DTensors, and so do tensors of
-    other shapes over the same memory: some optimizers compile their steps, and torch.compile expects that class.
+    Of operations on lists, which optimizers compute with, these sums alone. What optimizers make for their state stays
+    DTensors, and so do views: some compile their steps, and torch.compile expects that class.
     """
     name = getattr(func, "__name__", "")
-    alone = not name.startswith("_foreach_") and name != "clone" and not name.endswith("_like")
+    alone = not name.startswith("_foreach_") and not name.endswith("_like")
     if alone and name not in _SAME_SHAPE and isinstance(result, DTensor):
         memory = _memory_of(result)  # no address: that of a rank without rows is 0
         alone = all(_memory_of(one) != memory for one in given if isinstance(one, DTensor))
