@@ -66,8 +66,9 @@ WAITS: dict[str, int | tuple[int, ...]] = {
     "train step, stage 3, writing": 1,
     # GradScaler asks the device whether a gradient has overflowed.
     "stage 3, float16, scaling": 1,
-    "pipeline, float16, scaling": 1,
     "hfsdp, float16, scaling": 1,
+    # Ranks of a pipeline compare their scales, too.
+    "pipeline, float16, scaling": 2,
 }
 """How often the host waits for the device in one step, where it does; where ranks differ, of each."""
 
