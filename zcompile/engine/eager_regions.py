@@ -63,7 +63,7 @@ def _stack_slices(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is _aten.select_backward.default:
             gradient, size, dim, index = node.args
-            if isinstance(size[dim], int):
+            if isinstance(size[dim], int) and isinstance(index, int):
                 sums[node] = (*size, dim % len(size), _dtype(gradient)), {index % size[dim]: gradient}
         elif node.target is _aten.add.Tensor and not node.kwargs and all(_is_of_one(arg, sums) for arg in node.args):
             (kind, slices), (other, more) = (sums[arg] for arg in node.args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload
+from zcompile._torch import OpOverload, is_symbolic
 from zcompile.ir.operation import data
 from zcompile.ir.ops import Compute, Item, Parameter
 from zcompile.ir.program import Program
@@ -33,11 +33,11 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def derived_values(program: Program) -> set[fx.Node]:
-    """All nodes cheaply derived from parameters and from nothing else; what the step hands back is left out."""
+    """All nodes cheaply derived from parameters, and sizes, alone; what the step hands back is left out."""
     result: set[fx.Node] = set()
     returned = {*program.results.outputs, *program.results.backward_nodes()}
     for node in program.graph.nodes:
-        sources = node.all_input_nodes
+        sources = [source for source in node.all_input_nodes if not is_symbolic(source.meta.get("val"))]
         from_parameters = all(source in result or isinstance(data(source).op, Parameter) for source in sources)
         if sources and from_parameters and node not in returned and is_cheap(node):
             result.add(node)
