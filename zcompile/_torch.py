@@ -29,6 +29,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher  # kernels that can do with sizes that vary
 from torch._dynamo import compiled_autograd  # backwards that are captured, and whether one runs
+from torch._dynamo import patch_dynamo_config as patch_dynamo_config  # settings for what is traced within
 from torch._dynamo.backends.common import aot_autograd  # the frontend's joint graph, mutation and aliasing handled
 from torch._dynamo.callback import callback_handler  # called around each compilation
 from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext  # what torch.compile makes
@@ -40,6 +41,9 @@ from torch._dynamo.exc import (  # what a capture can raise
     Unsupported,
     UserError,
 )
+from torch._dynamo.symbolic_convert import InstructionTranslator  # what of a frame is being traced
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # raised by what is not to be kept
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput
@@ -129,6 +133,7 @@ __all__ = [
     "gloo_of",
     "graph_obstacle",
     "group_timeout",
+    "handed_on",
     "has_gradient_hooks",
     "has_step_pre_hooks",
     "hook_tables",
@@ -161,6 +166,7 @@ __all__ = [
     "parameters_of",
     "partitioner_budget",
     "partitioning",
+    "patch_dynamo_config",
     "path_of_input",
     "pipeline_order",
     "post_accumulate_hooks",
@@ -417,6 +423,30 @@ def partitioning(values: Iterable[Any]) -> Iterator[None]:
     known = contextlib.nullcontext() if TracingContext.try_get() or mode is None else tracing(TracingContext(mode))
     with known, functorch_config.patch(graphsafe_rng_functionalization=False):
         yield
+
+
+def handed_on() -> set[int]:
+    """To a backend that is called: identities of tensors that the traced code returns or stores as it was given them.
+
+    The graph has none of them as a result, for Dynamo takes them from where they came from; `.data` counts as what it
+    is of.
+    """
+    frame, found = InstructionTranslator.current_tx(), set[int]()
+    effects = frame.output.side_effects
+    given = {id(variable.unwrap()): identity for identity, variable in effects.id_to_variable.items()}
+
+    def see(variable: Any) -> None:
+        if isinstance(variable, TensorVariable) and variable.source is not None:
+            node = variable.as_proxy().node
+            while node.op != "placeholder" and node.all_input_nodes:
+                node = node.all_input_nodes[0]
+            read = node.meta.get("grapharg")  # none where the graph does not read it
+            found.add(given.get(id(variable), 0) if read is None else id(read.example))
+
+    written = [variable for variable in effects.id_to_variable.values() if effects.is_modified(variable)]
+    stored = [effects.store_attr_mutations.get(variable) for variable in written]
+    VariableTracker.visit(see, [frame.stack, written, stored])
+    return found
 
 
 def tracing_context() -> Any:

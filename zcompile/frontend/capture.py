@@ -27,6 +27,7 @@ from zcompile._torch import (
     backward_without_autocast,
     cached_steps,
     default_partition,
+    handed_on,
     is_symbolic,
     is_tangent,
     keepable,
@@ -37,6 +38,7 @@ from zcompile._torch import (
 from zcompile.errors import CaptureError
 from zcompile.frontend.nested_graphs import written_out
 from zcompile.frontend.opaque_calls import refuse_opaque_calls
+from zcompile.frontend.python_numbers import give_floats_as_tensors
 from zcompile.frontend.step_cache import (
     BackwardCode,
     ForwardCode,
@@ -119,6 +121,7 @@ class Capture:
     """What programs are lowered under."""
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        refuse_handed_on(self.names)
         placeholders = module.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, example_inputs, strict=True):
             name = self.names.parameters.get(id(value))
@@ -127,6 +130,7 @@ class Capture:
             held = "" if is_argument else other or "?"
             readable = name or other or self.names.of_input(str(node.target))
             self.inputs.append(TracedInput(readable, name, held, self.names.leaves.get(id(value))))
+        give_floats_as_tensors(module)
         _make_dense(module, {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)})
         with no_donated_buffers(), no_rematerialization(), backward_without_autocast():
             if self.cache is None or not can_be_kept(module, example_inputs):
@@ -194,6 +198,18 @@ class Capture:
         count = len(results) if isinstance(results, (list, tuple)) else 1
         program = read_joint(written_out(module), count, self.inputs, self.names, self.layout)
         return ForwardCode(self._lowered(program))
+
+
+def refuse_handed_on(names: Names) -> None:
+    """Refuse code that hands a parameter on, as it is, to who reads it after the call; to be called as a backend.
+
+    Raises:
+        CaptureError: it does so.
+    """
+    for identity in handed_on() & names.parameters.keys():
+        problem = "the model returns this parameter, or stores it in an attribute, a list or the like"
+        fix = "return, or store, a copy: .clone()"
+        raise CaptureError(names.parameters[identity], f"{problem}; it is not full after the call", fix)
 
 
 def _make_dense(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
