@@ -44,6 +44,7 @@ from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
+from zcompile.frontend.python_numbers import varying_floats
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.ir.spelling import identifier
@@ -109,6 +110,10 @@ class Backend:
         if self._engine is None:
             return compile_plainly(module, inputs, self.options.backend)
         context = tracing_context()
+        floats = {read.args[0] for read in varying_floats(module.graph)}
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            if node in floats:  # by the tensor that stands for it, torch knows the symbol of a float
+                node.meta["example_value"] = value
         bound: dict[tuple[str, ...], Callable[..., Any]] = {self._names(inputs): self._compile(module, inputs)}
 
         def run(*args: Any) -> Any:

@@ -18,11 +18,12 @@ from zcompile._torch import (
     InternalTorchDynamoError,
     Unsupported,
     UserError,
+    patch_dynamo_config,
 )
 from zcompile.errors import CaptureError, ZcompileError
 
-BREAKS = (Unsupported, UserError, InternalTorchDynamoError, GuardOnDataDependentSymNode)
-"""What torch.compile raises, before anything has run, where code cannot be traced into one graph."""
+BREAKS = (Unsupported, UserError, InternalTorchDynamoError, GuardOnDataDependentSymNode, FailOnRecompileLimitHit)
+"""What torch.compile raises, before anything has run, where code cannot be traced into one graph, or not once more."""
 
 
 def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[str]) -> Callable[..., Any]:
@@ -33,6 +34,7 @@ def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[st
     sizes that vary, though it never saw but one.
 
     Its first argument is a text: with another one it is traced again, since torch.compile guards on what is compared.
+    Integers that modules hold may vary, as sizes do: torch.compile would trace a counter again at each call.
     """
 
     def call(watched: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +43,8 @@ def traceable(module: nn.Module, forward: Callable[..., Any], about: Sequence[st
         if not torch.compiler.is_compiling():
             fix = "leave torch.compile enabled (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, disable)"
             raise CaptureError(type(module).__name__, "its forward was not compiled but called", fix)
-        return forward(*args, **kwargs)
+        with patch_dynamo_config(allow_unspec_int_on_nn_module=True):  # while it is traced, not in a call
+            return forward(*args, **kwargs)
 
     assert isinstance(call, types.FunctionType), "a plain function"
     digest = hashlib.sha256("\n".join(about).encode(errors="backslashreplace")).hexdigest()[:12]
@@ -56,14 +59,10 @@ def autocast(kind: str, dtype: torch.dtype | None) -> contextlib.AbstractContext
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Our own errors out of torch.compile's wrapping, and too many recompilations as a CaptureError."""
+    """Our own errors out of torch.compile's wrapping."""
     try:
         yield
     except BackendCompilerFailed as error:
         if isinstance(inner := error.inner_exception, ZcompileError):
             raise inner.with_traceback(None) from inner.__cause__  # without a hundred lines of the compiler's
         raise
-    except FailOnRecompileLimitHit as error:
-        problem = "\n".join(line for line in str(error).splitlines() if line.strip())
-        fix = "call it with fewer kinds of arguments, or raise torch._dynamo.config.recompile_limit"
-        raise CaptureError("the model's forward", f"was traced too often: {problem}", fix) from error

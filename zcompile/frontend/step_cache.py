@@ -36,6 +36,7 @@ from zcompile._torch import (
 )
 from zcompile.errors import ZcompileError
 from zcompile.frontend.program_bytes import NotStorableError
+from zcompile.frontend.python_numbers import varying_floats
 
 
 class Runner(Protocol):
@@ -117,7 +118,8 @@ def can_be_kept(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """True if the graph and the kinds of its inputs tell all that tracing it depends on.
 
     They do not tell what operators and tensor classes of the user's own compute, nor the numbers in tensors that the
-    graph holds; torch's key says nothing of inputs that share memory, by which AOTAutograd writes to all of them.
+    graph holds; torch's key says nothing of inputs that share memory, by which AOTAutograd writes to all of them, nor
+    of the floats that a trace was for, which may be numbers of its graph.
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if any(type(value) not in _PLAIN for value in tensors):
@@ -131,6 +133,8 @@ def _is_of_torch(module: fx.GraphModule) -> bool:
     graph = module.graph
     held = (functools.reduce(getattr, str(node.target).split("."), module) for node in graph.find_nodes(op="get_attr"))
     if graph.find_nodes(op="call_module") or not all(isinstance(one, fx.GraphModule) for one in held):
+        return False
+    if varying_floats(graph):
         return False
     called = (node.target for node in graph.nodes if isinstance(node.target, (OpOverload, OpOverloadPacket)))
     return all(namespace_of(one) in _OF_TORCH for one in called)

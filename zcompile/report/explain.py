@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
+from zcompile._torch import FailOnRecompileLimitHit
 from zcompile.cost.memory import model_state, most_kept, peak_bytes
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Role, data, op_of
@@ -32,11 +33,17 @@ class Break:
     @classmethod
     def of(cls, path: str, kind: str, error: Exception) -> Break:
         """Read off what torch.compile raised when it traced the module at `path`, of the class `kind`."""
+        name = f"{path} ({kind})" if path else kind
+        if isinstance(error, FailOnRecompileLimitHit):
+            problem = (
+                "it was traced as often as torch._dynamo.config.recompile_limit allows, for numbers of plain Python"
+            )
+            return cls(name, name, f"{problem} or kinds of arguments that differ each time: TORCH_LOGS=recompiles")
         stack = getattr(error, "real_stack", None) or ()
         where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else "an unknown line"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         explanation = [line for line in lines[1:] if line.startswith("Explanation:")]
-        return cls(f"{path} ({kind})" if path else kind, where, " ".join([*lines[:1], *explanation[:1]]))
+        return cls(name, where, " ".join([*lines[:1], *explanation[:1]]))
 
 
 def explain_breaks(breaks: Sequence[Break]) -> str:
