@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,22 @@ def forget(found: Program) -> Program:
 
 def give_up(found: Program) -> Program:
     raise KeyError("no such node")
+
+
+@pytest.mark.parametrize("wrong", [forget, give_up])
+def test_an_error_of_zcompiles_own_is_dumped_and_says_how_to_go_on(
+    wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrong, "__module__", "zcompile.passes.wrong")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = zcompile.Pass("wrong", partial(wrong), (RELEASED_ONCE,))
+    made = zcompile.compile(make("mlp"), backend="eager", passes={"wrong": mine})
+    with pytest.raises(zcompile.ZcompileError, match="this is an error in zcompile, not in your model") as caught:
+        made(*batch("mlp", 0, 0))
+    assert "fix the pass" not in str(caught.value)
+    (home,) = tmp_path.glob("zcompile_failed_*/program_0")
+    assert f"Dump: {home}" in str(caught.value)
+    assert (home / "00_capture.py").exists()
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_limit": "1 MiB"}, {"prefetch": "auto"}], ids=str)

@@ -27,6 +27,7 @@ from zcompile.pipelining.checkpoints import others_in_flight, within_budget
 from zcompile.pipelining.stage_memory import stage_memory
 from zcompile.proof.microbatches import RankValues, SharedParameter
 from zcompile.proof.values import TracedTerms
+from zcompile.report.dumps import dumping_failures
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps, run_passes
 from zcompile.schedule.option_checks import AUTO, bytes_of, checkpoint_of
 from zcompile.schedule.options import Options
@@ -136,7 +137,9 @@ def rewrite(
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
     finish, journal = _to_the_end(steps, options, options.schedule.prefetch), Journal()
-    return PipelinedProgram(Verified(step, values).after(finish, journal).program, stages, values.results, journal)
+    with dumping_failures(None, 0, journal):
+        program = Verified(step, values).after(finish, journal).program
+    return PipelinedProgram(program, stages, values.results, journal)
 
 
 def choose_prefetch(

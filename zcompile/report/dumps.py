@@ -135,15 +135,17 @@ def write_dump(
 def dumping_failures(folder: Path | None, number: int, journal: Journal) -> Iterator[None]:
     """While passes run on program `number`: where one fails, write what `journal` has, and let the error say where.
 
+    Without a folder it is written, where it is zcompile's own error, to a temporary one.
+
     Raises:
         PipelineError, ProgramError: as they come, with the folder.
     """
     try:
         yield
     except (PipelineError, ProgramError) as error:
-        if folder is None or journal.failure is None:
+        if journal.failure is None or (folder is None and not journal.is_own):
             raise
-        home = folder / f"program_{number}"
+        home = (folder or Path(tempfile.gettempdir()) / f"zcompile_failed_{os.getpid()}") / f"program_{number}"
         try:
             _write_failed(home, journal)
             told = f"{home} has the program after every pass up to there"

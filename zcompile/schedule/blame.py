@@ -26,6 +26,16 @@ class Change(Protocol):
     def after(self) -> Program: ...
 
 
+def of_zcompile(node: fx.Node | None) -> str:
+    """What to do where nothing but zcompile's own passes have run, and the line of `node` is wrong."""
+    module = "" if node is None else data(node).source
+    where = f"of {module}" if module else "of the module whose code this is"
+    return (
+        "this is an error in zcompile, not in your model: please report it with the dump. To go on, put "
+        f"@torch.compiler.disable on the forward {where}, which runs as plain Python then"
+    )
+
+
 def of_pass(name: str, before: Program, fact: Fact, violation: Violation, earlier: Sequence[Change]) -> str:
     """What to fix where `fact` does not hold after the pass called `name`, which was given `before`.
 

@@ -6,6 +6,7 @@ every later pass. The order follows from them: a pass runs after all that ensure
 
 from __future__ import annotations
 
+import functools
 import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,6 +85,14 @@ class Pass:
     def __call__(self, program: Program) -> Program:
         return self.run(program)
 
+    @property
+    def is_own(self) -> bool:
+        """True for a pass of zcompile's, which no user is to mend."""
+        run: object = self.run
+        while isinstance(run, functools.partial):
+            run = run.func
+        return str(getattr(run, "__module__", "")).partition(".")[0] == "zcompile"
+
 
 def _check_named(name: object, run: object) -> None:
     """Raise PipelineError for what is no name and function."""
@@ -136,9 +145,11 @@ class Journal:
     entries: list[JournalEntry] = field(default_factory=list)
     failure: Failure | None = None
     """Where it ended early."""
+    is_own: bool = True
+    """True as long as passes of zcompile alone have begun."""
 
 
-def _applied(step: Pass, program: Program) -> Program:
+def _applied(step: Pass, program: Program, fix: str) -> Program:
     """What a pass makes of `program`, which it must leave as it is: the journal shows it, and others begin with it."""
     before = _state(program)
     try:
@@ -146,7 +157,7 @@ def _applied(step: Pass, program: Program) -> Program:
     except ZcompileError:
         raise
     except Exception as error:
-        raise PipelineError(step.name, f"raised {type(error).__name__}: {error}", "fix the pass") from error
+        raise PipelineError(step.name, f"raised {type(error).__name__}: {error}", fix) from error
     if not isinstance(after, Program):
         raise PipelineError(step.name, f"returned {type(after).__name__}", "let the pass return the program")
     if _state(program) != before:
@@ -210,8 +221,9 @@ class Verified:
         result, journal = self, Journal() if journal is None else journal
         for step in passes:
             journal.failure = Failure(step.name, result.program)
+            journal.is_own &= step.is_own
             started = time.perf_counter()
-            after = _applied(step, result.program)
+            after = _applied(step, result.program, "fix the pass" if not journal.is_own else blame.of_zcompile(None))
             ran = time.perf_counter()
             notes = (f"{step.name} changes values, by the rule {rule}" for rule in step.rules)
             after = replace(after, notes=(*after.notes, *notes))
@@ -233,6 +245,8 @@ class Verified:
         facts = tuple(dict.fromkeys((*self.facts, *step.ensures)))
 
         def advice(fact: Fact, violation: Violation) -> str:
+            if journal.is_own:
+                return blame.of_zcompile(violation.node)
             if fact == values.fact:
                 return f"fix the pass {step.name}; one that means to change values says so by its rules"
             return blame.of_pass(step.name, self.program, fact, violation, journal.entries)
@@ -286,6 +300,8 @@ class Pipeline:
         """
 
         def advice(fact: Fact, violation: Violation) -> str:
+            if journal.is_own:
+                return blame.of_zcompile(violation.node)
             return blame.of_goal(fact, violation, journal.entries)
 
         journal.failure = Failure("end", finished)
