@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zcompile
@@ -193,3 +195,26 @@ def test_a_train_step_counts_and_anneals() -> None:
         optimizers[0].zero_grad()
         same(step(x), loss.detach())
         same(model.numbers(), plain.numbers())
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("affine", "tau"), ("warm", "calls"), ("held", "table"), ("logged", "log"), ("nested", "child.count")],
+)
+@pytest.mark.usefixtures("without_group")
+def test_a_pipelines_step_whose_code_changes_numbers_is_refused(kind: str, place: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = Numbers(kind)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(
+        model,
+        lambda m, x: m(x).square().mean(),
+        optimizer,
+        mesh=mesh,
+        schedule="gpipe",
+        microbatches=1,
+        backend="eager",
+    )
+    with pytest.raises(zcompile.CaptureError, match=f"^{place}: is changed by the step's code"):
+        step(torch.randn(2, 4))

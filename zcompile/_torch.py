@@ -172,6 +172,7 @@ __all__ = [
     "post_accumulate_hooks",
     "prepare_inductor",
     "promise_no_donated_buffers",
+    "python_writes",
     "random_state",
     "real_tensors",
     "recomputes",
@@ -447,6 +448,20 @@ def handed_on() -> set[int]:
     stored = [effects.store_attr_mutations.get(variable) for variable in written]
     VariableTracker.visit(see, [frame.stack, written, stored])
     return found
+
+
+def python_writes() -> Iterator[tuple[int, str, Any]]:
+    """To a backend that is called: what the traced code writes but tensors, which is done where it is run, not here.
+
+    Of each write the identity of the object, and the attribute with its value; no name for what a container has.
+    """
+    effects = InstructionTranslator.current_tx().output.side_effects
+    for identity, variable in effects.id_to_variable.items():
+        if variable.source is None or not effects.is_modified(variable):
+            continue
+        for name, stored in effects.store_attr_mutations.get(variable, {"": None}).items():
+            if stored is None or stored.is_python_constant():
+                yield identity, name, None if stored is None else stored.as_python_constant()
 
 
 def tracing_context() -> Any:

@@ -15,7 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from zcompile._torch import TorchRuntimeError, buffers_of, no_log_of_failures, parameters_of, tree_leaves
+from zcompile._torch import (
+    TorchRuntimeError,
+    buffers_of,
+    no_log_of_failures,
+    parameters_of,
+    python_writes,
+    tree_leaves,
+)
 from zcompile.engine.interception import Traced
 from zcompile.errors import CaptureError, ModelError
 from zcompile.frontend.capture import Capture, Names
@@ -82,6 +89,8 @@ class StepTrace:
         }
         self._called = called
         self._found: list[Program] = []
+        self.writes: list[str] = []
+        """What the code writes that is no tensor, in attributes, lists and the like: nothing of it is done."""
         call = traceable(model, called.call, [type(model).__qualname__, str(layout)])
         self._compiled = torch.compile(call, backend=self._capture, fullgraph=True, dynamic=False)
         self._run(called)
@@ -142,6 +151,7 @@ class StepTrace:
 
     def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend: what would be compiled is thrown away."""
+        self.writes = list(_writes(self._model))
         leaves = [*self._called.leaves(), *self._unknown(inputs, self._called)]
         names = Names(
             {id(made): name for name, (made, _) in self._placeholders.items()},
@@ -165,6 +175,19 @@ class StepTrace:
             raise _WouldRun(self._unknown(given, self._called))  # while stand-ins are in their places
 
         return give
+
+
+def _writes(model: nn.Module) -> Iterator[str]:
+    """The places of Python's own values that traced code changes; to be called as a backend."""
+    modules = {id(module): (path, module) for path, module in model.named_modules()}
+    held = {id(value): (path, key) for path, module in modules.values() for key, value in vars(module).items()}
+    for identity, name, value in python_writes():
+        path, key = held.get(identity, ("", name or "a list, dict or the like"))
+        if identity in modules:
+            (path, module), key = modules[identity], name
+            if vars(module).get(name, _WouldRun) == value:
+                continue
+        yield f"{path}.{key}".removeprefix(".")
 
 
 class _WouldRun(BaseException):

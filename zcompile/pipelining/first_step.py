@@ -20,6 +20,7 @@ from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import watch_optimizers
 from zcompile.engine.state_places import optimizer_states
 from zcompile.engine.step_trace import Called, StepTrace
+from zcompile.errors import CaptureError
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
@@ -145,6 +146,9 @@ def _traced(setup: StepSetup, first: Called) -> StepTrace:
     """
     options, device = setup.options, setup.ranks.device
     trace = StepTrace(setup.model, _layout(setup), first, device, type(setup.model).__name__, options.dtype)
+    if trace.writes:
+        problem = "is changed by the step's code, and a pipeline's step is traced once and runs none of it"
+        raise CaptureError(trace.writes[0], problem, "keep it in a buffer, or change it between steps")
     check_traced(trace.program, len(setup.flat.names or ()))
     if setup.table.microbatches > 1:
         check_mean(trace.program)
