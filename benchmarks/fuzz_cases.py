@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.random_models import Layer, Spec, draw_spec
+from benchmarks.random_models import IN_PYTHON, Layer, Spec, draw_spec
 
 DISK = "disk:FOLDER"
 """Stands for a folder of the case's own."""
@@ -47,6 +47,12 @@ class Case:
     """The model is told which heads to compute."""
     rows: tuple[int, ...] = (2,)
     """Rows of a batch, in turn over ranks and steps."""
+    lengths: tuple[int, ...] = (3,)
+    """Lengths of its sequences, in turn over ranks, steps and micro-batches."""
+    settings: bool = False
+    """Rates and decays of the optimizer change with each step."""
+    redraw: str = ""
+    """Before the second step parameters get random numbers: noise, other values by `nn.init`, by `.data`, or a mask."""
     evaluate: str = ""
     """Before each step: under no_grad, inference_mode, in eval mode, or a forward whose result is dropped."""
     save: str = ""
@@ -102,7 +108,7 @@ def draw_case(seed: int, number: int) -> Case:
     way = chance.choices(["loop", "train_step", "backend"], [6, 2, 2])[0]
     if way == "backend":
         options = {name: value for name, value in options.items() if name not in ("units", "offload_parameters")}
-    loop, ticks = way != "train_step", "ticking" in str(spec)
+    loop, ticks = way != "train_step", any(kind in str(spec) for kind in IN_PYTHON)
     micro = chance.choice([1, 1, 1, 2, 3]) if loop else 1
     picks, asks = _draw_picks(chance, len(spec.heads)), chance.random() < 0.15
     return Case(
@@ -123,6 +129,9 @@ def draw_case(seed: int, number: int) -> Case:
         lopsided=loop and not asks and chance.random() < 0.2,
         asks=asks,
         rows=chance.choice([(2,), (2,), (3, 2), (2, 3, 4)]),
+        lengths=chance.choice([(3,), (3,), (3, 5), (4, 6, 3)]),
+        settings=chance.random() < 0.25,
+        redraw=chance.choice(["", "", "", "noise", "init", "data", "mask"]) if way != "backend" else "",
         evaluate=chance.choice(["", "", "", "no_grad", "inference_mode", "eval", "dropped"]),
         save=chance.choice(["", "", "", "checkpoint", "state_dict", "full"]) if way == "loop" and not ticks else "",
     )
@@ -184,7 +193,7 @@ def smaller(case: Case) -> Iterator[Case]:
             yield replace(case, options={n: value for n, value in case.options.items() if n != name})
     for name in (
         *("way", "micro", "no_sync", "forwards", "retain", "clip", "keep", "lopsided", "asks"),
-        *("rows", "evaluate", "save", "early", "optimizer"),
+        *("rows", "lengths", "settings", "redraw", "evaluate", "save", "early", "optimizer"),
     ):
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})

@@ -34,7 +34,31 @@ def make_optimizer(case: Case, params: Iterable[nn.Parameter]) -> torch.optim.Op
 def batch_of(case: Case, rank: int, step: int, part: int) -> tuple[Any, list[Tensor]]:
     """The batch of a rank: `part` counts micro-batches and forwards, and is -1 in an evaluation."""
     rows = case.rows[(rank + step) % len(case.rows)]
-    return make_batch(case.spec, f"{rank} {step} {part}", rows)
+    length = case.lengths[(rank + step + max(part, 0)) % len(case.lengths)]
+    return make_batch(case.spec, f"{rank} {step} {part}", rows, length)
+
+
+def change_settings(case: Case, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """What a scheduler does before an optimizer's step."""
+    for group in optimizer.param_groups if case.settings else ():
+        group["lr"] *= 0.7
+        group["weight_decay"] = 0.05 * (step % 2)
+
+
+@torch.no_grad()
+def redraw(case: Case, params: Iterable[nn.Parameter], step: int) -> None:
+    """What the case writes to parameters before a step; all ranks draw the same numbers."""
+    torch.manual_seed(7)
+    for param in params if step == 1 else ():
+        match case.redraw:
+            case "noise":
+                param.add_(torch.randn_like(param), alpha=0.1)
+            case "init":
+                nn.init.uniform_(param, -0.5, 0.5)
+            case "data":
+                param.data.copy_(torch.rand_like(param.data) - 0.5)
+            case "mask":
+                param.mul_(torch.bernoulli(torch.full_like(param, 0.7)))
 
 
 def picked(case: Case, rank: int, step: int) -> tuple[int, ...]:
@@ -163,12 +187,15 @@ def steps_of(case: Case) -> list[Step]:
 def _step(case: Case, ranks: Sequence[Rank], step: int) -> Step:
     if saves_before(case, step):
         _save(case, ranks)
+    for rank in ranks:
+        redraw(case, rank.model.parameters(), step)
     evaluations = [rank.evaluate(step) for rank in ranks] if case.evaluate else []
     losses = [rank.backwards(step) for rank in ranks]
     _average(ranks)
     for rank in ranks:
         if case.clip:
             nn.utils.clip_grad_norm_(rank.model.parameters(), CLIP)
+        change_settings(case, rank.optimizer, step)
         rank.optimizer.step()
     gradients = {name: _copy(param.grad) for name, param in ranks[0].model.named_parameters()}
     for rank in ranks:

@@ -27,11 +27,13 @@ from benchmarks.fuzz_oracle import (
     Values,
     batch_of,
     called,
+    change_settings,
     evaluating,
     loss_of,
     make_optimizer,
     parts,
     picked,
+    redraw,
     saves_before,
     steps_of,
 )
@@ -200,6 +202,8 @@ class Subject(ABC):
 
     def step(self, number: int, want: Step, comparison: Comparison) -> None:
         """Take a step, and compare what it gives."""
+        if self.case.redraw:
+            redraw(self.case, self.module().parameters(), number)
         if self.case.evaluate:
             with evaluating(self.case, self.module()):
                 batch, _ = batch_of(self.case, self.rank, number, -1)
@@ -246,6 +250,7 @@ class Loop(Subject):
         comparison.tensors("loss", losses, want.losses[self.rank])
         if case.clip:
             nn.utils.clip_grad_norm_(self.module().parameters(), CLIP)
+        change_settings(case, self.optimizer, number)
         self.optimizer.step()  # which refuses gradients that nobody has averaged, so they are compared behind it
         comparison.values("gradients", {n: p.grad for n, p in self.module().named_parameters()}, want.gradients)
         self.optimizer.zero_grad(set_to_none=not case.keep)
@@ -315,6 +320,7 @@ class TrainStep(Subject):
 
     def train(self, number: int, want: Step, comparison: Comparison) -> None:
         batch, targets = batch_of(self.case, self.rank, number, 0)
+        change_settings(self.case, *self.trained.optimizers, number)
         loss = self.trained(batch, targets, picked(self.case, self.rank, number))
         comparison.tensors("loss", [loss], want.losses[self.rank])
 

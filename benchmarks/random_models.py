@@ -112,25 +112,25 @@ def make_model(spec: Spec, seed: int) -> Model:
     return Model(spec).to(torch.float64 if spec.double else torch.float32)
 
 
-def make_batch(spec: Spec, seed: str, rows: int) -> tuple[Any, list[Tensor]]:
-    """An input of `rows` sequences, and a target for each head."""
+def make_batch(spec: Spec, seed: str, rows: int, length: int) -> tuple[Any, list[Tensor]]:
+    """An input of `rows` sequences of `length`, and a target for each head."""
     generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(40))
     dtype = torch.float64 if spec.double else torch.float32
 
     def numbers(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, dtype=dtype)
 
-    targets = [numbers(rows, 3, size) for size in ((VOCABULARY, *spec.heads[1:]) if spec.tied else spec.heads)]
+    targets = [numbers(rows, length, size) for size in ((VOCABULARY, *spec.heads[1:]) if spec.tied else spec.heads)]
     match spec.inputs:
         case "tokens":
-            return torch.randint(VOCABULARY, (rows, 3), generator=generator), targets
+            return torch.randint(VOCABULARY, (rows, length), generator=generator), targets
         case "strided":
-            return numbers(3, spec.width, rows).permute(2, 0, 1), targets
+            return numbers(length, spec.width, rows).permute(2, 0, 1), targets
         case "dict":
-            return {"x": [numbers(rows, 3, spec.width)], "y": 1}, targets
+            return {"x": [numbers(rows, length, spec.width)], "y": 1}, targets
         case "differentiable":
-            return numbers(rows, 3, spec.width).requires_grad_(), targets
-    return numbers(rows, 3, spec.width), targets
+            return numbers(rows, length, spec.width).requires_grad_(), targets
+    return numbers(rows, length, spec.width), targets
 
 
 # -- layers ---------------------------------------------------------------------------------------------------------
@@ -203,6 +203,38 @@ class Ticking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return cast(Tensor, (self.odd if self.calls % 2 else self.even)(x))
+
+
+class Numbers(nn.Module):
+    """Numbers of plain Python that change with each call: floats, integers, and what is in containers."""
+
+    def __init__(self, width: int, kind: str, number: int) -> None:
+        super().__init__()
+        self.linear, self.kind, self.number = nn.Linear(width, width), kind, number
+        self.tau, self.calls, self.mode, self.held = 1.0, 0, "odd", {"count": 0, "scale": [1.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = {"annealed": self.annealed, "counting": self.counting, "cycling": self.cycling}[self.kind]()
+        return cast(Tensor, self.linear(x)) * factor
+
+    def annealed(self) -> float:
+        match self.number % 3:
+            case 0:
+                self.tau *= 0.9
+            case 1:
+                self.tau = max(self.tau - 0.1, 0.3)
+            case _:
+                self.held["scale"][0] *= 0.8  # type: ignore[index]
+        return self.tau * self.held["scale"][0]  # type: ignore[index]
+
+    def counting(self) -> float:
+        self.calls += 1
+        return [min(1.0, self.calls / 4), 0.5 if self.calls < 3 else 1.0, self.calls][self.number % 3]
+
+    def cycling(self) -> float:
+        self.mode = {"odd": "even", "even": "odd"}[self.mode]
+        self.held["count"] += 1  # type: ignore[operator]
+        return 1.0 if self.mode == "odd" else 1.5
 
 
 class Scaled(torch.autograd.Function):
@@ -342,6 +374,8 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "odd": lambda w, n: WithParameters(lambda m, x: x * m.a.sum() + m.b[-1], (1 + n,), (n % 3 + 1,)),
     "low_rank": lambda w, n: WithParameters(lambda m, x: x @ m.a.t() @ m.a, (1 + n % 3, w)),
     "table": lambda w, n: WithParameters(lambda m, x: x + m.a[: x.shape[1]], (8, w)),
+    "positions": lambda w, n: WithParameters(lambda m, x: (x * m.a[: x.shape[1]]).tanh(), (8, w)),
+    "expanded": lambda w, n: WithParameters(lambda m, x: x * m.a[n % 3].expand_as(x), (3, w)),
     "penalty": lambda w, n: WithParameters(lambda m, x: x + m.a.square().sum() * 0.1, (n + 1, 3)),
     "listed": lambda w, n: _listed(w),
     "unused": lambda w, n: _with_unused(w),
@@ -356,6 +390,9 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "twice": lambda w, n: Wrapped(lambda m, x: m(torch.tanh(m(x))), nn.Linear(w, w)),
     "mixture": lambda w, n: Wrapped(_mixture, nn.ModuleList(nn.Linear(w, w) for _ in range(2 + n % 2))),
     "while_training": lambda w, n: Wrapped(_while_training, nn.Linear(w, w)),
+    "annealed": lambda w, n: Numbers(w, "annealed", n),
+    "counting": lambda w, n: Numbers(w, "counting", n),
+    "cycling": lambda w, n: Numbers(w, "cycling", n),
     "ticking": lambda w, n: Ticking(w),
     "graph_break": lambda w, n: Wrapped(_broken, nn.Linear(w, w)),
     "branching": lambda w, n: Wrapped(_branching, nn.Linear(w, w)),
@@ -366,7 +403,9 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 BREAKING = ("graph_break", "branching", "item", "printing", "array", "routed", "lstm", "ticking")
 """Layers that Dynamo cannot, or may not, trace into one graph."""
-REMEMBERING = ("statistics", "batch_norm", "batch_norm_at_rest", "ticking")
+IN_PYTHON = ("annealed", "counting", "cycling", "ticking")
+"""Layers of which a call changes what no state has."""
+REMEMBERING = ("statistics", "batch_norm", "batch_norm_at_rest", *IN_PYTHON)
 """Layers that a call changes: a checkpoint's second one changes them again, but not where it is traced."""
 CONTAINERS: dict[str, Callable[[nn.ModuleList], nn.Module]] = {
     "sequence": lambda inner: nn.Sequential(*inner),
