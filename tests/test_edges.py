@@ -88,6 +88,50 @@ def test_ways_to_ask_for_gradients(made: Callable[[], nn.Module], use: Callable[
     assert_as_plain(made(), use)
 
 
+ASKED: dict[str, Callable[[torch.Tensor, list[nn.Parameter]], Any]] = {
+    "all": lambda loss, params: torch.autograd.grad(loss, params),
+    "unused allowed": lambda loss, params: torch.autograd.grad(loss, params, allow_unused=True),
+    "zeros allowed": lambda loss, params: torch.autograd.grad(loss, params[-1:], materialize_grads=True),
+    "one of them": lambda loss, params: torch.autograd.grad(loss, params[1], allow_unused=True),
+}
+ALONE = {"in .grad": lambda loss, params: loss.backward(inputs=params[:1])}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("made", [net, Own])
+def test_gradients_of_parameters_alone_are_refused(made: Callable[[], nn.Module], stage: int, asked: str) -> None:
+    compiled = zcompile.compile(made(), stage=stage, backend="eager")
+    with pytest.raises(zcompile.BackwardError, match=r"(weight|bias): torch\.autograd\.grad.* comes to \.grad alone"):
+        ASKED[asked](compiled(X).sum(), list(compiled.parameters())[1:])
+
+
+@pytest.mark.parametrize("asked", ASKED | ALONE)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_alone_are_refused_of_what_torch_compile_shards(stage: int, asked: str) -> None:
+    compiled = torch.compile(net(), backend=zcompile.backend(stage=stage, backend="eager"))
+    loss = compiled(X).sum()
+    with pytest.raises(zcompile.BackwardError, match=r"comes to \.grad alone"):
+        (ASKED | ALONE)[asked](loss, list(compiled.parameters()))
+
+
+def test_gradients_into_some_parameters_alone_are_refused() -> None:
+    compiled = zcompile.compile(net(), stage=0, backend="eager")
+    with pytest.raises(zcompile.BackwardError, match=r"comes to \.grad alone"):
+        compiled(X).sum().backward(inputs=list(compiled.parameters())[1:2])
+
+
+def test_a_gradient_that_comes_past_the_model_is_given() -> None:
+    compiled = zcompile.compile(net(), backend="eager")
+    first, second = list(compiled.parameters())[:2]
+    compiled(X).sum().backward()
+    found, none = torch.autograd.grad(first.full_tensor().square().sum(), [first, second], allow_unused=True)
+    torch.testing.assert_close(found.full_tensor(), 2 * first.detach().full_tensor())
+    assert none is None
+    with pytest.raises(zcompile.BackwardError, match=r"comes to \.grad alone"):
+        torch.autograd.grad(compiled(X).sum() + first.full_tensor().sum(), first)
+
+
 class Force(nn.Module):
     """A forward that differentiates: an interatomic force field."""
 

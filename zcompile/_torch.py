@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -136,10 +137,12 @@ __all__ = [
     "handed_on",
     "has_gradient_hooks",
     "has_step_pre_hooks",
+    "have_post_accumulate_hooks",
     "hook_tables",
     "inductor_decompositions",
     "innermost_hooks",
     "invoke_subgraph",
+    "is_asked_for",
     "is_fake",
     "is_persistent",
     "is_symbolic",
@@ -597,8 +600,16 @@ def wants_gradient(accumulator: Node) -> bool:
     """Within a backward: true if it brings gradients to this leaf, which `torch.autograd.grad` and `inputs=` do not."""
     try:
         return bool(_will_engine_execute_node(accumulator))
-    except RuntimeError:  # torch.autograd.grad was asked for something else, or for this very leaf
+    except RuntimeError:  # torch.autograd.grad was asked for this very leaf
         return False
+
+
+def is_asked_for(accumulator: Node) -> bool:
+    """Within a backward that gives gradients of some leaves alone: true if this leaf is one of them."""
+    try:
+        return bool(_will_engine_execute_node(accumulator))
+    except RuntimeError:  # as torch says of the leaves that torch.autograd.grad was asked for
+        return True
 
 
 def no_torch_function() -> contextlib.AbstractContextManager[Any]:
@@ -908,6 +919,11 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """What `register_post_accumulate_grad_hook` has registered: autograd does not see gradients that we deliver."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def have_post_accumulate_hooks(parameters: Iterable[torch.Tensor | None]) -> bool:
+    """True if any parameter has such hooks; without a call of Python's for each."""
+    return any(map(attrgetter("_post_accumulate_grad_hooks"), parameters))
 
 
 def profiler_runs() -> bool:

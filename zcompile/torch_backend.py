@@ -39,6 +39,7 @@ from zcompile._torch import (
 )
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.automatic_shard import choose_shard
+from zcompile.engine.calls.links import linked
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
@@ -142,7 +143,8 @@ class Backend:
         names = Names({id(fake): self._known[index].name for index, fake in fakes.items()}, {}, frozenset())
         trainable = {known.name: known.parameter.requires_grad for known in self._known.values()}
         with engine.runtime.autocast():
-            return engine.compiler.capture(module, given, names, trainable, whole=False)
+            compiled = engine.compiler.capture(module, given, names, trainable, whole=False)
+        return linked(compiled, inputs, {id(value): value for value in parameters})
 
     def _placeholder(self, parameter: nn.Parameter) -> nn.Parameter:
         placeholder = self._known[id(parameter)].placeholder

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from zcompile._torch import (
     after_backward,
     backward_number,
+    is_asked_for,
     local_tensor,
     no_torch_function,
     post_accumulate_hooks,
@@ -27,6 +29,8 @@ from zcompile.runtime.gradients.local_steps import plain_gradient
 from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.tensors.asked import asked_alone
+from zcompile.runtime.tensors.parameter import ShardedParameter
 
 Unreached = Callable[[], Collection[str]]
 """Gives the parameters that no gradient has flowed to, on any rank, where those that are delivered are zeros; to be
@@ -112,8 +116,17 @@ class Delivery:
         self._current().may_overflow = True
 
     def discard(self) -> None:
-        """The backward that runs now was not asked for gradients of parameters: deliver none."""
+        """The backward that runs now was not asked for gradients of all parameters: deliver none.
+
+        Raises:
+            BackwardError: it was asked for those of some.
+        """
         self._current().discarded = True
+        for unit in self.units.values():
+            for name, parameter in (unit.parameters | unit.twins).items():
+                is_leaf = parameter.requires_grad and not isinstance(parameter, ShardedParameter)
+                if is_leaf and is_asked_for(get_gradient_edge(parameter).node):
+                    raise asked_alone(name)
 
     def reduce(self, bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
         """Average gradients of a unit over the ranks, now."""
@@ -213,12 +226,14 @@ class Refusal:
     is_own = True
     """No hook of the user's."""
 
-    def __call__(self, _: torch.Tensor) -> None:
-        """Refuse the gradient.
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        """Refuse the gradient, if there is one: a program brings none.
 
         Raises:
-            ParameterError: always.
+            ParameterError: there is.
         """
+        if gradient is None:
+            return
         fix = "let torch.compile trace that code (fullgraph=True shows what breaks the graph), or use zcompile.compile"
         raise ParameterError(self.name, "was read outside of compiled graphs, where it is sharded", fix)
 

@@ -96,13 +96,15 @@ class Taking:
     """Tells it from the user's hooks."""
     __torch_unserializable__ = True
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Take the gradient, unless it is not for `.grad`: `torch.autograd.grad` gets it as it is.
+
+        None: a program brings it.
 
         Raises:
             ParameterError: the parameter is tensor-parallel, or has a hook that would run before the average.
         """
-        if not wants_gradient(get_gradient_edge(self.parameter).node):
+        if gradient is None or not wants_gradient(get_gradient_edge(self.parameter).node):
             return None
         if post_accumulate_hooks(self.parameter):
             fix = "remove the hook, or let the forward of the model do it and call the compiled model"

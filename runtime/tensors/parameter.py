@@ -24,6 +24,7 @@ from zcompile._torch import (
     tree_map_only,
 )
 from zcompile.errors import ParameterError
+from zcompile.runtime.tensors.asked import check_asked
 from zcompile.runtime.tensors.explained import (
     ExplainedDTensor,
     explain_results,
@@ -97,6 +98,7 @@ class ShardedParameter(ExplainedDTensor):
             ParameterError: the result is differentiable, a term of a loss outside of the model's call; or `func` mixes
                 the parameter with a plain tensor, or puts one into its `.data`; or torch cannot divide what it writes.
             GroupError: naming the ranks that have not come, and the line that has called it.
+            BackwardError: `torch.autograd.grad` asks for a gradient that a model's backward delivers to `.grad`.
         """
         if func == _SET_DATA:  # a new object each time
             return _assign(*args)
@@ -104,6 +106,8 @@ class ShardedParameter(ExplainedDTensor):
             return full.detach()  # of which writes are noticed
         if func in _KINDS and (reader := _reader(args[0])) is not None and (kind := reader.kind(args[0])) is not None:
             return func(kind)
+        if func is torch.autograd.grad:
+            _check_asked(*args[:2])
         if (read := _read(func, args, kwargs or {})) is not None:
             return func(*read[0], **read[1])
         if func == torch.Tensor.__dlpack__:  # torch would give the memory of the whole, of which there is none
@@ -157,6 +161,11 @@ class _Full(torch.autograd.Function):
             for dim in range(mesh.ndim):
                 dist.all_reduce(total, group=mesh.get_group(dim))
         return Placing.of(parameter).place(part_of(total.div_(mesh.size()), parameter).clone())
+
+
+def _check_asked(outputs: Any, inputs: Sequence[Any]) -> None:
+    if (asked := next((one for one in inputs if isinstance(one, ShardedParameter)), None)) is not None:
+        check_asked(asked.zcompile_name, outputs)
 
 
 def _reader(tensor: object) -> ParameterReader | None:

@@ -31,6 +31,7 @@ from zcompile._torch import (
 )
 from zcompile.engine.calls.entries import Entry, methods_with_entries, taken_out
 from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, PlainReads, check_unwritten, digest
+from zcompile.engine.calls.links import linked
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.collector import old_objects_frozen
@@ -321,7 +322,7 @@ class Fragment:
                 )
         self.tree.refuse_strangers(self.module, self.path)
         trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
-        return self.tree.engine.compiler.capture(
+        compiled = self.tree.engine.compiler.capture(
             module,
             inputs,
             self.names,
@@ -330,6 +331,7 @@ class Fragment:
             updater=self.updater,
             locals_=self.tree.locals,
         )
+        return linked(compiled, inputs, {id(site.placeholder): site.shard for site in self.sites})
 
     @property
     def names(self) -> Names:

@@ -11,9 +11,11 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from zcompile._torch import backward_number, keeps_graph, tree_leaves, wants_gradient
+from zcompile.engine.calls.links import ParameterLink
 from zcompile.errors import BackwardError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.delivery import Delivery, refuse_compiled_autograd
+from zcompile.runtime.tensors.asked import mark
 
 
 @dataclass
@@ -45,6 +47,7 @@ class ModelCall:
         """
         for node in _compiled_nodes(_nodes_of(result), _nodes_of(given)):
             node.register_prehook(_Check(self, _accumulator(node)).before)
+            mark(node)
 
     def reduce_later(self, leaves: Iterable[torch.Tensor], reduce: Callable[[], Sequence[Gradients]]) -> None:
         """Call `reduce` at the end of a backward of this call, also of one that reaches only some of `leaves`."""
@@ -54,6 +57,7 @@ class ModelCall:
                 # By the node: it does not hang on the leaf, which would be kept by a hook of its own that knows it.
                 node = get_gradient_edge(leaf).node
                 node.register_prehook(self.begin)
+                mark(node)
                 self.nodes.append(node)
 
     def end(self, result: Any) -> None:
@@ -61,6 +65,7 @@ class ModelCall:
         if self.late:
             for node in _nodes_of(result):
                 node.register_prehook(self.begin)
+                mark(node)
         self.returned()
 
     def begin(self, _: object) -> None:
@@ -96,7 +101,8 @@ class _Check:
         """Runs before this part's backward.
 
         Raises:
-            BackwardError: the graph was freed by an earlier backward, or a graph of the backward is asked for.
+            BackwardError: the graph was freed by an earlier backward, or a graph of the backward is asked for, or
+                gradients of some parameters alone.
         """
         if self.freed:
             fix = "call the model again, or the first backward with retain_graph=True"
@@ -155,5 +161,10 @@ def _compiled_nodes(ends: set[Node], begins: set[Node]) -> Iterator[Node]:
 
 
 def _accumulator(node: Node) -> Node | None:
-    following = (one for one, _ in node.next_functions if one is not None)
-    return next((one for one in following if isinstance(getattr(one, "variable", None), nn.Parameter)), None)
+    following: list[Any] = [one for one, _ in node.next_functions if one is not None]
+    for one in following:
+        if isinstance(getattr(one, "variable", None), nn.Parameter):
+            return one  # type: ignore[no-any-return]
+        if isinstance(one, ParameterLink):
+            return one.next_functions[0][0]  # type: ignore[no-any-return]
+    return None
