@@ -53,7 +53,8 @@ from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offload.activation_shards import DeviceStorage, ShardStorage
 from zcompile.runtime.offloaded_activations import OffloadedActivations
 from zcompile.runtime.shards import UnitShards
-from zcompile.runtime.tensors.placement import ModelParallel, part_of
+from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.placement import ModelParallel
 
 LOW = (torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "transposed", "strided", "expanded", "none")

@@ -21,7 +21,8 @@ from zcompile._torch import innermost_hooks, local_tensor, no_step_hooks, no_tor
 from zcompile.errors import ParameterError
 from zcompile.runtime.gradients.optimizer_trials import parameters_of, sharing, small_parameter, steps_local_tensors
 from zcompile.runtime.tensors.owned import is_here, owner_of
-from zcompile.runtime.tensors.placement import Placing, part_of
+from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.placement import Placing
 
 
 class LocalSteps:

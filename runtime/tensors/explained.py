@@ -22,9 +22,11 @@ from zcompile._torch import (
     no_torch_function,
     subclasses_dispatched,
     supports_foreach,
+    tree_leaves,
     with_local,
 )
 from zcompile.errors import ParameterError
+from zcompile.runtime.tensors.draws import OF_WHOLE, Draw
 from zcompile.runtime.tensors.owned import (
     check_owned,
     chunks_of,
@@ -115,12 +117,16 @@ class ExplainedDTensor(DTensor):
         """
         if func in _READS and (number := _number_of(args[0])) is not None:
             return func(number, *args[1:], **(kwargs or {}))
+        if getattr(func, "__name__", "") in OF_WHOLE:
+            return drawn(func, args, kwargs or {})
         held = first_held(args)
         args, given = with_rows(func, args, kwargs or {}), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():
                 result = func(*args, **(kwargs or {}))
+        except NotImplementedError as error:
+            raise _unknown(func, held) from error
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
@@ -149,7 +155,7 @@ def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any],
     DTensors, and so do views: some compile their steps, and torch.compile expects that class.
     """
     name = getattr(func, "__name__", "")
-    alone = not name.startswith("_foreach_") and not name.endswith("_like")
+    alone = not name.startswith("_foreach_") and (not name.endswith("_like") or name == "empty_like")
     if alone and name not in _SAME_SHAPE and isinstance(result, DTensor):
         memory = _memory_of(result)  # no address: that of a rank without rows is 0
         alone = all(_memory_of(one) != memory for one in given if isinstance(one, DTensor))
@@ -223,6 +229,27 @@ _FILLS = {
     **dict.fromkeys(("min", "amin"), 2),
 }
 """Which of `_limits` changes nothing."""
+
+
+def drawn(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What `func`, which draws random numbers, gives and writes; see `runtime.tensors.draws`."""
+    first, name = (
+        next(leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, ExplainedDTensor)),
+        func.__name__,
+    )
+    return Draw(name, first, lambda: watched(first, name), explainer([first])).result(func, args, kwargs)
+
+
+def _unknown(func: Callable[..., Any], tensor: object) -> ParameterError:
+    """What torch says, for a NotImplementedError is a RuntimeError: of what it has no way to do with DTensors."""
+    name = getattr(func, "__name__", "an operation")
+    problem = f"{name} needs all of a tensor that is sharded, and torch does not say how to gather it"
+    return ParameterError(
+        getattr(tensor, "zcompile_name", "a gradient, or what was made of a shard"), problem, NEEDS_ALL
+    )
+
+
+NEEDS_ALL = "take its full_tensor() on every rank; give a parameter its values before zcompile.compile"
 
 
 def explainer(args: Sequence[Any]) -> Callable[[DTensor], object]:

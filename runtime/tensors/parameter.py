@@ -25,8 +25,10 @@ from zcompile._torch import (
 )
 from zcompile.errors import ParameterError
 from zcompile.runtime.tensors.asked import check_asked
+from zcompile.runtime.tensors.draws import OF_WHOLE
 from zcompile.runtime.tensors.explained import (
     ExplainedDTensor,
+    drawn,
     explain_results,
     explained,
     explainer,
@@ -37,7 +39,8 @@ from zcompile.runtime.tensors.explained import (
     with_rows,
 )
 from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of
-from zcompile.runtime.tensors.placement import Placing, part_of
+from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.placement import Placing
 from zcompile.runtime.waits import Waits
 
 
@@ -110,6 +113,8 @@ class ShardedParameter(ExplainedDTensor):
             _check_asked(*args[:2])
         if (read := _read(func, args, kwargs or {})) is not None:
             return func(*read[0], **read[1])
+        if getattr(func, "__name__", "") in OF_WHOLE:
+            return drawn(func, args, kwargs or {})
         if func == torch.Tensor.__dlpack__:  # torch would give the memory of the whole, of which there is none
             raise _refusal(args, func, _READ_OUTSIDE)
         held = first_held(args)

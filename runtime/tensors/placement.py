@@ -10,10 +10,7 @@ divided further over the data-parallel mesh, as a whole parameter would be:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,10 +21,8 @@ from zcompile.ir.axis import AxisKind
 from zcompile.ir.layout import Param
 from zcompile.runtime.groups import data_axes
 from zcompile.runtime.tensors.explained import explain
-from zcompile.runtime.tensors.owned import is_here, owner_of, sent_by_owner, set_owner
-
-Placement = Any
-"""A `Shard`, `Replicate` or `Partial` of torch.distributed.tensor, or a `StridedShard`; their base class is private."""
+from zcompile.runtime.tensors.owned import owner_of, sent_by_owner, set_owner
+from zcompile.runtime.tensors.parts import Placement, placed
 
 
 @dataclass(frozen=True)
@@ -49,11 +44,7 @@ class Placing:
 
     def place(self, local: torch.Tensor) -> DTensor:
         """`local`, this rank's part, as a DTensor over the same memory, be it on the device of the mesh or not."""
-        stride = contiguous_stride(self.shape)
-        away = local.device.type != self.mesh.device_type  # what `from_local` would copy
-        like = torch.empty_like(local, device="meta") if away else local
-        made = DTensor.from_local(like, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
-        made = with_local(made, local) if away else made
+        made = placed(local, self.mesh, self.placements, self.shape)
         if self.owner is not None:
             set_owner(explain(made, None), self.owner)
         return made
@@ -111,20 +102,6 @@ class ModelParallel:
         return tuple(parameter.placements) if isinstance(parameter, DTensor) else (Replicate(),)
 
 
-def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a plain tensor, divided as `like` is; a view of it."""
-    mesh, placements = like.device_mesh, like.placements
-    if owner_of(like) is not None:
-        return whole if is_here(like) else whole[:0]
-    for dim in reversed(range(mesh.ndim)):  # the last mesh dimension divides first, see `ModelParallel.sharded`
-        if isinstance(placement := placements[dim], (Shard, StridedShard)):
-            size, at = mesh.size(dim), placement.dim
-            each, rank = -(-whole.shape[at] // size), mesh.get_local_rank(dim)
-            start, stop = (min(index * each, whole.shape[at]) for index in (rank, rank + 1))
-            whole = whole.narrow(at, start, stop - start)
-    return whole
-
-
 def whole_of(tensor: DTensor, device: torch.device) -> torch.Tensor:
     """All of a tensor on every rank, gathered over one dimension of its mesh after the other, on `device`. Collective.
 
@@ -138,8 +115,3 @@ def whole_of(tensor: DTensor, device: torch.device) -> torch.Tensor:
             placements=[Replicate() if i <= dim else p for i, p in enumerate(tensor.placements)]
         )
     return tensor.to_local()
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of `shape`."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

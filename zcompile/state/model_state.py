@@ -27,7 +27,8 @@ from zcompile.runtime.checkpoint_reader import Reader
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.tensors.explained import laid_out_like
 from zcompile.runtime.tensors.owned import owner_of
-from zcompile.runtime.tensors.placement import part_of, whole_of
+from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.placement import whole_of
 from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
 from zcompile.state.optimizer_state import (
     Slots,

@@ -16,7 +16,8 @@ from zcompile._torch import local_tensor, tree_map_only
 from zcompile.errors import StateError
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.tensors.owned import owner_of
-from zcompile.runtime.tensors.placement import part_of, whole_of
+from zcompile.runtime.tensors.parts import part_of
+from zcompile.runtime.tensors.placement import whole_of
 from zcompile.state.optimizer_state import SlotShape, empty_slots, ordered_names, take_apart, with_own_ways
 
 Kept = dict[str, list[str]]

@@ -1,0 +1,120 @@
+"""Random draws: each rank keeps its rows of what plain PyTorch would draw for the whole of a tensor.
+
+    weight.normal_()      rank 0: rows 0..3 of the whole    rank 1: rows 4..7    (of DTensor's own: the same rows twice)
+
+So ranks that are seeded alike get the numbers of every other stage, and their generators go on alike, also of those
+without rows. The memory of the whole is free again at once. Where ranks are seeded apart, each row is as the rank that
+keeps it has drawn it; what several ranks keep is as the first of them has drawn it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from zcompile._torch import local_tensor, tree_leaves, tree_map_only, version_of
+from zcompile.errors import ParameterError
+from zcompile.runtime.tensors.owned import owner_of, set_owner
+from zcompile.runtime.tensors.parts import part_of, placed
+
+_OVER_ANYTHING = frozenset(
+    "normal_ uniform_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli_ kaiming_uniform_ rand_like "  # noqa: SIM905
+    "randn_like randint_like eye".split()
+)
+"""What does not read the tensor that it writes to, or is like."""
+OF_WHOLE = _OVER_ANYTHING | frozenset(
+    "normal bernoulli poisson binomial multinomial dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout "  # noqa: SIM905
+    "feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ dropout1d dropout2d dropout3d native_dropout "
+    "rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ gumbel_softmax svd_lowrank pca_lowrank lobpcg __setitem__".split()
+)
+"""The names of functions that draw random numbers, or write by indices, which are those of the whole."""
+_FIX = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One call of a function that draws.
+
+    Args:
+        name: Of the function.
+        first: The first tensor that it was given.
+        watched: What is around collectives.
+        explain: Makes a result one of which collectives are watched, too.
+    """
+
+    name: str
+    first: DTensor
+    watched: Callable[[], contextlib.AbstractContextManager[None]]
+    explain: Callable[[DTensor], object]
+
+    def result(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What `func` gives and writes. Collective where ranks have something alike, or values of the tensors are read.
+
+        Raises:
+            ParameterError: it would be differentiated; or it writes a sum whose parts are not added yet.
+        """
+        tensors = {id(leaf): leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, DTensor)}
+        wholes = {key: self._whole(tensor) for key, tensor in tensors.items()}
+        before = {key: version_of(whole) for key, whole in wholes.items()}
+        given: Any = tree_map_only(DTensor, lambda tensor: wholes[id(tensor)], (args, dict(kwargs)))
+        result = func(*given[0], **given[1])
+        with torch.no_grad():
+            for key, whole in wholes.items():
+                if version_of(whole) != before[key]:
+                    self._write(tensors[key], whole)
+        written = {id(whole): tensors[key] for key, whole in wholes.items()}
+        return tree_map_only(
+            torch.Tensor, lambda made: written[id(made)] if id(made) in written else self._kept(made), result
+        )
+
+    def _whole(self, tensor: DTensor) -> torch.Tensor:
+        """Memory for all of a tensor, with its values if the function reads them."""
+        local = local_tensor(tensor)
+        if tensor is self.first and self.name in _OVER_ANYTHING:
+            whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
+        else:
+            detached: Any = tensor.detach()
+            whole = detached.full_tensor().clone()
+        # As torch refuses to write to what is differentiated.
+        return whole.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+
+    def _write(self, tensor: DTensor, whole: torch.Tensor) -> None:
+        if any(placement.is_partial("sum") for placement in tensor.placements):
+            problem = f"{self.name} writes it before its parts are added"
+            raise ParameterError("a sum over shards", problem, "take its full_tensor() first")
+        mine = part_of(whole.detach(), tensor)
+        local_tensor(tensor).copy_(self._alike(mine, [not one.is_shard() for one in tensor.placements]))
+
+    def _kept(self, whole: torch.Tensor) -> DTensor:
+        """This rank's part of what was drawn: rows of a tensor that is shaped like the first, all of another one."""
+        first = self.first
+        if whole.requires_grad:
+            problem = f"{self.name} reads this parameter outside of a program, where it is sharded"
+            raise ParameterError(getattr(first, "zcompile_name", "a parameter"), problem, _FIX)
+        is_like = whole.shape == first.shape
+        placements = [one if is_like and one.is_shard() else Replicate() for one in first.placements]
+        mine = part_of(whole, first).clone() if is_like else whole
+        mine = self._alike(mine, [one.is_replicate() for one in placements])
+        made = placed(mine, first.device_mesh, placements, whole.shape)
+        self.explain(made)
+        set_owner(made, owner_of(first) if is_like else None)
+        return made
+
+    def _alike(self, mine: torch.Tensor, along: list[bool]) -> torch.Tensor:
+        """`mine` as the first rank has it `along` dimensions of the mesh."""
+        mesh = self.first.device_mesh
+        groups = [mesh.get_group(dim) for dim, alike in enumerate(along) if alike and mesh.size(dim) > 1]
+        if not groups or not mine.numel():
+            return mine
+        sent = mine.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+        flat = sent.view(-1).view(torch.uint8)  # gloo knows few dtypes
+        with self.watched():
+            for group in groups:
+                dist.broadcast(flat, group=group, group_src=0)
+        return sent.to(mine.device)
