@@ -80,6 +80,8 @@ class Reporting:
     """Raises what is known by now to be wrong; called while this rank waits."""
     told: bool = False
     """True while a report of this rank is in the store."""
+    stepping: bool = False
+    """True while an optimizer steps parameters of the model."""
 
 
 class Waits:
@@ -111,7 +113,7 @@ class Waits:
 
     @run.setter
     def run(self, run: str) -> None:
-        self.reporting.run = run
+        self.reporting.run, self.reporting.stepping = run, False
 
     def name(self, what: str) -> str:
         """A name in the store for something that the ranks of this model's group have together."""

@@ -43,7 +43,38 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "nonzero": lambda t: torch.is_nonzero((t == t.max()).any()),
     "of a copy": lambda t: t.detach().clone().norm().item(),
     "relative": lambda t: (t / t.norm()).sum().item(),
+    "least norm": lambda t: t.norm(float("-inf")).item(),
+    "of inverses": lambda t: torch.linalg.vector_norm(t, -1).item(),
+    "number of others": lambda t: torch.linalg.vector_norm(t, 0).item(),
+    "norms of columns": lambda t: t.norm(dim=0).sum().item(),
+    "place": lambda t: t.argmax().item(),
+    "places": lambda t: (t.argmin(0) + t.argmax(-1).max()).sum().item(),
+    "of any": lambda t: (t > 0).any(0).sum().item(),
+    "of all": lambda t: (t > 0).all(dim=-1).sum().item(),
+    "distance": lambda t: nn.functional.mse_loss(t, t * 0.5).item(),
+    "smooth distance": lambda t: nn.functional.smooth_l1_loss(t, t * 0.5).item(),
+    "of a view": lambda t: t.view(t.shape).sum().item(),
+    "transposed": lambda t: t.t().sum().item(),
+    "transposed by name": lambda t: t.T.norm().item(),
+    "of a column": lambda t: t[..., 0].sum().item(),
+    "of a row": lambda t: t[0].sum().item(),
+    "of rows but one": lambda t: t[1:].norm().item(),
+    "of parts": lambda t: sum(part.sum().item() for part in (*t.chunk(2), *t.split(3))),
+    "expanded": lambda t: t.expand(2, *t.shape).sum().item(),
+    "one more": lambda t: t.unsqueeze(0).sum().item(),
+    "of two norms": lambda t: (t.norm() + t.abs().norm()).item(),
+    "of norms of a list": lambda t: torch.stack(torch._foreach_norm([t, 2 * t])).sum().item(),
+    "total norm": lambda t: torch.nn.utils.get_total_norm([t, 2 * t]).item(),
+    "of ones": lambda t: torch.ones_like(t).sum().item(),
 }
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "flat": lambda t: t.flatten().sum().item(),
+    "reshaped": lambda t: t.reshape(-1).norm().item(),
+    "row by row": lambda t: sum(row.sum().item() for row in t),
+    "list": lambda t: t.tolist() if t.numel() > 1 else [[t.item()]],
+    "median": lambda t: t.flatten().kthvalue(1).values.item(),
+}
+"""What torch can only do where rows are divided evenly, or not at all."""
 
 
 def read(rank: int, stage: int) -> list[str]:
@@ -67,6 +98,13 @@ def read(rank: int, stage: int) -> list[str]:
                 got, want = function(tensor), function(whole)
                 if not abs(got - want) <= 1e-5 * max(1.0, abs(want)):
                     found.append(f"{name}, {kind}, {number}: {got} in place of {want}")
+            for number, function in REFUSED.items():
+                try:
+                    got = function(tensor)
+                except zcompile.ParameterError as error:
+                    got = function(whole) if "sharded" in str(error) else str(error)
+                if isinstance(got, str) or not np.allclose(got, function(whole), atol=1e-5):
+                    found.append(f"{name}, {kind}, {number}: {got}")
     return found
 
 
@@ -88,3 +126,42 @@ def formatted(rank: int) -> tuple[str, float, bool]:
 def test_one_rank_may_print_a_clipped_norm(ranks: Ranks) -> None:
     text, number, _ = ranks.run(2, formatted)[0]
     assert (text, round(number, 3)) == ("12.649", 12.649)
+
+
+def views_written(rank: int) -> list[str]:
+    """Writes to views that plain tensors show, and shards do not."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 3))
+    compiled = zcompile.compile(copy.deepcopy(plain), backend="eager")
+    wrong = []
+    writes: dict[str, Callable[[Tensor], Any]] = {
+        "row": lambda t: t[0].zero_(),
+        "rows": lambda t: t[1:].mul_(2),
+        "first rows": lambda t: t.narrow(0, 0, 1).add_(1),
+        "parts": lambda t: [part.mul_(3) for part in t.chunk(2)],
+        "drawn": lambda t: t[0].normal_(),
+        "transposed": lambda t: t.t().mul_(2),
+        "column": lambda t: t[..., 0].zero_(),
+        "set": lambda t: t.__setitem__(0, 7.0),
+        "set rows": lambda t: t.__setitem__(slice(1, None), 2.0),
+        "set by numbers": lambda t: t.__setitem__(torch.tensor([0, 2]), 3.0),
+        "set where": lambda t: t.__setitem__(t > 1, 1.0),
+    }
+    for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        for write, function in writes.items():
+            try:
+                torch.manual_seed(1)
+                function(ours.data)
+            except zcompile.ParameterError as error:
+                if "copy, and the write is lost" not in str(error) and "that is sharded" not in str(error):
+                    wrong.append(f"{name}, {write}: {error}")
+                continue
+            torch.manual_seed(1)
+            function(theirs.data)
+            if not torch.equal(ours.detach().full_tensor(), theirs.detach()):
+                wrong.append(f"{name}, {write}")
+    return wrong
+
+
+def test_writes_to_views_of_shards_are_made_or_refused(ranks: Ranks) -> None:
+    assert ranks.run(2, views_written) == [[]] * 2

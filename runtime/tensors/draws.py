@@ -31,9 +31,13 @@ _OVER_ANYTHING = frozenset(
 OF_WHOLE = _OVER_ANYTHING | frozenset(
     "normal bernoulli poisson binomial multinomial dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout "  # noqa: SIM905
     "feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ dropout1d dropout2d dropout3d native_dropout "
-    "rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ gumbel_softmax svd_lowrank pca_lowrank lobpcg __setitem__".split()
+    "rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ gumbel_softmax svd_lowrank pca_lowrank lobpcg __setitem__ "
+    "argmax argmin mse_loss l1_loss smooth_l1_loss huber_loss".split()
 )
-"""The names of functions that draw random numbers, or write by indices, which are those of the whole."""
+"""The names of functions that draw random numbers; that write or give indices, which are those of the whole; and of
+means, which DTensor takes of each rank's part alike, however many rows it has."""
+ALONG = ("any", "all")
+"""What DTensor counts, rather than asks, along the dimension that is divided."""
 _FIX = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
 
 

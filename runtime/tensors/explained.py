@@ -26,7 +26,7 @@ from zcompile._torch import (
     with_local,
 )
 from zcompile.errors import ParameterError
-from zcompile.runtime.tensors.draws import OF_WHOLE, Draw
+from zcompile.runtime.tensors.draws import ALONG, OF_WHOLE, Draw
 from zcompile.runtime.tensors.owned import (
     check_owned,
     chunks_of,
@@ -48,6 +48,8 @@ class ExplainedDTensor(DTensor):
     """Of the model's ranks. Weak: a cycle through tensors, of which autograd holds some, would never be freed."""
     zcompile_owner: int | None = None
     """The one rank that has all of it, if that is so: see `runtime.tensors.owned`."""
+    zcompile_copied: bool = False
+    """True of a view in other rows than a rank has, for which torch has gathered them: writes to it would be lost."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As DTensor's. Collective.
@@ -117,23 +119,28 @@ class ExplainedDTensor(DTensor):
         """
         if func in _READS and (number := _number_of(args[0])) is not None:
             return func(number, *args[1:], **(kwargs or {}))
-        if getattr(func, "__name__", "") in OF_WHOLE:
+        name = getattr(func, "__name__", "")
+        if name in OF_WHOLE or (name in ALONG and (len(args) > 1 or kwargs)):
             return drawn(func, args, kwargs or {})
         held = first_held(args)
+        if held is not None and held.zcompile_copied:
+            check_not_written(func, args, kwargs or {})
         args, given = with_rows(func, args, kwargs or {}), (*args, *(kwargs or {}).values())
         owner = check_owned(func, given)
         try:
             with explained(func, args), no_torch_function():
                 result = func(*args, **(kwargs or {}))
-        except NotImplementedError as error:
-            raise _unknown(func, held) from error
         except RuntimeError as error:
+            if needs_all(error):
+                raise unknown(func, held) from error
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             problem = f"are sharded in part: {getattr(func, '__name__', 'an operation')} is given plain tensors, too"
             fix = "use every parameter within what is compiled: nobody averages the gradients of others"
             raise ParameterError("gradients", problem, fix) from error
         if held is not None:
+            if name in _NORMS and isinstance(result, DTensor):
+                result = _root_taken(result, held)
             explain_results(func, result, given, waits_of(held))
             if owner is not None:
                 keep_owner(result, given, func, explainer(given))
@@ -151,18 +158,40 @@ def explain(tensor: DTensor, waits: Waits | None) -> ExplainedDTensor:
 def explain_results(func: Callable[..., Any], result: Any, given: Sequence[Any], waits: Waits | None) -> None:
     """Let what `func` gives be explained, as what is computed of it may be a sum over shards.
 
-    Of operations on lists, which optimizers compute with, these sums alone. What optimizers make for their state stays
-    DTensors, and so do views: some compile their steps, and torch.compile expects that class.
+    Of operations on lists, which optimizers compute with, these sums alone. What a step of an optimizer makes for its
+    state stays DTensors, and so do its views: some compile their steps, and torch.compile expects that class.
     """
     name = getattr(func, "__name__", "")
-    alone = not name.startswith("_foreach_") and (not name.endswith("_like") or name == "empty_like")
-    if alone and name not in _SAME_SHAPE and isinstance(result, DTensor):
-        memory = _memory_of(result)  # no address: that of a rank without rows is 0
-        alone = all(_memory_of(one) != memory for one in given if isinstance(one, DTensor))
+    alone = not name.startswith("_foreach_")
+    if alone and (waits is None or waits.reporting.stepping):
+        alone = not name.endswith("_like")
+        if alone and name not in _SAME_SHAPE and isinstance(result, DTensor):
+            memory = _memory_of(result)  # no address: that of a rank without rows is 0
+            alone = all(_memory_of(one) != memory for one in given if isinstance(one, DTensor))
     for one in result if isinstance(result, (list, tuple)) else [result]:
         is_new = type(one) is DTensor and one.grad_fn is None and not any(one is arg for arg in given)
         if is_new and (alone or any(placement.is_partial() for placement in one.placements)):
-            explain(one, waits)
+            explain(one, waits).zcompile_copied = name in _VIEWS and _is_copy(one, given)
+
+
+_VIEWS = frozenset("__getitem__ select narrow chunk split tensor_split unbind unsafe_chunk diagonal __iter__".split())  # noqa: SIM905
+"""What gives views of some rows, where plain tensors are concerned."""
+
+
+def _is_copy(view: DTensor, given: Sequence[Any]) -> bool:
+    """True if what would be a view of `given` is none. Indices that are tensors and lists give a copy in any case."""
+    parts = [part for arg in given[1:] for part in (arg if isinstance(arg, tuple) else (arg,))]
+    if any(isinstance(part, (list, torch.Tensor)) for part in parts):
+        return False
+    return all(_memory_of(one) != _memory_of(view) for one in given if isinstance(one, DTensor))
+
+
+def _root_taken(norm: DTensor, tensor: ExplainedDTensor) -> DTensor:
+    """A norm whose parts are added, of which the root is taken: torch takes sums of such parts for sums of norms."""
+    if not any(placement.is_partial() for placement in norm.placements):
+        return norm
+    with watched(tensor, "norm"):
+        return norm.redistribute(placements=[Replicate() if p.is_partial() else p for p in norm.placements])
 
 
 def _memory_of(tensor: DTensor) -> StorageWeakRef:
@@ -198,7 +227,9 @@ def with_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     name = getattr(func, "__name__", "")
     if name not in _FILLS or (name in _COMPARES and (len(args) > 1 or kwargs)):
         return args
-    place = 2 if name in _NORMS else 1
+    place, fill = (2 if name in _NORMS else 1), _FILLS[name]
+    if name in _NORMS and _is_negative(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))):
+        fill = 2
     dims = None if name.startswith("_foreach_") else args[place] if len(args) > place else kwargs.get("dim")
 
     def filled(one: Any) -> Any:
@@ -208,9 +239,14 @@ def with_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         along = range(len(sizes)) if dims in (None, (), []) else [dims] if isinstance(dims, int) else dims
         if all(sizes[dim] for dim in along):  # rows stay rows: none of none
             return one
-        return laid_out_like(one, local_tensor(one).new_full([max(size, 1) for size in sizes], limits[_FILLS[name]]))
+        return laid_out_like(one, local_tensor(one).new_full([max(size, 1) for size in sizes], limits[fill]))
 
     return tuple(type(arg)(map(filled, arg)) if type(arg) in (list, tuple) else filled(arg) for arg in args)
+
+
+def _is_negative(order: object) -> bool:
+    """True of a norm that takes the least element, or mostly that."""
+    return isinstance(order, (int, float)) and order < 0
 
 
 def _limits(dtype: torch.dtype) -> tuple[Any, Any, Any]:
@@ -233,23 +269,39 @@ _FILLS = {
 
 def drawn(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What `func`, which draws random numbers, gives and writes; see `runtime.tensors.draws`."""
-    first, name = (
-        next(leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, ExplainedDTensor)),
-        func.__name__,
-    )
+    first = next(leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, ExplainedDTensor))
+    name = func.__name__
+    check_not_written(func, args, kwargs)
     return Draw(name, first, lambda: watched(first, name), explainer([first])).result(func, args, kwargs)
 
 
-def _unknown(func: Callable[..., Any], tensor: object) -> ParameterError:
-    """What torch says, for a NotImplementedError is a RuntimeError: of what it has no way to do with DTensors."""
+def needs_all(error: RuntimeError) -> bool:
+    """True of what torch raises where it does not know what to do with shards."""
+    return isinstance(error, NotImplementedError) or any(words in str(error) for words in _OF_SHARDS)
+
+
+_OF_SHARDS = ("Sharding propagation failed", "sharded dim", "unevenly sharded", "tensor subclasses")
+
+
+def unknown(func: Callable[..., Any], tensor: object) -> ParameterError:
+    """The refusal of what torch cannot do with shards."""
     name = getattr(func, "__name__", "an operation")
-    problem = f"{name} needs all of a tensor that is sharded, and torch does not say how to gather it"
-    return ParameterError(
-        getattr(tensor, "zcompile_name", "a gradient, or what was made of a shard"), problem, NEEDS_ALL
-    )
+    called = getattr(tensor, "zcompile_name", "a gradient, or what was made of a shard")
+    fix = "take its full_tensor() on every rank; give a parameter its values before zcompile.compile"
+    return ParameterError(called, f"{name} needs all of a tensor that is sharded", fix)
 
 
-NEEDS_ALL = "take its full_tensor() on every rank; give a parameter its values before zcompile.compile"
+def check_not_written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse to write to rows that were gathered to be read.
+
+    Raises:
+        ParameterError: `func` writes to the first of `args`.
+    """
+    name, first = getattr(func, "__name__", ""), args[0] if args else None
+    writes = name.endswith("_") and (not name.endswith("__") or name == "__setitem__" or name.startswith("__i"))
+    if writes and name != "__index__" and isinstance(first, ExplainedDTensor) and first.zcompile_copied:
+        problem = f"{name} writes to a part of a tensor that other ranks have a part of: a copy, and the write is lost"
+        raise ParameterError("a view of a shard", problem, "write by indices, tensor[rows] = values, on every rank")
 
 
 def explainer(args: Sequence[Any]) -> Callable[[DTensor], object]:

@@ -25,7 +25,7 @@ from zcompile._torch import (
 )
 from zcompile.errors import ParameterError
 from zcompile.runtime.tensors.asked import check_asked
-from zcompile.runtime.tensors.draws import OF_WHOLE
+from zcompile.runtime.tensors.draws import ALONG, OF_WHOLE
 from zcompile.runtime.tensors.explained import (
     ExplainedDTensor,
     drawn,
@@ -34,6 +34,8 @@ from zcompile.runtime.tensors.explained import (
     explainer,
     first_held,
     laid_out_like,
+    needs_all,
+    unknown,
     waits_of,
     watched,
     with_rows,
@@ -111,9 +113,10 @@ class ShardedParameter(ExplainedDTensor):
             return func(kind)
         if func is torch.autograd.grad:
             _check_asked(*args[:2])
-        if (read := _read(func, args, kwargs or {})) is not None:
+        name = getattr(func, "__name__", "")
+        if (read := _read(func, name, args, kwargs or {})) is not None:
             return func(*read[0], **read[1])
-        if getattr(func, "__name__", "") in OF_WHOLE:
+        if name in OF_WHOLE or (name in ALONG and (len(args) > 1 or kwargs)):
             return drawn(func, args, kwargs or {})
         if func == torch.Tensor.__dlpack__:  # torch would give the memory of the whole, of which there is none
             raise _refusal(args, func, _READ_OUTSIDE)
@@ -131,6 +134,8 @@ class ShardedParameter(ExplainedDTensor):
                 raise undivided from error
             if "not supported for tensor subclasses" in str(error) or "Empty tensor not supported" in str(error):
                 raise _refusal(args, func, _READ_OUTSIDE) from None
+            if needs_all(error):
+                raise unknown(func, held) from error
             raise
         if owner is not None:
             keep_owner(result, given, func, explainer(given))
@@ -140,7 +145,7 @@ class ShardedParameter(ExplainedDTensor):
             if func in _SAME_MEMORY:
                 shown.zcompile_shown = _told(args[0])
             return shown
-        is_attribute = getattr(func, "__name__", "") == "__get__"  # of `.grad`, say, which is what it is
+        is_attribute = name == "__get__" and func not in _VIEWS  # of `.grad`, say, which is what it is
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
             if any(isinstance(leaf, DTensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
                 raise _refusal(args, func)
@@ -185,10 +190,9 @@ def _full(tensor: object) -> torch.Tensor | None:
 
 
 def _read(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments of `func` with parameters in full, where the model's own code computes with them; None elsewhere."""
-    name = getattr(func, "__name__", "")
     held = first_held((*args, *kwargs.values()))
     if (name in _ABOUT and func not in _VIEWS) or _full(held) is None:
         return None

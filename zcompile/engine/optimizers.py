@@ -37,6 +37,10 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         names = {id(param): name for shards in runtime.shards.values() for name, param in shards.parameters.items()}
         return {names[id(param)] for param in _parameters_of(optimizer) if id(param) in names}
 
+    def steps(now: bool) -> None:
+        if (waits := runtime.communicator.waits) is not None:
+            waits.reporting.stepping = now
+
     def refuse_held(names: set[str]) -> None:
         if held := names.intersection(runtime.names_held()):
             problem = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
@@ -72,6 +76,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
         if closure is not None:
             bound.arguments["closure"] = closed
+        steps(True)
         runtime.recorder.begin_optimizer(start)
         return None if closure is None else (bound.args, bound.kwargs)
 
@@ -81,6 +86,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
                 stepped.remove()
             with no_torch_function():
                 idle = all(param.grad is None for param in _parameters_of(optimizer))
+            steps(False)
             runtime.freshness.step(idle=idle)
             runtime.recorder.end_optimizer()
 
