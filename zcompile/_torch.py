@@ -73,6 +73,7 @@ from torch.distributed.tensor.placement_types import (
 )
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # an `if` on a size of the data's own
+from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys  # what `load_state_dict` gives back
 from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_foreach_types
@@ -85,6 +86,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
 __all__ = [
     "METADATA_TYPES",
+    "STATE_HOOKS",
     "BackendCompilerFailed",
     "BypassAOTAutogradCache",
     "FailOnRecompileLimitHit",
@@ -93,6 +95,7 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
     "InternalTorchDynamoError",
+    "LoadedKeys",
     "OpNamespace",
     "OpOverload",
     "OpOverloadPacket",
@@ -150,6 +153,7 @@ __all__ = [
     "joint_mesh",
     "keepable",
     "keeps_graph",
+    "load_post_hooks_of",
     "local_tensor",
     "min_cut_rematerialization_partition",
     "modes_aside",
@@ -216,6 +220,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The table of a module's own buffers, to read and to write."""
     return module._buffers
+
+
+def load_post_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The table of the hooks that run when a module has been loaded."""
+    return module._load_state_dict_post_hooks
 
 
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -946,6 +955,12 @@ def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Callabl
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     everywhere = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
     return [*everywhere, *(getattr(module, f"_{kind}_hooks") for module in modules for kind in kinds)]
+
+
+STATE_HOOKS = tuple(
+    f"_{kind}_hooks" for kind in ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
+)
+"""Attributes of a module: the tables of its hooks of state dicts, and of loading them."""
 
 
 def replace_state_dict(module: torch.nn.Module, convert: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:

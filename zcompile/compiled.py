@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import replace_state_dict, tree_map_only
+from zcompile._torch import STATE_HOOKS, replace_state_dict, tree_map_only
 from zcompile.engine.calls.entries import taken_out
 from zcompile.engine.calls.fragments import Tree, tree_of
 from zcompile.engine.engine import Engine
@@ -78,7 +78,7 @@ def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModul
     runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
     runtime.output_dtype = before.output_dtype
     engine = Engine(runtime, title=type(model).__name__)
-    with taken_out(tree.entries):
+    with taken_out([*tree.entries, *tree.loading]):
         copied, shards, sites = copy_model(model, layout, before.shards, tree.sites, communicator, memory, memo)
     return over(copied, engine, shards, sites, tree.retired)
 
@@ -170,7 +170,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         super().__init__()
         # Seen through object.__setattr__, the model is no submodule: names would begin with its attribute's name.
         object.__setattr__(self, "_model", model)
-        for tree in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        for tree in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *STATE_HOOKS):
             object.__setattr__(self, tree, getattr(model, tree))
         object.__setattr__(self, "training", model.training)
         object.__setattr__(self, "_engine", engine)
@@ -305,7 +305,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         """
         self._check_sharded()
         memo[id(self)] = made = _copied(self._model, self._tree, memo)
-        kept = ("training", "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+        kept = ("training", "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", *STATE_HOOKS)
         for name in vars(nn.Module()).keys() - {*kept}:  # hooks
             object.__setattr__(made, name, copy.deepcopy(vars(self)[name], memo))
         object.__setattr__(made, "training", self.training)
@@ -377,8 +377,14 @@ class CompiledModule(Savable, Reported, nn.Module):
         Raises:
             StateError: on every rank, and before anything is written: a name, shape or dtype that does not fit.
         """
+        return self._load_into(self._model, state_dict, strict)
+
+    def _load_into(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load into a module of the model, or all of it."""
         self._check_sharded()
-        return self._model_state.load(state_dict, strict)
+        return self._model_state.of(module).load(state_dict, strict)
 
     def _stored(self) -> ModelState:
         self._check_sharded()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import close_connections, copyable, gloo_of, group_timeout, local_tensor, set_group_timeout
+from zcompile._torch import (
+    LoadedKeys,
+    close_connections,
+    copyable,
+    gloo_of,
+    group_timeout,
+    local_tensor,
+    set_group_timeout,
+)
 from zcompile.errors import StateError, nearest
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
@@ -30,6 +38,7 @@ from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.parts import part_of
 from zcompile.runtime.tensors.placement import whole_of
 from zcompile.state.checkpoint import CheckpointFolder, Writer, check_files, clear, read_manifest, typed
+from zcompile.state.loading import Loading
 from zcompile.state.optimizer_state import (
     Slots,
     SlotShape,
@@ -107,6 +116,10 @@ class ModelState:
         self._group: dist.ProcessGroup | None = None
         self._pending: Save | None = None
 
+    def of(self, module: nn.Module) -> ModelState:
+        """The state of a module of the model."""
+        return ModelState(module, self.communicator, self.agreement, self.stage)
+
     # -- whole ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -153,43 +166,43 @@ class ModelState:
 
     def load_full(self, state: Mapping[str, Any] | None) -> None:
         """`compiled.load_full_state_dict`."""
+        found, what = Loading(self.model), "load_full_state_dict"
 
-        def check() -> bool:
+        def look() -> bool:
             if state is None and self.communicator.rank == 0:
                 problem = "is None on the first rank of the mesh"
                 raise StateError("the full state dict", problem, "give it on the first rank, or on every rank")
             if state or (state is not None and self.communicator.rank == 0):
-                _check(self.model.state_dict(), state, strict=True)
+                self._look(found, state)
             return bool(state)  # an empty one is what full_state_dict gives to all ranks but the first
 
-        everywhere = all(self._share("load_full_state_dict", check))
-        self._load(self._rows(state if everywhere else None, state or {}))
+        if not all(self._share(what, look)):
+            self._send(found)
+        self._write(found, what)
 
     @torch.no_grad()
-    def _rows(self, local: Mapping[str, Any] | None, first: Mapping[str, Any]) -> Values:
-        """This rank's part of every value, out of `local`, or sent by the first rank out of its `first`."""
-        rows: Values = {}
-        for name, target in self.model.state_dict().items():
-            if local is not None:
-                if not is_elsewhere(target):
-                    rows[name] = self._part(target, local[name])
-            elif isinstance(target, torch.Tensor):
-                device = self.communicator.device
-                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
-                if self.communicator.rank == 0:
-                    whole.copy_(first[name])
-                self.communicator.broadcast(whole)
-                if is_elsewhere(target):
-                    continue
-                part = self._part(target, whole)
+    def _send(self, found: Loading) -> None:
+        """Let every rank have its part of what the first one has found."""
+        shapes = [None if place.value is None else place.held.shape for place in found.places]
+        box: list[Any] = [(shapes, found.extra, found.missing, found.unexpected)]
+        with self.communicator.waits.explained("what is in the state dict"):
+            dist.broadcast_object_list(box, group=self.communicator.group, group_src=0)
+        shapes, found.extra, *keys = box[0]
+        found.keys = LoadedKeys(*keys)
+        for place, shape in zip(found.places, shapes, strict=True):
+            if shape is None:
+                continue
+            if shape != place.held.shape:  # a buffer that loading has made anew on the first rank
+                place.held = place.table[place.key] = place.held.new_empty(shape)
+            held = place.held
+            whole = torch.empty(held.shape, dtype=held.dtype, device=self.communicator.device)
+            if self.communicator.rank == 0:
+                whole.copy_(place.value)
+            self.communicator.broadcast(whole)
+            if not is_elsewhere(held):
+                part = self._part(held, whole)
                 # A copy, or the view would keep the whole of each parameter until the last has come.
-                rows[name] = part.clone() if isinstance(target, DTensor) else part
-            else:
-                box = [first.get(name)]
-                with self.communicator.waits.explained(f"the value of {name}"):
-                    dist.broadcast_object_list(box, group=self.communicator.group, group_src=0)
-                rows[name] = box[0]
-        return rows
+                place.value = part.clone() if isinstance(held, DTensor) else part
 
     def full_optimizer(self, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
         """`compiled.full_optimizer_state_dict`."""
@@ -215,23 +228,56 @@ class ModelState:
 
     def load(self, state: Mapping[str, Any], strict: bool) -> Any:
         """`compiled.load_state_dict`."""
-        targets = self.model.state_dict()
-        self._together("load_state_dict", lambda: _check(targets, state, strict))
-        given = {name: value for name, value in state.items() if not is_elsewhere(targets.get(name))}
-        parts = {name: self._part(targets[name], v) if name in targets else v for name, v in given.items()}
-        return self._load(parts, strict)
+        found, what = Loading(self.model), "load_state_dict"
+        self._together(what, lambda: self._look(found, state, strict))
+        self._write(found, what, strict)
+        return found.keys
 
-    def _load(self, parts: Values, strict: bool = True) -> Any:
-        """Write values that are known to fit: names, shapes and dtypes were checked on all ranks."""
-        elsewhere = set(_elsewhere(self.model.state_dict()))
-        result = self.model.load_state_dict(parts, strict=strict and not elsewhere)
-        result.missing_keys[:] = [name for name in result.missing_keys if name not in elsewhere]
-        return result
+    def _look(
+        self, found: Loading, state: Mapping[str, Any], strict: bool = True, source: str = "the state dict"
+    ) -> None:
+        """Find what `state` would write.
+
+        Raises:
+            StateError: it does not fit.
+        """
+        try:
+            found.look(state)
+        except RuntimeError as error:
+            _check(found.targets(), state, strict, source)
+            fix = "see what hooks of loading make of it"
+            raise StateError(source, f"does not load: {error}", fix) from error
+        elsewhere = {place.name for place in found.places if is_elsewhere(place.held)}
+        found.missing[:] = [name for name in found.missing if name not in elsewhere]
+        if strict and not found.has_hooks_behind:
+            _check_names(found, source)
+        for place in found.places:
+            if place.value is not None:
+                _check_value(place.name, place.held, place.value, source)
+
+    def _write(self, found: Loading, what: str, strict: bool = True) -> None:
+        """Write what is known to fit, on all ranks.
+
+        Raises:
+            StateError: names do not fit that hooks behind loading could have called right.
+        """
+        with torch.no_grad():
+            for place in found.places:
+                if place.value is not None and not is_elsewhere(place.held):
+                    place.held.copy_(self._part(place.held, place.value))
+        found.end()
+        if strict and found.has_hooks_behind:
+            self._together(what, lambda: _check_names(found))
 
     def _part(self, target: Any, value: Any) -> Any:
-        """What of `value`, whole or in shards, goes into `target` on this rank; a view of it where it can be one."""
-        if not isinstance(target, DTensor) or isinstance(value, DTensor):
+        """What of `value`, whole or in shards, goes into `target` on this rank; a view of it where it can be one.
+
+        Collective for a DTensor that lies otherwise, as hooks may leave what they transpose or pad.
+        """
+        if not isinstance(target, DTensor) or (isinstance(value, DTensor) and _same_placement(target, value)):
             return value
+        if isinstance(value, DTensor):
+            value = whole_of(value, self.communicator.device)
         return laid_out_like(target, part_of(value, target).to(target.device))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -240,7 +286,13 @@ class ModelState:
         """`compiled.save_checkpoint`."""
         self._settle()
         what = f"save_checkpoint({os.fspath(folder)!r})"
-        kept = self._share(f"{what}: what ranks keep", lambda: [self._own_digests(), _own(self.model)])
+        values: Values = {}
+
+        def keep() -> list[Any]:
+            values.update(self.model.state_dict())  # once: hooks may be part of it
+            return [self._own_digests(values), _own(self.model)]
+
+        kept = self._share(f"{what}: what ranks keep", keep)
         own, names = kept[self.communicator.rank]
         first = next(rank for rank, (_, others) in enumerate(kept) if others == names)
         saved: dict[str, tuple[int, str]] = {}
@@ -248,7 +300,7 @@ class ModelState:
             saved = {name: (rank, digest) for name, digest in digests.items()} | saved
         differing = {name for name, digest in own.items() if digest != saved[name][1]}
         others = {name for name in own if name not in differing and saved[name][0] != self.communicator.rank}
-        content = self._together(what, lambda: self._content(others, differing, optimizer, extra, first))
+        content = self._together(what, lambda: self._content(values, others, differing, optimizer, extra, first))
         place = self._place(what, real(folder))
         writer = Writer(place, {"world": self.communicator.size, "stage": self.stage, "torch": torch.__version__})
         done: Future[None] = Future()
@@ -293,7 +345,7 @@ class ModelState:
             done.set_exception(failure)
 
     def _content(
-        self, others: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any, like: int
+        self, values: Values, others: set[str], differing: set[str], optimizer: Optimizer | None, extra: Any, like: int
     ) -> dict[str, Any]:
         """What this rank gives to torch.distributed.checkpoint: tensors, and of everything else one blob a rank.
 
@@ -303,7 +355,7 @@ class ModelState:
         rank = self.communicator.rank
         model: Values = {}
         own: Values = {}
-        for name, value in _here(self.model).items():
+        for name, value in _here(values).items():
             if not isinstance(value, torch.Tensor) or name in differing:
                 own[name] = value
             elif name not in others:
@@ -329,13 +381,16 @@ class ModelState:
                 held[0], problem, "step it by an optimizer of its own, and give its state_dict() as extra="
             )
 
-    def _own_digests(self) -> dict[str, str]:
+    def _own_digests(self, state: Mapping[str, Any]) -> dict[str, str]:
         """What is saved and may differ between ranks, buffers and what is ignored, each with a digest of its value."""
         shards = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}.difference(self.ignored)
         return {
             name: hashlib.sha256(_bytes(value)).hexdigest()
-            for name, value in self.model.state_dict().items()
-            if isinstance(value, torch.Tensor) and name not in shards and not is_elsewhere(value)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and name not in shards
+            and not isinstance(value, DTensor)
+            and not is_elsewhere(value)
         }
 
     def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None) -> Any:
@@ -346,7 +401,13 @@ class ModelState:
         manifest = self._together(what, lambda: read_manifest(found))
         self._together(what, lambda: check_files(found, manifest, rank, size))
         reader = Reader(found, manifest["files"])
-        content = self._together(what, lambda: self._skeleton(reader, optimizer))
+        targets: Values = {}
+
+        def skeleton() -> dict[str, Any]:
+            targets.update(self.model.state_dict())
+            return self._skeleton(reader, optimizer, targets)
+
+        content = self._together(what, skeleton)
         with typed(str(found)):
             try:
                 dcp.load(content, storage_reader=reader, process_group=self._own_group())
@@ -354,28 +415,31 @@ class ModelState:
                 self._hang_up(error)
                 raise
 
-        def read() -> tuple[Any, Values, dict[str, Any] | None]:
+        state = Loading(self.model)
+
+        def read() -> tuple[Any, dict[str, Any] | None]:
             (blob,) = content["ranks"].values()
             mine = _unblob(found, blob)
-            here = _here(self.model)
+            here = _here(targets)
             values = {**content["model"], **{name: value for name, value in mine["own"].items() if name in here}}
             _check(here, values, True, str(found))
+            self._look(state, values, source=str(found))
             if optimizer is None:
-                return mine["extra"], values, None
+                return mine["extra"], None
             blobs = [content["optimizer"]["about"], *content["optimizer"]["parts"].values()]
-            elsewhere = set(_elsewhere(self.model.state_dict()))
+            elsewhere = set(_elsewhere(targets))
             about = of_one_rank([_unblob(found, blob) for blob in blobs], elsewhere)
             owned = {name: _unblob(found, blob) for name, blob in content["optimizer"]["owned"].items()}
             about["values"] = {**about["values"], **owned}
-            return mine["extra"], values, put_together(content["optimizer"]["state"], about, optimizer, self.model)
+            return mine["extra"], put_together(content["optimizer"]["state"], about, optimizer, self.model)
 
-        extra, values, state = self._together(what, read)
-        if optimizer is not None and state is not None:
-            optimizer.load_state_dict(state)
-        self._load(values)
+        extra, of_optimizer = self._together(what, read)
+        if optimizer is not None and of_optimizer is not None:
+            optimizer.load_state_dict(of_optimizer)
+        self._write(state, what)
         return extra
 
-    def _skeleton(self, reader: Reader, optimizer: Optimizer | None) -> dict[str, Any]:
+    def _skeleton(self, reader: Reader, optimizer: Optimizer | None, values: Values) -> dict[str, Any]:
         """Empty tensors for what the checkpoint holds, laid out as this stage and world have them.
 
         They are new ones: if loading fails halfway, the model and the optimizer are as they were.
@@ -386,7 +450,7 @@ class ModelState:
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
-        targets = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        targets = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         _check(targets, {path[1]: shape for path, shape in saved.items() if path[0] == "model"}, True, folder)
         here = {name: value for name, value in targets.items() if not is_elsewhere(value)}
         content: dict[str, Any] = {"model": {name: _empty_like(value) for name, value in here.items()}}
@@ -463,9 +527,9 @@ def _elsewhere(state: Mapping[str, Any]) -> list[str]:
     return [name for name, value in state.items() if is_elsewhere(value)]
 
 
-def _here(model: nn.Module) -> Values:
-    """Of the state dict what this rank has."""
-    return {name: value for name, value in model.state_dict().items() if not is_elsewhere(value)}
+def _here(state: Values) -> Values:
+    """Of a state dict what this rank has."""
+    return {name: value for name, value in state.items() if not is_elsewhere(value)}
 
 
 def _own(model: nn.Module) -> list[str]:
@@ -484,19 +548,29 @@ def _check(targets: Mapping[str, Any], given: Mapping[str, Any], strict: bool, s
     """
     missing = [name for name in targets if name not in given]
     unexpected = [name for name in given if name not in targets]
-    if strict and missing:
+    if strict:
+        _check_listed(missing, unexpected, targets, source)
+    for name, target in targets.items():
+        if name in given and isinstance(target, torch.Tensor):
+            _check_value(name, target, given[name], source)
+
+
+def _check_names(found: Loading, source: str = "the state dict") -> None:
+    """Raise StateError for names that loading has missed, or found too many."""
+    _check_listed(found.missing, found.unexpected, found.targets(), source)
+
+
+def _check_listed(missing: Sequence[str], unexpected: Sequence[str], targets: Iterable[str], source: str) -> None:
+    if missing:
         problem = f"is missing from {source}{_more(missing)}"
         fix = "give every name of compiled.state_dict(), or strict=False where names may be left out"
         if unexpected:
             fix = f"rename what {source} has in its place, or build the model that it was made from: "
             fix += nearest(missing[0], unexpected)
         raise StateError(missing[0], problem, fix)
-    if strict and unexpected:
+    if unexpected:
         problem = f"is in {source}, but is no parameter or buffer of the model{_more(unexpected)}"
         raise StateError(unexpected[0], problem, f"leave it out or rename it: {nearest(unexpected[0], targets)}")
-    for name, target in targets.items():
-        if name in given and isinstance(target, torch.Tensor):
-            _check_value(name, target, given[name], source)
 
 
 def _check_value(name: str, target: torch.Tensor, value: Any, source: str) -> None:
@@ -508,21 +582,16 @@ def _check_value(name: str, target: torch.Tensor, value: Any, source: str) -> No
     if value.dtype != target.dtype:
         problem = f"is {value.dtype} in {source}, and {target.dtype} in the model"
         raise StateError(name, problem, f"convert one of them on purpose, such as value.to({target.dtype})")
-    if isinstance(value, DTensor) and not _same_placement(target, value):
-        problem = f"lies as {value.placements} on {value.device_mesh} in {source}, otherwise than in the model"
+    if isinstance(value, DTensor) and not (isinstance(target, DTensor) and value.device_mesh == target.device_mesh):
+        problem = f"lies on {value.device_mesh} in {source}, otherwise than in the model"
         raise StateError(name, problem, "give its full_tensor(), or go through save_checkpoint")
 
 
-def _same_placement(target: torch.Tensor, value: DTensor) -> bool:
-    return (
-        isinstance(target, DTensor)
-        and value.device_mesh == target.device_mesh
-        and value.placements == target.placements
-        and owner_of(value) == owner_of(target)
-    )
+def _same_placement(target: DTensor, value: DTensor) -> bool:
+    return value.placements == target.placements and owner_of(value) == owner_of(target)
 
 
-def _more(names: list[str]) -> str:
+def _more(names: Sequence[str]) -> str:
     listed = ", ".join(names[1:4])
     return f", and so {'is' if len(names) == 2 else 'are'} {listed}{' ...' if len(names) > 4 else ''}" if listed else ""
 

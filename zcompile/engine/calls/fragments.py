@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -68,6 +68,8 @@ class Tree:
         self.root = Fragment(self, self.model, "", lambda *args, **kwargs: self.model(*args, **kwargs))
         self.call: ModelCall | None = None
         self.is_full = False
+        self.loading = [Entry(module, "load_state_dict", self.load) for module in owning]
+        """No code that is traced calls these."""
         """True within `unsharded`."""
         self.face: nn.Module | None = None
         """The compiled module, for who has the given one."""
@@ -79,7 +81,7 @@ class Tree:
         self._known.update(self._ignored)
         self.watch = TreeWatch(self.model)
         self.reads = PlainReads(self.sites, self.root._gathered)
-        for entry in self.entries:
+        for entry in (*self.entries, *self.loading):
             entry.put()
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,6 +145,10 @@ class Tree:
         it is called: a recomputation runs as its call did, and which call it repeats cannot be told.
         """
         if self.engine.runtime.layout.stage.optimizer_sharded or entry in self._fragments:
+    def load(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Load a state dict into a module of the model: torch's own way would copy all rows into each rank's."""
+        return cast("Any", self.face)._load_into(entry.module, *args, **kwargs)
+
             return False
         if self.call is None and torch.is_grad_enabled():
             self._plain.add(entry)
