@@ -135,6 +135,7 @@ __all__ = [
     "gather_together",
     "give_up",
     "gloo_of",
+    "graph_break_of",
     "graph_obstacle",
     "group_timeout",
     "handed_on",
@@ -250,6 +251,15 @@ def within_function_transform() -> bool:
 def is_tangent(placeholder: fx.Node) -> bool:
     """True for an input of a joint graph that is the gradient of an output."""
     return isinstance(placeholder.meta.get("desc"), TangentAOTInput)
+
+
+def graph_break_of(module: fx.GraphModule) -> str:
+    """The line at which a graph of Dynamo's ends because it cannot go on; empty where it does not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return ""
+    frame = reason.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
 def writes_arguments(operation: OpOverload) -> bool:

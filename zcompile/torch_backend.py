@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from zcompile._torch import (
     around_compiling,
     compile_plainly,
     copyable,
+    graph_break_of,
     has_gradient_hooks,
     modules_given_to,
     of_fixed_sizes,
@@ -110,6 +112,7 @@ class Backend:
         self._take_in(module, inputs)
         if self._engine is None:
             return compile_plainly(module, inputs, self.options.backend)
+        self._tell_of_break(module)
         context = tracing_context()
         floats = {read.args[0] for read in varying_floats(module.graph)}
         for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -127,6 +130,13 @@ class Backend:
             return self._run(bound[names], args)
 
         return run
+
+    def _tell_of_break(self, module: fx.GraphModule) -> None:
+        """Warn of code between graphs, which reads NaN where it reads a parameter; only a backward refuses it."""
+        if (line := graph_break_of(module)) and self.engine.runtime.layout.stage.optimizer_sharded:
+            problem = f"the graph breaks at {line}\n  What code between graphs reads of a parameter is NaN."
+            fix = "fix the break if that code reads any, or use zcompile.compile, which gathers what it reads"
+            warnings.warn(f"zcompile: {problem}\n  Fix: {fix}.", stacklevel=2)
 
     def _names(self, inputs: Sequence[Any]) -> tuple[str, ...]:
         return tuple(self._known[id(value)].name for value in inputs if isinstance(value, nn.Parameter))
