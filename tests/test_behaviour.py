@@ -392,6 +392,33 @@ def test_a_second_backward_through_a_freed_graph() -> None:
         loss.backward()
 
 
+class TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x).square().sum(), self.other(x).square().sum()
+
+
+def test_backwards_of_two_results_one_after_the_other() -> None:
+    """Plain PyTorch takes it, of results that share no graph: what is compiled is told what to do."""
+    plain = TwoResults()
+    compiled, x = zcompile.compile(copy.deepcopy(plain), stage=3, backend="eager"), torch.ones(3, 4)
+    one, other = compiled(x)
+    one.backward()
+    with pytest.raises(zcompile.BackwardError, match=r"of another result(.|\n)*on the sum of the losses, or the first"):
+        other.backward()
+    compiled.zero_grad()
+    one, other = compiled(x)
+    one.backward(retain_graph=True)
+    other.backward()
+    sum(plain(x)).backward()  # type: ignore[union-attr]
+    for mine, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[attr-defined, arg-type]
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_backward_after_the_parameters_changed(fused: bool) -> None:
     compiled, _ = pair("mlp")

@@ -95,7 +95,8 @@ class _Check:
     call: ModelCall
     accumulator: Node | None
     """Where autograd would bring the gradient of one of its parameters."""
-    freed: bool = False
+    freed: Sequence[bool] | None = None
+    """Which results had a gradient in the backward that has freed the graph, once one has."""
 
     def before(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Runs before this part's backward.
@@ -104,17 +105,22 @@ class _Check:
             BackwardError: the graph was freed by an earlier backward, or a graph of the backward is asked for, or
                 gradients of some parameters alone.
         """
-        if self.freed:
+        flowing = [gradient is not None for gradient in grads]
+        if self.freed is not None:
+            problem = "the graph of this forward was freed by an earlier backward"
             fix = "call the model again, or the first backward with retain_graph=True"
-            raise BackwardError("backward", "the graph of this forward was freed by an earlier backward", fix)
+            if not any(now and before for now, before in zip(flowing, self.freed, strict=True)):
+                problem += " of another result: compiled, results share one graph"
+                fix = "call backward once, on the sum of the losses, or the first time with retain_graph=True"
+            raise BackwardError("backward", problem, fix)
         if torch.is_grad_enabled():
             fix = "leave create_graph=True out; compute what needs gradients of gradients in plain PyTorch"
             raise BackwardError("backward", "compiled programs have no gradients of gradients", fix)
         self.call.begin(grads)
-        self.call.delivery.flowing = [gradient is not None for gradient in grads]
+        self.call.delivery.flowing = flowing
         if self.accumulator is not None and not wants_gradient(self.accumulator):
             self.call.delivery.discard()  # torch.autograd.grad, or backward(inputs=...)
-        self.freed = not keeps_graph()
+        self.freed = None if keeps_graph() else flowing
 
 
 def tensors_in(result: Any, depth: int = 4) -> Iterator[torch.Tensor]:
