@@ -86,6 +86,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
 __all__ = [
     "METADATA_TYPES",
+    "IGNORED_BY_DDP",
     "STATE_HOOKS",
     "BackendCompilerFailed",
     "BypassAOTAutogradCache",
@@ -970,6 +971,8 @@ def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Callabl
 STATE_HOOKS = tuple(
     f"_{kind}_hooks" for kind in ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
 )
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: the names that DistributedDataParallel is to leave alone, which it reads first of all."""
 """Attributes of a module: the tables of its hooks of state dicts, and of loading them."""
 
 

@@ -6,15 +6,15 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import STATE_HOOKS, replace_state_dict, tree_map_only
+from zcompile._torch import IGNORED_BY_DDP, STATE_HOOKS, replace_state_dict, tree_map_only
 from zcompile.engine.calls.entries import taken_out
 from zcompile.engine.calls.fragments import Tree, tree_of
 from zcompile.engine.engine import Engine
@@ -148,6 +148,18 @@ def _special(name: str) -> Callable[..., Any]:
     return method
 
 
+@dataclass
+class _NotWrapped:
+    """What DistributedDataParallel, which trainers put around models by themselves, reads of a compiled one."""
+
+    model: str
+
+    def __iter__(self) -> Iterator[str]:
+        problem = "is compiled, and DistributedDataParallel around it would average gradients that it does not see"
+        fix = "leave it out: they are averaged; with Accelerate, take zcompile.integrations.accelerate's Accelerator"
+        raise ModelError(self.model, problem, fix)
+
+
 class CompiledModule(Savable, Reported, nn.Module):
     """A model whose parameters are shards; called like the model, it runs the compiled programs.
 
@@ -180,6 +192,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         # With the signature of the model's own, by which trainers tell what of a batch it takes.
         object.__setattr__(self, "forward", _forward_like(model, self._tree))
         replace_state_dict(model, model_state_of)
+        vars(model)[IGNORED_BY_DDP] = _NotWrapped(type(model).__name__)
         watch_optimizers(self._tree, engine.runtime, dict(retired))  # as long as there is a module to call
 
     # -- calling --------------------------------------------------------------------------------------------------
