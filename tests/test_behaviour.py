@@ -485,6 +485,8 @@ class Odd(nn.Module):
         if self.kind == "writes a parameter":
             with torch.no_grad():
                 self.linear.weight.mul_(2)
+        if self.kind == "assigns data":
+            self.linear.weight.data = self.linear.weight.data * 2
         y = self.linear(x).sum()
         return (y, self.linear.weight.t()) if self.kind == "returns a parameter" else y
 
@@ -492,7 +494,11 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("writes a parameter", r"linear\.weight: the model's forward writes to this parameter"),
+        (
+            "writes a parameter",
+            r"linear\.weight: the model's forward writes to this parameter at .*test_behaviour.py:\d+",
+        ),
+        ("assigns data", r"linear\.weight: the model's forward writes to this parameter at .*test_behaviour.py:\d+"),
         ("returns a parameter", r"linear\.weight: result 1 of the model is this parameter"),
     ],
 )

@@ -37,7 +37,7 @@ from zcompile._torch import (
 )
 from zcompile.errors import CaptureError
 from zcompile.frontend.nested_graphs import written_out
-from zcompile.frontend.opaque_calls import refuse_opaque_calls
+from zcompile.frontend.opaque_calls import refuse_opaque_calls, where
 from zcompile.frontend.python_numbers import give_floats_as_tensors
 from zcompile.frontend.step_cache import (
     BackwardCode,
@@ -49,6 +49,7 @@ from zcompile.frontend.step_cache import (
     looking,
     nested_in,
 )
+from zcompile.frontend.written_inputs import refuse_new_data, refuse_written_parameter
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter
@@ -130,8 +131,11 @@ class Capture:
             held = "" if is_argument else other or "?"
             readable = name or other or self.names.of_input(str(node.target))
             self.inputs.append(TracedInput(readable, name, held, self.names.leaves.get(id(value))))
+        named = {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)}
+        ours = {node: entry.parameter for node, entry in zip(placeholders, self.inputs, strict=True) if entry.parameter}
+        refuse_new_data(module.graph, named, ours)
         give_floats_as_tensors(module)
-        _make_dense(module, {node: entry.readable for node, entry in zip(placeholders, self.inputs, strict=True)})
+        _make_dense(module, named)
         with no_donated_buffers(), no_rematerialization(), backward_without_autocast():
             if self.cache is None or not can_be_kept(module, example_inputs):
                 return self._traced(module, example_inputs)
@@ -254,8 +258,7 @@ class _Reader:
         self.modules: dict[str, fx.GraphModule] = {}
         self.primals: list[tuple[fx.Node, str | None]] = []
         described = joint.graph.output_node().meta.get("desc", ())
-        mutated = (getattr(getattr(one, "mutated_input", None), "idx", None) for one in described)
-        self.mutated = {index for index in mutated if index is not None}
+        self.mutated = {index for index in map(_written_input, described) if index is not None}
         """Inputs that the forward writes to."""
         self.described = list(described)
         """What AOTAutograd says of each result, those of the forward first, in the order in which autograd has them."""
@@ -324,7 +327,7 @@ class _Reader:
         (returned,) = self.joint.graph.output_node().args
         values = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         values = [self.values[value] if isinstance(value, fx.Node) else value for value in values]
-        self._refuse_mutated_parameters()
+        self._refuse_mutated_parameters(values)
         by_primal = list(zip(self.primals, values[num_outputs:], strict=False))
         gradients = {name: grad for (_, name), grad in by_primal if name and grad is not None}
         set_results(
@@ -335,11 +338,17 @@ class _Reader:
         )
         return {*layout.trainable} - gradients.keys()
 
-    def _refuse_mutated_parameters(self) -> None:
-        for index in sorted(self.mutated):
-            if name := self.inputs[index].parameter:
-                fix = "keep what changes in a buffer, or change parameters between steps"
-                raise CaptureError(name, "the model's forward writes to this parameter", fix)
+    def _refuse_mutated_parameters(self, values: Sequence[Any]) -> None:
+        for value, described in zip(values, self.described, strict=False):
+            index = _written_input(described)
+            if index is not None and (name := self.inputs[index].parameter):
+                refuse_written_parameter(name, where(value) if isinstance(value, fx.Node) else "")
+
+
+def _written_input(described: Any) -> int | None:
+    """The number of the input of which AOTAutograd says that this result is what the forward has written to it."""
+    index: int | None = getattr(getattr(described, "mutated_input", None), "idx", None)
+    return index
 
 
 def _value(node: fx.Node) -> Any:

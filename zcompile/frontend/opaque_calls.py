@@ -25,7 +25,7 @@ def refuse_opaque_calls(graph: fx.Graph, source: Callable[[fx.Node], str]) -> No
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator) and node.target.name() in _OPAQUE:
             called = str(node.args[1]) if node.target.name() == "with_effects" else node.target.name()
-            problem = f"calls {called}{_where(node)}, whose effects no program can keep in order"
+            problem = f"calls {called}{where(node)}, whose effects no program can keep in order"
             fix = (
                 "leave it out or unmarked (torch._dynamo.leaf_function), or call torch._dynamo.graph_break() before "
                 "it, so that this module runs as plain Python"
@@ -33,6 +33,7 @@ def refuse_opaque_calls(graph: fx.Graph, source: Callable[[fx.Node], str]) -> No
             raise CaptureError(source(node) or "the model", problem, fix)
 
 
-def _where(node: fx.Node) -> str:
+def where(node: fx.Node) -> str:
+    """The line of the model's code that a node comes from, as ` at FILE:LINE`; empty where it is not known."""
     lines = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
     return f" at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
