@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch
-from tests.ranks import Ranks
+from tests.ranks import AT_ONCE, Ranks
 
 Call = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -357,6 +358,8 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
     found["write"] = written(lambda: compiled.shift.add_(1))
     found["write to data"] = written(lambda: compiled.shift.data.add_(1))
     found["assign data"] = written(lambda: setattr(compiled.shift, "data", torch.ones(6)))
+    found["reshape data"] = written(lambda: setattr(compiled.shift, "data", torch.ones(3)))
+    found["replace"] = written(lambda: setattr(compiled.module, "shift", nn.Parameter(torch.ones(6))))
     found["convert"] = written(lambda: compiled.module.half())
     found["convert to the same"] = written(lambda: compiled.module.head.float().to("cpu"))
     copies = list[nn.Module]()
@@ -378,12 +381,35 @@ def test_mistakes_within_unsharded_are_typed_errors(ranks: Ranks, tmp_path: Path
         assert found["nested"].startswith("OptionError: unsharded(): is within another one")
         assert found["write"].startswith("ParameterError: shift: was written to within unsharded()")
         assert found["write to data"].startswith("ParameterError: shift: was written to within unsharded()")
-        assert found["assign data"].startswith("ParameterError: shift: is full for now")
+        assert found["assign data"].startswith("ParameterError: shift: was written to within unsharded()")
+        assert found["reshape data"].startswith("ParameterError: shift: has shape [6], and its .data would have [3]")
+        assert found["replace"].startswith("ParameterError: shift: was replaced or taken away where it is full")
         assert found["convert"] == found["convert to the same"] == found["copy"] == "taken"
         assert found["of a copy"] == "True"
         assert found["after"] == str(float(torch.tensor(0.1)))
         assert found["limit"].startswith("OptionError: memory_limit: 1000 B is less than the")
         assert found["still"] == "(2, 4, 6)"
+
+
+def written_by_one(rank: int) -> tuple[str, float]:
+    compiled = zcompile.compile(made(), backend="eager")
+    compiled(tokens(rank, 0)[0])
+
+    def act() -> None:
+        with compiled.unsharded(), torch.no_grad():
+            if rank == 0:
+                compiled.shift.data = torch.ones(6)
+        compiled(tokens(rank, 0)[0])
+
+    started = time.perf_counter()
+    return error_of(act), time.perf_counter() - started
+
+
+def test_a_write_of_one_rank_within_unsharded_is_told_to_the_others(ranks: Ranks) -> None:
+    (written, _), (told, seconds) = ranks.run(2, written_by_one)
+    assert written.startswith("ParameterError: shift: was written to within unsharded()")
+    assert told.startswith("AgreementError: unsharded(): rank 0 failed first: shift: was written to within unsharded()")
+    assert seconds < AT_ONCE
 
 
 def divided(rank: int) -> bool:

@@ -449,12 +449,24 @@ class WritesBelow(nn.Module):
         return self.below(x)
 
 
+class AssignsBelow(WritesBelow):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        self.below.weight.data = self.below.weight.data * 2
+        return self.below(x)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
         (Writes, zcompile.CaptureError, r"^weight: the model's forward writes to this parameter"),
         (WritesBelow, zcompile.CaptureError, r"^below\.weight: the model's forward writes to this parameter"),
+        (
+            AssignsBelow,
+            zcompile.CaptureError,
+            r"^below\.weight: the model's forward writes to .* the code of AssignsBelow",
+        ),
     ],
 )
 def test_what_plain_python_must_not_do(model: type[nn.Module], error: type[Exception], message: str) -> None:

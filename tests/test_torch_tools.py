@@ -1,15 +1,19 @@
-"""torch's own tools around a compiled model: its profiler, and its tracker of memory."""
+"""torch's own tools around a compiled model: its profiler, its tracker of memory, transforms, wrappers."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import zcompile
@@ -92,7 +96,11 @@ def transformed(rank: int, stage: int) -> list[str]:
     def of_weight(model: nn.Module) -> torch.Tensor:
         return torch.func.grad(lambda weight: (x @ weight).sum())(model.weight.detach())
 
-    for use in (gradients, mapped, of_weight):
+    def called(model: nn.Module) -> torch.Tensor:
+        values = {name: value.detach() for name, value in model.named_parameters()}
+        return torch.func.functional_call(model, values, (x,)).detach()
+
+    for use in (called, gradients, mapped, of_weight):
         with pytest.raises((zcompile.ParameterError, RuntimeError)) as refused:
             use(given)
         said.append(f"{refused.type.__name__}: {refused.value}")
@@ -104,8 +112,11 @@ def transformed(rank: int, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_transforms_of_torch_work_on_full_parameters(ranks: Ranks, stage: int) -> None:
-    for gradients, mapped, of_weight in ranks.run(2, transformed, stage):
-        assert re.match(r"ParameterError: weight: was replaced.*\n.*within compiled\.unsharded\(\)", gradients)
+    for called, gradients, mapped, of_weight in ranks.run(2, transformed, stage):
+        assert re.match(r"ParameterError: weight: was replaced.*\n.*within compiled\.unsharded\(\)", called)
+        assert re.match(
+            r"CaptureError: Linear: is called within a transform.*\n.*within compiled\.unsharded", gradients
+        )
         assert "ParameterError: weight: matmul reads this parameter outside of a program" in mapped
         assert re.match("RuntimeError: .* got mixed torch.Tensor and DTensor", of_weight), "as docs/errors.md has it"
 
@@ -132,3 +143,46 @@ def under_compiled_autograd(rank: int, stage: int, compiler: str) -> str:
 def test_a_backward_under_compiled_autograd_is_refused(ranks: Ranks, stage: int, compiler: str) -> None:
     for said in ranks.run(2, under_compiled_autograd, stage, compiler):
         assert re.match("backward: runs under torch's compiled autograd.*\n.*call backward outside", said)
+
+
+X = torch.ones(3, 4)
+TRANSFORMS: dict[str, Callable[[Callable[..., Any]], object]] = {
+    "jvp": lambda model: torch.func.jvp(model, (X,), (X,)),
+    "vjp": lambda model: torch.func.vjp(model, X),
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(X),
+    "vmap": lambda model: torch.func.vmap(model)(X),
+    "forward mode": lambda model: dual(model),
+}
+
+
+def dual(model: Callable[..., Any]) -> object:
+    with forward_ad.dual_level():
+        return model(forward_ad.make_dual(X, X))
+
+
+@pytest.mark.parametrize("way", TRANSFORMS)
+def test_transforms_are_told_where_they_can_be_had(way: str) -> None:
+    compiled = zcompile.compile(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), stage=3, backend="eager")
+    for _ in range(2):
+        with pytest.raises(zcompile.CaptureError, match=r"^Sequential: is called within a transform(.|\n)*unsharded"):
+            TRANSFORMS[way](compiled)
+        compiled(X).sum().backward()
+    with compiled.unsharded():
+        TRANSFORMS[way](compiled)
+
+
+def wrapped(rank: int) -> list[str]:
+    found = []
+    for stage in (0, 3):
+        model = nn.Linear(4, 2)
+        for one in (zcompile.compile(model, stage=stage, backend="eager"), model):
+            with pytest.raises(zcompile.ModelError) as error:
+                DistributedDataParallel(one)
+            found.append(str(error.value))
+    return found
+
+
+def test_a_wrapper_that_averages_again_is_refused(ranks: Ranks) -> None:
+    """As plain Accelerate puts around models."""
+    for found in ranks.run(2, wrapped):
+        assert all(re.match(r"Linear: is compiled, and (.|\n)*integrations\.accelerate", one) for one in found), found

@@ -63,6 +63,7 @@ from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op
 from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (state, op, ...) -> the same result
 from torch._prims_common import suggest_memory_format  # the format that the strides of a tensor come closest to
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # values of traced and of parsed programs
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules as pipelining_schedules  # tables of actions
@@ -85,8 +86,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only  # leaves of nested containers
 
 __all__ = [
-    "METADATA_TYPES",
     "IGNORED_BY_DDP",
+    "METADATA_TYPES",
     "STATE_HOOKS",
     "BackendCompilerFailed",
     "BypassAOTAutogradCache",
@@ -209,6 +210,8 @@ __all__ = [
     "wants_gradient",
     "with_local",
     "within_compiled_autograd",
+    "within_function_transform",
+    "within_transform",
     "writes_arguments",
     "written_arguments",
 ]
@@ -252,6 +255,11 @@ def within_function_transform() -> bool:
 def is_tangent(placeholder: fx.Node) -> bool:
     """True for an input of a joint graph that is the gradient of an output."""
     return isinstance(placeholder.meta.get("desc"), TangentAOTInput)
+
+
+def within_transform() -> bool:
+    """The same, and True where dual numbers are, of forward-mode differentiation."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def graph_break_of(module: fx.GraphModule) -> str:
@@ -968,11 +976,11 @@ def hook_tables(modules: Iterable[torch.nn.Module]) -> list[Mapping[int, Callabl
     return [*everywhere, *(getattr(module, f"_{kind}_hooks") for module in modules for kind in kinds)]
 
 
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: the names that DistributedDataParallel is to leave alone, which it reads first of all."""
 STATE_HOOKS = tuple(
     f"_{kind}_hooks" for kind in ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
 )
-IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module: the names that DistributedDataParallel is to leave alone, which it reads first of all."""
 """Attributes of a module: the tables of its hooks of state dicts, and of loading them."""
 
 

@@ -106,6 +106,9 @@ class ShardedParameter(ExplainedDTensor):
             BackwardError: `torch.autograd.grad` asks for a gradient that a model's backward delivers to `.grad`.
         """
         if func == _SET_DATA:  # a new object each time
+            if (full := _full(args[0])) is not None:
+                full.data = args[1]  # which is noticed
+                return None
             return _assign(*args)
         if func == _GET_DATA and (full := _full(args[0])) is not None:
             return full.detach()  # of which writes are noticed

@@ -99,6 +99,18 @@ def methods_with_entries(module: nn.Module) -> Iterator[str]:
             yield name
 
 
+def draws_in_place(module: nn.Module, name: str) -> bool:
+    """True for a method whose code fills tensors with random numbers, as what gives parameters new values does."""
+    return bool(_FILLS_RANDOMLY & _names_read(name, _functions_of(type(module))))
+
+
+_FILLS_RANDOMLY = {
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+    *(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")),
+    "reset_parameters",
+}
+
+
 def _functions_of(kind: type[nn.Module]) -> dict[str, types.CodeType]:
     """The code of a class's plain methods, those of torch's own classes and special ones left out."""
     found = dict[str, types.CodeType]()

@@ -10,10 +10,11 @@ without memory, whatever it reads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,15 +29,18 @@ from zcompile._torch import (
     parameters_of,
     version_of,
     with_local,
+    within_transform,
 )
-from zcompile.engine.calls.entries import Entry, methods_with_entries, taken_out
-from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, PlainReads, check_unwritten, digest
+from zcompile.engine.calls.entries import Entry, draws_in_place, methods_with_entries, taken_out
+from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, digest
 from zcompile.engine.calls.links import linked
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
+from zcompile.engine.calls.plain_reads import PlainReads
+from zcompile.engine.calls.writes import check_in_place, write_back
 from zcompile.engine.collector import old_objects_frozen
 from zcompile.engine.engine import Engine
-from zcompile.errors import CaptureError, OptionError, ParameterError
+from zcompile.errors import AgreementError, CaptureError, OptionError, ParameterError
 from zcompile.frontend.capture import Names
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
 from zcompile.frontend.local_graphs import Locals
@@ -65,11 +69,11 @@ class Tree:
         self.entries = [Entry(module, name, self.enter) for module, name in named]
         owning = [module for module in self.model.modules() if next(module.parameters(), None) is not None]
         self.entries += [Entry(module, "_apply", self.convert) for module in owning]
+        self.loading = [Entry(module, "load_state_dict", self.load) for module in owning]
+        """No code that is traced calls these."""
         self.root = Fragment(self, self.model, "", lambda *args, **kwargs: self.model(*args, **kwargs))
         self.call: ModelCall | None = None
         self.is_full = False
-        self.loading = [Entry(module, "load_state_dict", self.load) for module in owning]
-        """No code that is traced calls these."""
         """True within `unsharded`."""
         self.face: nn.Module | None = None
         """The compiled module, for who has the given one."""
@@ -80,7 +84,9 @@ class Tree:
         """Parameters that are left to the user, as the rest of the tree is made of shards."""
         self._known.update(self._ignored)
         self.watch = TreeWatch(self.model)
-        self.reads = PlainReads(self.sites, self.root._gathered)
+        self.reads = PlainReads(
+            self.sites, self.root._gathered, functools.partial(write_back, runtime=self.engine.runtime)
+        )
         for entry in (*self.entries, *self.loading):
             entry.put()
 
@@ -89,13 +95,21 @@ class Tree:
         if self.is_full:
             with self.engine.runtime.autocast():
                 return fragment.forward(*args, **kwargs)
+        if within_transform():
+            problem = (
+                "is called within a transform of torch.func or forward-mode differentiation, which programs have not"
+            )
+            fix = "call it so within compiled.unsharded(), where it is the plain model, or take torch.autograd.grad"
+            raise CaptureError(fragment.path or type(self.model).__name__, problem, fix)
         self.engine.runtime.delivery.forget()
         if self.watch.has_changed():
             self.refuse_strangers(self.model, "")
             self.watch.accept()
+        numbers = contextlib.nullcontext() if fragment.initialises else self.engine.runtime.random_numbers()
         try:
-            with self.engine.runtime.random_numbers(), self.engine.runtime.autocast():
+            with numbers, self.engine.runtime.autocast():
                 self.call = call = self.engine.runtime.new_call()
+                call.of_method = not fragment.of_forward
                 result = fragment(*args, **kwargs)
         finally:
             if self.call is not None:
@@ -138,6 +152,10 @@ class Tree:
             raise ParameterError(self._paths[id(entry.module)], problem, fix)
         return entry.module
 
+    def load(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Load a state dict into a module of the model: torch's own way would copy all rows into each rank's."""
+        return cast("Any", self.face)._load_into(entry.module, *args, **kwargs)
+
     def _runs_plainly(self, entry: Entry) -> bool:
         """Whether a call past the model runs as it is: without shards, gradients from outside are averaged anyway.
 
@@ -145,10 +163,6 @@ class Tree:
         it is called: a recomputation runs as its call did, and which call it repeats cannot be told.
         """
         if self.engine.runtime.layout.stage.optimizer_sharded or entry in self._fragments:
-    def load(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Load a state dict into a module of the model: torch's own way would copy all rows into each rank's."""
-        return cast("Any", self.face)._load_into(entry.module, *args, **kwargs)
-
             return False
         if self.call is None and torch.is_grad_enabled():
             self._plain.add(entry)
@@ -160,7 +174,7 @@ class Tree:
             return self.root
         if entry not in self._fragments:
             path = self._paths[id(entry.module)]
-            self._fragments[entry] = Fragment(self, entry.module, path, entry.method, of_forward=entry.key == "forward")
+            self._fragments[entry] = Fragment(self, entry.module, path, entry.method, of_method=entry.key)
         return self._fragments[entry]
 
     @contextlib.contextmanager
@@ -175,17 +189,34 @@ class Tree:
         try:
             for site in self.sites:
                 parameters_of(site.owner)[site.key] = full[site.name]
-            with taken_out(self.entries), self.engine.runtime.autocast():
+            with taken_out([*self.entries, *self.loading]), self.engine.runtime.autocast():
                 self.is_full = self.engine.runtime.is_full = True
                 yield
+                self._check_unchanged(full, versions)
         finally:
             self.is_full = self.engine.runtime.is_full = False
             for site, shard in zip(self.sites, before, strict=True):
                 parameters_of(site.owner)[site.key] = shard
-        for name, tensor in full.items():
-            if version_of(tensor) != versions[name]:
-                fix = "write to shards, outside: with torch.no_grad(): parameter.copy_(...)"
-                raise ParameterError(name, "was written to within unsharded(), which does not change the shards", fix)
+
+    def _check_unchanged(self, full: Mapping[str, nn.Parameter], versions: Mapping[str, int]) -> None:
+        """Refuse what would be lost of what was done within `unsharded`.
+
+        Raises:
+            ParameterError: a parameter was written to or replaced. The others, which may not have done so, are told.
+        """
+        try:
+            check_in_place(self.sites, full)
+            for name, tensor in full.items():
+                if version_of(tensor) != versions[name]:
+                    problem = "was written to within unsharded(), which does not change the shards"
+                    fix = "write to shards, outside: with torch.no_grad(): parameter.copy_(...)"
+                    raise ParameterError(name, problem, fix)
+        except ParameterError as error:
+            communicator = self.engine.runtime.communicator
+            if communicator.size > 1:
+                problem = f"rank {communicator.waits.rank} failed first: {error.subject}: {error.problem}"
+                communicator.waits.refuse(AgreementError("unsharded()", problem, error.fix))
+            raise
 
     def _all_full(self) -> dict[str, nn.Parameter]:
         """Full parameters by name, none of which is trained. Collective.
@@ -262,13 +293,16 @@ class Fragment:
     """What the programs update parameters with, where they do."""
 
     def __init__(
-        self, tree: Tree, module: nn.Module, path: str, forward: Callable[..., Any], *, of_forward: bool = True
+        self, tree: Tree, module: nn.Module, path: str, forward: Callable[..., Any], *, of_method: str = "forward"
     ) -> None:
         self.tree, self.module, self.path, self.forward = tree, module, path, forward
+        self.of_forward = of_forward = of_method == "forward"
         owners = {id(owner) for owner in module.modules()}
         self._entries = [entry for entry in tree.entries if id(entry.module) in owners]
         self.sites = [site for site in tree.sites if id(site.owner) in owners]
         self._own_entries = [e for e in self._entries if e.module is module and (of_forward or e.key != "forward")]
+        self.initialises = not of_forward and draws_in_place(module, of_method)
+        """True for a method that draws values for parameters: on all ranks the same, where they are seeded alike."""
         self._is_split = not of_forward
         self._is_split_under_hooks = False
         """True if the hooks that there are for all modules, as counters of operations have them, break its graph."""
@@ -293,10 +327,13 @@ class Fragment:
             CaptureError: its graph cannot be sharded.
             ParameterError: a parameter was replaced, or is read where it is not full.
         """
+        if self.tree.reads.running:
+            self.tree.reads.settle()
         if not self.is_split:
             try:
                 runtime = self.tree.engine.runtime
-                with self._placeholders_in_place(), typed_errors(), runtime.modes.aside(), self._first_call():
+                first = contextlib.nullcontext() if self._was_called else self._first_call()
+                with self._placeholders_in_place(), typed_errors(), runtime.modes.aside(), first:
                     result = self._traced(self._hooks.text(self.tree.watch.version), *args, **kwargs)
             except BREAKS as error:
                 self._split(error)
@@ -310,10 +347,7 @@ class Fragment:
 
     @contextlib.contextmanager
     def _first_call(self) -> Iterator[None]:
-        """Around a call: the first one is traced, which takes its time."""
-        if self._was_called:
-            yield
-            return
+        """Around the first call, which is traced: that takes its time."""
         self._was_called = True
         with self.tree.engine.runtime.progress.doing(f"tracing {self.path or 'its forward'}"), old_objects_frozen():
             yield
@@ -378,16 +412,18 @@ class Fragment:
         own = [site for site in self.sites if id(site.owner) in owners]
         before = self._check(own)
         leaves = self._gathered(own)
-        versions = {name: version_of(leaf) for name, leaf in leaves.items()}
+        call = self.tree.call
+        writes = not self.of_forward and call is not None and call.of_method
+        place = f" in the code of {self.path or type(self.module).__name__}"
         try:
             for site in own:
                 parameters_of(site.owner)[site.key] = leaves[site.name]
-            with self.tree.reads.within(self._gathered, leaves):
+            with self.tree.reads.within(self._gathered, leaves, writes=writes, place=place):
                 yield
+                check_in_place(own, leaves)
         finally:
             for site, parameter in zip(own, before, strict=True):
                 parameters_of(site.owner)[site.key] = parameter
-        check_unwritten(leaves, versions)
 
     def _gathered(self, sites: Sequence[Site], reader: str = "") -> dict[str, Leaf]:
         """Full parameters for plain Python, whose gradients are averaged at the end of a backward. Collective."""
@@ -431,7 +467,8 @@ class Fragment:
             current = parameters_of(site.owner).get(site.key)
             if current is not site.shard and not isinstance(current, Leaf):
                 fix = "change its values in place: with torch.no_grad(): p.copy_(...)"
-                if current is not None and type(current) is torch.Tensor:  # nothing else puts a tensor there
+                there: object = current
+                if there is not None and not isinstance(there, nn.Parameter):  # nothing else puts a tensor there
                     fix = "call torch.func.functional_call within compiled.unsharded()"
                 raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
             if has_gradient_hooks(site.shard):

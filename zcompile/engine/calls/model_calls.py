@@ -33,6 +33,8 @@ class ModelCall:
     """Where autograd brings gradients of `late`, kept until the model has returned: then the graph has them."""
     may_overflow: bool = False
     """True if gradients are float16, and may be scaled."""
+    of_method: bool = False
+    """True if it is a method that is called, not a forward: it may write to parameters."""
     seen: int = field(init=False)
     """The version at its beginning."""
     _begun: int | None = None
