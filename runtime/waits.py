@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from zcompile._torch import default_store, is_fake
-from zcompile.errors import AgreementError, GroupError
+from zcompile.errors import AgreementError, GroupError, ZcompileError
 
 T = TypeVar("T")
 
@@ -37,6 +37,8 @@ ASKED = 2.0
 """Seconds between two looks at what the others have said, by a rank that waits for long."""
 WARNED = 10.0
 """Seconds after which it says so to its user."""
+EXCHANGED = 10.0
+"""Seconds that ranks have to say what an error that all of them have found is about."""
 GRACE = 1.0
 """Seconds that a rank which has closed its connections has to say why."""
 ANSWERED = 3.0
@@ -236,6 +238,12 @@ class Waits:
         """Tell the others of an error that is theirs too, should the message that shows it not reach them."""
         self._tell(Report(run=self.run, refusal=(error.subject, error.problem, error.fix)))
 
+    def failed_alone(self, what: str, error: ZcompileError) -> None:
+        """Tell the others of an error that this rank may have raised alone: they would wait for it."""
+        if len(self.ranks) > 1 and not isinstance(error, AgreementError | GroupError):
+            problem = f"rank {self.rank} failed there: {type(error).__name__}: {error.subject}: {error.problem}"
+            self.refuse(AgreementError(what, problem, f"on rank {self.rank}: {error.fix}"))
+
     def _missing(self, awaited: Callable[[], Sequence[int]] | None) -> Sequence[int]:
         """The ranks of the world that are waited for; all others where that is not known."""
         if awaited is not None:
@@ -269,6 +277,13 @@ class Waits:
         advice = "it is slow, or does not make the same calls: every rank must, evaluation and checkpoints included"
         warnings.warn(f"{problem}; {advice}", RuntimeWarning, stacklevel=2)
 
+    def exchange(self, what: str, text: str) -> dict[int, str]:
+        """What the group's ranks have to say of an error that all of them know of, as far as they do within seconds."""
+        prefix = self.name(what)
+        _within(ANSWERED, lambda: default_store().set(f"{prefix}/{self.rank}", text))
+        others = [rank for rank in self.ranks if rank != self.rank]
+        return {self.rank: text, **_texts(prefix, others, others, EXCHANGED)}
+
     # -- the store ------------------------------------------------------------------------------------------------
 
     def _tell(self, report: Report | None) -> None:
@@ -278,17 +293,9 @@ class Waits:
 
     def _reports(self, expected: Sequence[int]) -> dict[int, Report]:
         """What the others have reported, by rank; those `expected` have a moment to do so."""
-        deadline, result = time.perf_counter() + GRACE, dict[int, Report]()
-        while True:
-            for rank in (rank for rank in self.reporting.ranks if rank not in result and rank != self.rank):
-                text = _within(ANSWERED, functools.partial(_read, f"{self.reporting.prefix}/{rank}"))
-                if text is None:
-                    return result
-                if text:
-                    result[rank] = Report(**json.loads(text))
-            if all(rank in result for rank in expected) or time.perf_counter() > deadline:
-                return result
-            time.sleep(POLL)
+        others = [rank for rank in self.reporting.ranks if rank != self.rank]
+        found = _texts(self.reporting.prefix, others, expected, GRACE)
+        return {rank: Report(**json.loads(text)) for rank, text in found.items()}
 
 
 def to_blame(awaited: Sequence[int], reports: Mapping[int, Report], me: int) -> list[int]:
@@ -379,6 +386,21 @@ def _fix(culprits: Sequence[int], reports: Mapping[int, Report]) -> str:
     if any(rank in reports for rank in culprits):
         return "let every rank make the same calls in the same order"
     return f"look for the first error of {named(culprits)}; every rank must make the same calls in the same order"
+
+
+def _texts(prefix: str, ranks: Sequence[int], expected: Sequence[int], seconds: float) -> dict[int, str]:
+    """What `ranks` have in the store, each under `prefix` and its number; those `expected` have some time for it."""
+    deadline, result = time.perf_counter() + seconds, dict[int, str]()
+    while True:
+        for rank in (rank for rank in ranks if rank not in result):
+            text = _within(ANSWERED, functools.partial(_read, f"{prefix}/{rank}"))
+            if text is None:
+                return result
+            if text:
+                result[rank] = text
+        if all(rank in result for rank in expected) or time.perf_counter() > deadline:
+            return result
+        time.sleep(POLL)
 
 
 def _read(key: str) -> str:

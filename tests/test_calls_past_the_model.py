@@ -9,6 +9,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch
 from tests.ranks import AT_ONCE, Ranks
+from zcompile._torch import default_store
 
 Call = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -408,7 +410,42 @@ def written_by_one(rank: int) -> tuple[str, float]:
 def test_a_write_of_one_rank_within_unsharded_is_told_to_the_others(ranks: Ranks) -> None:
     (written, _), (told, seconds) = ranks.run(2, written_by_one)
     assert written.startswith("ParameterError: shift: was written to within unsharded()")
-    assert told.startswith("AgreementError: unsharded(): rank 0 failed first: shift: was written to within unsharded()")
+    assert told.startswith("AgreementError: unsharded(): rank 0 failed there: ParameterError: shift: was written to within unsharded()")
+    assert seconds < AT_ONCE
+
+
+def fails_alone(rank: int, act: str) -> tuple[str, float]:
+    """Rank 1 alone is refused, and stays: it does not go on, nor does its process end, until rank 0 has."""
+    compiled = zcompile.compile(made(), backend="eager")
+    optimizer, store = torch.optim.SGD(compiled.parameters(), lr=0.1), default_store()
+
+    def attempt() -> None:
+        with compiled.unsharded(), torch.no_grad():
+            if rank and act == "unsharded":
+                compiled.shift.add_(1)
+        if rank and act == "call":
+            compiled.module._parameters["shift"] = nn.Parameter(torch.ones(6))
+        loss = compiled(tokens(rank, 0)[0]).sum()
+        loss.backward()
+        optimizer.step()
+        compiled(tokens(rank, 0)[0])
+
+    compiled(tokens(rank, 0)[0]).sum().backward()
+    start = time.perf_counter()
+    said = error_of(attempt)
+    if rank:
+        store.wait(["rank 0 has ended"], timedelta(seconds=50))
+    else:
+        store.set("rank 0 has ended", "")
+    return said, time.perf_counter() - start
+
+
+@pytest.mark.parametrize("act", ["unsharded", "call"])
+def test_others_are_told_of_what_one_rank_alone_is_refused(ranks: Ranks, act: str) -> None:
+    (said, seconds), (own, _) = ranks.run(2, fails_alone, act, group=60)
+    assert own.startswith("ParameterError: shift: was ")
+    what = {"unsharded": "unsharded()", "call": "a call of the model"}[act]
+    assert said.startswith(f"AgreementError: {what}: rank 1 failed there: ParameterError: shift: was ")
     assert seconds < AT_ONCE
 
 

@@ -198,8 +198,7 @@ class PipelinedStep(Savable, Reported):
         try:
             return act()
         except ZcompileError as error:
-            problem = f"rank {self._ranks.everyone.waits.rank} cannot run it: {error.subject} {error.problem}"
-            self._ranks.everyone.waits.refuse(AgreementError("the step", problem, error.fix))
+            self._ranks.everyone.waits.failed_alone("the step", error)
             raise
 
     def _asked_for(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[Called]:

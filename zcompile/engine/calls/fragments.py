@@ -40,7 +40,7 @@ from zcompile.engine.calls.plain_reads import PlainReads
 from zcompile.engine.calls.writes import check_in_place, write_back
 from zcompile.engine.collector import old_objects_frozen
 from zcompile.engine.engine import Engine
-from zcompile.errors import AgreementError, CaptureError, OptionError, ParameterError
+from zcompile.errors import CaptureError, OptionError, ParameterError, ZcompileError
 from zcompile.frontend.capture import Names
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
 from zcompile.frontend.local_graphs import Locals
@@ -102,15 +102,18 @@ class Tree:
             fix = "call it so within compiled.unsharded(), where it is the plain model, or take torch.autograd.grad"
             raise CaptureError(fragment.path or type(self.model).__name__, problem, fix)
         self.engine.runtime.delivery.forget()
-        if self.watch.has_changed():
-            self.refuse_strangers(self.model, "")
-            self.watch.accept()
         numbers = contextlib.nullcontext() if fragment.initialises else self.engine.runtime.random_numbers()
         try:
+            if self.watch.has_changed():
+                self.refuse_strangers(self.model, "")
+                self.watch.accept()
             with numbers, self.engine.runtime.autocast():
                 self.call = call = self.engine.runtime.new_call()
                 call.of_method = not fragment.of_forward
                 result = fragment(*args, **kwargs)
+        except ZcompileError as error:
+            self.engine.runtime.communicator.waits.failed_alone("a call of the model", error)
+            raise
         finally:
             if self.call is not None:
                 self.call.nodes.clear()
@@ -212,10 +215,7 @@ class Tree:
                     fix = "write to shards, outside: with torch.no_grad(): parameter.copy_(...)"
                     raise ParameterError(name, problem, fix)
         except ParameterError as error:
-            communicator = self.engine.runtime.communicator
-            if communicator.size > 1:
-                problem = f"rank {communicator.waits.rank} failed first: {error.subject}: {error.problem}"
-                communicator.waits.refuse(AgreementError("unsharded()", problem, error.fix))
+            self.engine.runtime.communicator.waits.failed_alone("unsharded()", error)
             raise
 
     def _all_full(self) -> dict[str, nn.Parameter]:
