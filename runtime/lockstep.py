@@ -13,17 +13,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import NoReturn
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from zcompile._torch import real_tensors
 from zcompile.errors import AgreementError
 from zcompile.runtime.collectives import Shared
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
 from zcompile.runtime.waits import named
 
 NUMBERS = 8
 """Numbers of a message that say where a rank is."""
+SETTINGS = 2
+"""Those behind, of its optimizers: which they are, and what they are set to."""
 MARKS = 8
 """Numbers of a message that hold marks, and the bits in each."""
 BITS = 62
@@ -40,6 +45,7 @@ class RunKind(IntEnum):
     STEP = 3
     MODULE = 4
     GRADIENTS = 5
+    OPTIMIZER = 6
 
     def __str__(self) -> str:
         return _TEXTS[self]
@@ -52,6 +58,7 @@ _TEXTS = {
     RunKind.STEP: "a train step",
     RunKind.MODULE: "a forward of plain Python",
     RunKind.GRADIENTS: "a backward of plain Python",
+    RunKind.OPTIMIZER: "a step of an optimizer that is new, or has new settings",
 }
 
 
@@ -118,9 +125,14 @@ class Lockstep:
     model: int
     steps: Callable[[], tuple[int, int]]
     """How many steps optimizers have taken, and how many of them found no gradient."""
+    settings: OptimizerSettings
     tensor: Lockstep | None = None
     """Of the tensor-parallel group: its ranks communicate within every run, also where nothing else is sent."""
     number: int = 0
+    place: int | None = None
+    """Where along a pipeline axis this rank is: those elsewhere have other parameters, and may have other settings."""
+    _told: dict[int, int] = field(default_factory=dict)
+    """What it has told the others of its optimizers' settings with the last run."""
     _open: deque[RollCall] = field(default_factory=deque)
     """Roll calls that have not been read."""
     _error: AgreementError | None = None
@@ -155,12 +167,33 @@ class Lockstep:
         self._look()
         self.communicator.waits.run = str(position)
         assert self.communicator.control is not None, "there are others"
-        shared = self.communicator.control.share(
-            torch.tensor([*position.numbers(), variant, *_packed(marks)], dtype=torch.int64)
-        )
+        self._told = self.settings.digests()
+        settings = [_hashed(self.place or 0, *self._told), _hashed(*self._told.values())]
+        row = [*position.numbers(), *settings, variant, *_packed(marks)]
+        shared = self.communicator.control.share(torch.tensor(row, dtype=torch.int64))
         self._open.append(call := RollCall(position, shared))
         self.communicator.stamp(hash(tuple(position.numbers()[:-1])))
         return call
+
+    def enter_step(self, optimizer: Optimizer) -> None:
+        """Begin a step of `optimizer`: with settings that the last run has told of, or that are compared now.
+
+        So hosts wait for each other at its first step, and where settings were changed since that run alone. Along a
+        pipeline axis optimizers step on some ranks only, and train steps tell of their settings.
+
+        Raises:
+            AgreementError: on every rank: another one has other settings, or takes no such step.
+        """
+        for lockstep in (self.tensor, self) if self.place is None else ():
+            if lockstep is not None and lockstep._is_news(optimizer):
+                lockstep.enter(RunKind.OPTIMIZER, "0")
+                self.check()
+
+    def _is_news(self, optimizer: Optimizer) -> bool:
+        if self.alone:
+            return False
+        number = self.settings.know(optimizer)
+        return self.settings.digests()[number] != self._told.get(number)
 
     def check(self) -> None:
         """Return once all ranks are known to have made the same runs.
@@ -208,12 +241,43 @@ class Lockstep:
         with real_tensors():  # a rank that waits for others while it compiles reads on
             rows = call.shared.read().tolist()
         said = [Position.of(row[:NUMBERS]) for row in rows]
+        if unlike := self._set_otherwise([row[NUMBERS : NUMBERS + SETTINGS] for row in rows]):
+            self._refuse(self._other_settings(call.position.number, unlike))
         if any(not position.meets(call.position) for position in said):
-            self._error = _out_of_step(dict(zip(self.communicator.waits.ranks, said, strict=True)))
-            self.communicator.waits.refuse(self._error)
-            raise self._error
-        call.variants = frozenset(row[NUMBERS] for row in rows)
-        call.marks = frozenset(itertools.chain.from_iterable(_unpacked(row[NUMBERS + 1 :]) for row in rows))
+            self._refuse(_out_of_step(dict(zip(self.communicator.waits.ranks, said, strict=True))))
+        call.variants = frozenset(row[NUMBERS + SETTINGS] for row in rows)
+        call.marks = frozenset(itertools.chain.from_iterable(_unpacked(row[NUMBERS + SETTINGS + 1 :]) for row in rows))
+
+    def _refuse(self, error: AgreementError) -> NoReturn:
+        self._error = error
+        self.communicator.waits.refuse(error)
+        raise error
+
+    def _set_otherwise(self, said: Sequence[Sequence[int]]) -> list[int]:
+        """The first ranks that have optimizers in common, and not their settings, given both of each rank.
+
+        One that is dropped is forgotten where the garbage collector has been; until then these ranks have other ones.
+        """
+        for which in dict.fromkeys(which for which, _ in said):
+            ranks = [rank for rank, (one, _) in zip(self.communicator.waits.ranks, said, strict=True) if one == which]
+            if len({set_to for one, set_to in said if one == which}) > 1:
+                return ranks
+        return []
+
+    def _other_settings(self, run: int, ranks: Sequence[int]) -> AgreementError:
+        """The error for ranks whose optimizers are set otherwise; every rank comes here, and says what it has."""
+        self._open.clear()  # nothing more is read: the ranks are at this run together
+        texts = self.communicator.waits.exchange(f"settings of run {run}", "\n".join(self.settings.lines()))
+        subject, problem = difference({rank: texts[rank].split("\n") for rank in ranks if rank in texts})
+        fix = (
+            "set optimizers alike on every rank: give a scheduler that follows the loss, as ReduceLROnPlateau, the mean"
+            " of all ranks' losses"
+        )
+        return AgreementError(subject, problem, fix)
+
+
+def _hashed(*numbers: int) -> int:
+    return hash(numbers) & (1 << BITS) - 1
 
 
 def _packed(marks: Sequence[int]) -> list[int]:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.ranks import AT_ONCE, Ranks
+from tests.test_pipelined import batch_of, loss_of, mesh_of, model_of
 from zcompile._torch import FakeTensorMode
+from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
 
 FAULTS = ("evaluation", "forward", "backward", "step", "train step")
 
@@ -234,3 +240,208 @@ def reads_while_it_traces(rank: int) -> bool:
 
 def test_what_others_run_is_read_while_a_graph_is_traced(ranks: Ranks) -> None:
     assert ranks.run(2, reads_while_it_traces) == [True, True]
+
+
+# -- settings of optimizers -------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
+    "rate": (lambda one: one.param_groups[1].update(lr=3e-3), "AdamW, group 1, lr: is 0.01 on rank 0, and 0.003 on"),
+    "decay": (lambda one: one.param_groups[0].update(weight_decay=0.5), "AdamW, group 0, weight_decay: is 0.01 on"),
+    "betas": (lambda one: one.param_groups[0].update(betas=(0.9, 0.8)), "AdamW, group 0, betas: is (0.9, 0.999) on"),
+    "tensor": (lambda one: one.param_groups[1].update(lr=torch.tensor(0.5)), "AdamW, group 1, lr: is 0.01 on rank 0"),
+    "moved": (
+        lambda one: one.param_groups[1]["params"].append(one.param_groups[0]["params"].pop()),
+        "AdamW, group 0, parameter 1: is layers.0.weight on rank 0, and nothing on rank 1",
+    ),
+    "plateau": (lambda one: ReduceLROnPlateau(one, patience=0).step(torch.inf), "AdamW, group 0, lr: is 0.01 on"),
+}
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    some = list(model.parameters())
+    return torch.optim.AdamW([{"params": some[:2]}, {"params": some[2:]}], lr=1e-2)
+
+
+class Apart:
+    """Three steps of training; before the one that is named rank 1 sets its optimizer otherwise, somewhere in it."""
+
+    def __init__(self, rank: int, change: str, at: tuple[int, str], **options: Any) -> None:
+        self.rank, self.change, self.at = rank, change, at
+        self.model = zcompile.compile(make("mlp"), backend="eager", **options)
+        self.optimizer = two_groups(self.model)
+        self.kept: list[torch.Tensor] = []
+
+    def _maybe(self, step: int, place: str) -> None:
+        if (step, place) == self.at:
+            self.kept = [full(param) for param in self.model.parameters()]
+            if self.rank == 1:
+                SETTINGS[self.change][0](self.optimizer)
+
+    def found(self) -> tuple[str, bool]:
+        """What is said, and whether parameters are as before."""
+        try:
+            for step in range(3):
+                self._maybe(step, "first")
+                loss = self.model(*batch("mlp", self.rank, step))
+                self._maybe(step, "within")
+                loss.backward()
+                self._maybe(step, "before the step")
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        except zcompile.AgreementError as error:
+            return str(error), True
+        return "no error", False
+
+
+def full(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local().clone() if hasattr(param, "to_local") else param.detach().clone()
+
+
+def set_apart(rank: int, stage: int, change: str, at: tuple[int, str], nodes: bool = False) -> tuple[str, bool]:
+    mesh = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))} if nodes else {}
+    loop = Apart(rank, change, at, stage=stage, **mesh)
+    said, _ = loop.found()
+    same = all(torch.equal(full(p), kept) for p, kept in zip(loop.model.parameters(), loop.kept, strict=True))
+    return said, same
+
+
+@quickly(
+    "stage, change, place",
+    [(stage, change, place) for stage in range(4) for change in SETTINGS for place in ("first", "within")],
+    [
+        (0, "rate", "within"),
+        (1, "betas", "first"),
+        (2, "moved", "first"),
+        (3, "plateau", "first"),
+        (3, "tensor", "within"),
+    ],
+)
+def test_a_rank_that_is_set_otherwise_is_named_before_anything_is_updated(
+    ranks: Ranks, stage: int, change: str, place: str
+) -> None:
+    for said, same in ranks.run(2, set_apart, stage, change, (1, place), group=60):
+        assert said.startswith(SETTINGS[change][1])
+        assert same
+
+
+@quickly("stage", range(4), [3])
+def test_settings_are_compared_at_the_first_step(ranks: Ranks, stage: int) -> None:
+    for said, same in ranks.run(2, set_apart, stage, "decay", (0, "first"), group=60):
+        assert said.startswith(SETTINGS["decay"][1])
+        assert same
+
+
+@quickly("stage", range(4), [0])
+def test_settings_of_a_rank_that_change_right_before_its_step(ranks: Ranks, stage: int) -> None:
+    answers = ranks.run(2, set_apart, stage, "rate", (1, "before the step"), group=60)
+    assert all(said.startswith(SETTINGS["rate"][1]) for said, _ in answers)
+    assert answers[1][1], "the rank that has changed them has not stepped"
+
+
+@pytest.mark.slow
+def test_settings_across_replicas(ranks: Ranks) -> None:
+    for said, same in ranks.run(4, set_apart, 3, "decay", (1, "first"), True, group=60):
+        assert "is 0.01 on ranks 0, 2, 3, and 0.5 on rank 1" in said
+        assert same
+
+
+def changed_by_all(rank: int) -> list[float]:
+    """Every kind of change that all ranks make, at every moment, with optimizers that come and go."""
+    compiled = zcompile.compile(make("mlp"), stage=2, backend="eager")
+    for step in range(3):
+        optimizer = two_groups(compiled)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for _ in range(2):
+            loss = compiled(*batch("mlp", rank, step))
+            optimizer.param_groups[0]["weight_decay"] += 0.1
+            loss.backward()
+            optimizer.param_groups[1]["lr"] /= 2
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if rank:
+            optimizer.cycle = schedule.cycle = (optimizer, schedule)  # type: ignore[attr-defined]  # outlives rank 0's
+        else:
+            del schedule.optimizer
+    return [float(value.full_tensor().sum()) for value in compiled.parameters()]  # type: ignore[attr-defined]
+
+
+def test_what_all_ranks_change_is_no_difference(ranks: Ranks) -> None:
+    first, second = ranks.run(2, changed_by_all, group=60)
+    assert first == second
+
+
+def train_steps_apart(rank: int, clip: float | None) -> tuple[str, bool]:
+    model = make("mlp")
+    optimizer = two_groups(model)
+    step = zcompile.train_step(model, None, optimizer, backend="eager", clip_grad_norm=clip)
+    step(*batch("mlp", rank, 0))
+    if rank == 1:
+        SETTINGS["rate"][0](optimizer)
+    before = [full(param) for param in step.model.parameters()]
+    try:
+        step(*batch("mlp", rank, 1))
+    except zcompile.AgreementError as error:
+        same = zip(step.model.parameters(), before, strict=True)
+        return str(error), all(torch.equal(full(param), one) for param, one in same)
+    return "no error", False
+
+
+@quickly("clip", [None, 1.0], [None])
+def test_settings_of_a_train_step(ranks: Ranks, clip: float | None) -> None:
+    for said, same in ranks.run(2, train_steps_apart, clip, group=60):
+        assert said.startswith(SETTINGS["rate"][1])
+        assert same
+
+
+def pipelines_apart(rank: int, culprits: list[int]) -> str:
+    """`culprits`: ranks that set a rate of their own. Along the pipeline axis optimizers may be set otherwise."""
+    optimizer = torch.optim.SGD((model := model_of("skips")).parameters(), lr=0.1)
+    made: dict[str, Any] = {"mesh": mesh_of(2, 2), "microbatches": 4, "stage": 1}
+    step = zcompile.train_step(model, loss_of, optimizer, backend="eager", **made)
+    try:
+        for number in range(2):
+            step(*batch_of("skips", rank % 2, number))
+            if rank in culprits:
+                optimizer.param_groups[0]["lr"] = 0.2
+    except zcompile.AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_settings_along_the_data_parallel_axis_of_a_pipeline(ranks: Ranks) -> None:
+    for said in ranks.run(4, pipelines_apart, [3], group=60):
+        assert said.startswith("SGD, group 0, lr: is 0.1 on rank 2, and 0.2 on rank 3")
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_may_be_set_otherwise(ranks: Ranks) -> None:
+    assert ranks.run(4, pipelines_apart, [2, 3], group=60) == ["no error"] * 4
+
+
+def test_settings_are_read_as_they_are_now() -> None:
+    model = nn.Linear(2, 2)
+    settings = OptimizerSettings(lambda: {id(param): name for name, param in model.named_parameters()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    number, group = settings.know(optimizer), optimizer.param_groups[0]
+    seen = [settings.digests()[number]]
+
+    def changes(act: Callable[[], object]) -> bool:
+        act()
+        seen.append(settings.digests()[number])
+        return seen[-1] != seen[-2]
+
+    assert not changes(lambda: None)
+    assert not changes(lambda: group.update(lr=torch.tensor(0.5)))
+    assert changes(lambda: group["lr"].fill_(0.25))
+    assert not changes(lambda: optimizer.load_state_dict(optimizer.state_dict()))
+    assert changes(lambda: optimizer.param_groups[0]["params"].reverse())
+    assert changes(lambda: optimizer.param_groups[0].update(nesterov=True))
+    assert changes(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}))
+    assert "SGD, group 0, parameter 0 = bias" in settings.lines()
+    assert difference({0: ["a = 1", "b = 2"], 1: ["a = 1", "b = 3"], 2: ["a = 1", "b = 2"]}) == (
+        "b",
+        "is 2 on ranks 0, 2, and 3 on rank 1",
+    )
+    settings.know(torch.optim.SGD(model.parameters(), lr=0.5))
+    assert list(settings.digests()) == [number], "the other one is gone"

@@ -231,6 +231,8 @@ class TrainStep:
         self._updater = updater
         self._engine = model._engine
         self._engine.runtime.scales = grad_scaler is not None
+        for optimizer in optimizers:
+            self._engine.runtime.settings.know(optimizer)
         self._fragment = _Loss(model._tree, loss_fn, updater)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:

@@ -25,6 +25,7 @@ from zcompile.runtime.arena import Arenas
 from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
+from zcompile.runtime.optimizer_settings import OptimizerSettings
 from zcompile.runtime.random_numbers import numbers_of_rank, within_numbers_of_rank
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
@@ -70,9 +71,10 @@ class ModelRuntime:
         steps = self._steps
         self.tensor = TensorParallelGroup(parallel, communicator.device) if parallel is not None else None
         """Those that have the other parts of the model, if it is divided."""
-        others = self.tensor.lockstep(steps) if self.tensor is not None else None
+        self.settings = OptimizerSettings(self.names)
+        others = self.tensor.lockstep(steps, self.settings) if self.tensor is not None else None
         number = agreement.number if in_step is None else self.everyone.number
-        self.lockstep = Lockstep(in_step or communicator, number, steps, others)
+        self.lockstep = Lockstep(in_step or communicator, number, steps, self.settings, others)
         scatter = layout.stage.optimizer_sharded
         self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
         self.arenas = Arenas(communicator.device)
@@ -97,6 +99,10 @@ class ModelRuntime:
 
     def _steps(self) -> tuple[int, int]:
         return self.freshness.steps, self.freshness.idle
+
+    def names(self) -> dict[int, str]:
+        """The names of its parameters, by the identity of their shards."""
+        return {id(param): name for shards in self.shards.values() for name, param in shards.parameters.items()}
 
     def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
         """Take in parameters that were not known before."""

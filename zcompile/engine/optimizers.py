@@ -34,8 +34,8 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
     local_steps, stepping, watched = LocalSteps(), WeakKeyDictionary[Optimizer, HookedStep](), WeakSet[Optimizer]()
 
     def names_in(optimizer: Optimizer) -> set[str]:
-        names = {id(param): name for shards in runtime.shards.values() for name, param in shards.parameters.items()}
-        return {names[id(param)] for param in _parameters_of(optimizer) if id(param) in names}
+        names = runtime.names()
+        return {names[key] for group in optimizer.param_groups for key in map(id, group["params"]) if key in names}
 
     def steps(now: bool) -> None:
         if (waits := runtime.communicator.waits) is not None:
@@ -55,6 +55,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         if not names:
             return None
         _refuse_mistaken(optimizer, runtime)
+        runtime.lockstep.enter_step(optimizer)
         if optimizer not in watched:
             watched.add(optimizer)
             optimizer.register_state_dict_post_hook(_not_pickled)

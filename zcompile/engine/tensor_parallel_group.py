@@ -21,6 +21,7 @@ from zcompile.ir.side_effects import is_collective
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
+from zcompile.runtime.optimizer_settings import OptimizerSettings
 from zcompile.runtime.tensors.placement import ModelParallel
 
 T = TypeVar("T")
@@ -36,9 +37,9 @@ class TensorParallelGroup:
         self._agreement = Agreement(self.communicator)
         self._agreed: set[str] = set()
 
-    def lockstep(self, steps: Callable[[], tuple[int, int]]) -> Lockstep:
-        """By what they tell each other of their runs; `steps` as for `Lockstep`."""
-        return Lockstep(self.communicator, self._agreement.number, steps)
+    def lockstep(self, steps: Callable[[], tuple[int, int]], settings: OptimizerSettings) -> Lockstep:
+        """By what they tell each other of their runs; `steps` and `settings` as for `Lockstep`."""
+        return Lockstep(self.communicator, self._agreement.number, steps, settings)
 
     def together(self, make: Callable[[], T]) -> T:
         """What `make` gives; an error on one of them is the same error on all."""

@@ -51,6 +51,9 @@ def divide_model(
     runtime.extend((), shards)
     point_at_shards(optimizers, shards.values(), retired)
     _leave_parameters(model, {id(p) for unit in shards.values() for p in unit.parameters.values()}, optimizers)
+    runtime.lockstep.place = ranks.links.rank
+    for optimizer in optimizers:
+        runtime.settings.know(optimizer)
     _leave_buffers(model, written_buffers(traced) - written_buffers(program))
     return runtime, retired
 
