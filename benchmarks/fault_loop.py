@@ -6,6 +6,7 @@
     A micro-batch within no_sync     Z optimizer.zero_grad()        G clip_grad_norm_
     T a call of train_step
     M full_state_dict and momenta    c save_checkpoint, asynchronous, waited for by w
+    Y, y: from here on half the learning rate, another weight decay
     L, f, g: a forward of a larger batch, through other arithmetic, past a block
 
 and faults of a process, which a plain loop knows as its end or as nothing:
@@ -32,6 +33,7 @@ MOMENTS = (0.001, 1.0)
 """The least and the most seconds after which `k` kills; each power of ten is as likely as any other."""
 LATE = 12.0
 RATE = 0.1
+DECAY = 0.1
 NORM = 0.05
 
 
@@ -81,6 +83,15 @@ def make_model() -> Net:
         for param in model.parameters():
             param.uniform_(-0.4, 0.4, generator=generator)
     return model
+
+
+def set_otherwise(optimizer: torch.optim.Optimizer, letter: str) -> None:
+    """What Y and y do."""
+    for group in optimizer.param_groups:
+        if letter == "Y":
+            group["lr"] /= 2
+        else:
+            group["weight_decay"] += DECAY
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from benchmarks.fault_loop import ENDS, FORWARDS, NORM, Op, make_model, make_optimizer
+from benchmarks.fault_loop import ENDS, FORWARDS, NORM, Op, make_model, make_optimizer, set_otherwise
 
 Grads = list[torch.Tensor]
 TOLERANCE = 1e-5
@@ -127,6 +127,8 @@ class _Replica:
             case "Z":
                 self.optimizer.zero_grad()
                 self.held = None
+            case "Y" | "y":
+                set_otherwise(self.optimizer, op.letter)
             case "D":
                 self.seen.states[op.place] = self._values()
             case "G":

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from benchmarks.fault_loop import FORWARDS, LATE, MOMENTS, NORM, Op, make_model, make_optimizer
+from benchmarks.fault_loop import FORWARDS, LATE, MOMENTS, NORM, Op, make_model, make_optimizer, set_otherwise
 
 FOREVER = 3600.0
 
@@ -167,6 +167,7 @@ class Rank:
             "V": self._evaluate,
             "S": self._step,
             "Z": lambda op: self.optimizer.zero_grad(),
+            **dict.fromkeys("Yy", lambda op: set_otherwise(self.optimizer, op.letter)),
             "T": self._train,
             "C": lambda op: self.model.save_checkpoint(job.checkpoint, self.optimizer),
             "c": self._save_meanwhile,

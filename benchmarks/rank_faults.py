@@ -93,6 +93,14 @@ FAULTS = [
     Fault("order-clip", "FBGSZ", "FGBSZ", stages=(1, 2, 3)),
     Fault("evaluates-in-place", "FBSZ", "ESZ"),
     Fault("micro-batch-in-place", "FBSZ", "ASZ"),
+    Fault("settings-of-all", "YFBySZ", "YFBySZ", legal=True),
+    Fault("other-rate", "FBSZ", "YFBSZ"),
+    Fault("other-rate-within", "FBSZ", "FYBSZ"),
+    Fault("other-rate-before-step", "FBSZ", "FBYSZ"),
+    Fault("other-rate-after-step", "FBSZ", "FBSYZ"),
+    Fault("other-decay", "FBSZ", "FBSZy"),
+    Fault("other-rate-train-step", "T", "YT"),
+    Fault("order-settings", "YFBSZ", "FBYSZ"),
     Fault("other-arithmetic", "FBSZ", "fBSZ"),
     Fault("other-program", "FBSZ", "gBSZ"),
     Fault("killed", "FBSZ", "KFBSZ"),
@@ -231,7 +239,7 @@ def _warned(case: Case, seen: dict[int, Seen]) -> tuple[str, str] | None:
 
 RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and )\d+)*)")
 WHERE = re.compile(
-    r"\b(program|forward|backward|evaluat\w+|step|line|embed|head|blocks\.\d|the seed of random numbers"
+    r"\b(program|forward|backward|evaluat\w+|step|line|group \d|embed|head|blocks\.\d|the seed of random numbers"
     r"|save_checkpoint|load_checkpoint|full_state_dict|clip_grad_norm_?)\b"
 )
 
