@@ -410,7 +410,7 @@ def written_by_one(rank: int) -> tuple[str, float]:
 def test_a_write_of_one_rank_within_unsharded_is_told_to_the_others(ranks: Ranks) -> None:
     (written, _), (told, seconds) = ranks.run(2, written_by_one)
     assert written.startswith("ParameterError: shift: was written to within unsharded()")
-    assert told.startswith("AgreementError: unsharded(): rank 0 failed there: ParameterError: shift: was written to within unsharded()")
+    assert told.startswith("AgreementError: unsharded(): rank 0 failed there: ParameterError: shift: was written to")
     assert seconds < AT_ONCE
 
 

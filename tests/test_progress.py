@@ -6,11 +6,14 @@ import sys
 import time
 
 import pytest
+from torch import fx
 
 import zcompile
 from tests.models import batch, make
 from zcompile.engine import progress
 from zcompile.engine.progress import CompileProgress
+from zcompile.engine.region_cache import RegionCache
+from zcompile.ir.region import Region
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,13 @@ def test_a_model_says_what_it_is_at_at_its_first_call(capsys: pytest.CaptureFixt
     assert "tracing its forward" in said
     compiled(*batch("gpt", 0, 1)).backward()
     assert "compiling" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_regions_are_compiled_where_something_compiles_them(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[str]()
+    cache = RegionCache(backend, told=told.append)
+    monkeypatch.setattr(cache, "_run", lambda region: region)
+    (graph := fx.Graph()).output(())
+    cache.get_all(dict.fromkeys(("region_0", "region_1"), Region("", graph, ())))
+    assert told == ([] if backend == "eager" else ["compiling region 1 of 2", "compiling region 2 of 2"])

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import quickly
 from tests.ranks import Ranks
+from zcompile._torch import TorchDispatchMode
 
 
 class Heads(nn.Module):
@@ -131,3 +133,57 @@ def test_no_gradient_where_none_flows(ranks: Ranks, world: int, stage: int, uses
         assert found == missing
         for ours, theirs in zip(parameters, values, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# -- results that are left out cost nothing ---------------------------------------------------------------------------
+
+
+class Speaks(nn.Module):
+    """Logits in each of the ways in which models return them beside a loss, as they are, as a view and in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 7), nn.Linear(7, WORDS)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = torch.tanh(self.body(x))
+        logits = self.head(hidden)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(logits[..., 0].numel(), dtype=torch.long))
+        return loss, logits, hidden.transpose(0, 1), logits[:, :2]
+
+
+WORDS = 37
+
+
+class Sizes(TorchDispatchMode):
+    """What operations of a backward are as large as logits, by name."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.numel and not func.is_view:
+            self.found.append(func.name())
+        return result
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_tangent_of_what_a_loss_leaves_out_is_nowhere(backend: str) -> None:
+    torch.manual_seed(0)
+    plain = Speaks()
+    compiled = zcompile.compile(copy.deepcopy(plain), stage=3, backend=backend)
+    for rows, uses in [(4, [0]), (4, [0]), (4, [0, 1]), (4, [0, 3]), (4, [2]), (6, [0]), (6, [1, 2]), (5, [0])]:
+        x = torch.randn(rows, 3, 5)
+        for model in (plain, compiled):
+            model.zero_grad()
+            results = model(x)
+            loss = sum(results[use].square().mean() for use in uses)
+            with Sizes(rows * 3 * WORDS) as sizes:
+                loss.backward()  # type: ignore[union-attr]
+        for param, wanted in zip(compiled.parameters(), plain.parameters(), strict=True):
+            found = param.grad if param.grad is None else param.grad.to_local()  # type: ignore[attr-defined]
+            torch.testing.assert_close(found, wanted.grad, rtol=0, atol=1e-6 if backend == "inductor" else 0)
+        if uses == [0]:
+            assert not {"aten::zeros", "aten::full", "aten::add.Tensor"}.intersection(sizes.found)

@@ -624,6 +624,18 @@ def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any], backend: str)
     return run
 
 
+def kinds_left_undefined(node: Any, results: int | None) -> Sequence[Any] | None:
+    """Let the backward of a compiled function have None, not zeros, where no gradient comes to one of its results.
+
+    Returns shape, dtype and device of these; None where that cannot be: they are not as many.
+    """
+    kinds: Sequence[Any] = node._input_metadata
+    if len(kinds) != results:
+        return None
+    node.set_materialize_grads(False)
+    return kinds
+
+
 def wants_gradient(accumulator: Node) -> bool:
     """Within a backward: true if it brings gradients to this leaf, which `torch.autograd.grad` and `inputs=` do not."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,10 @@ class Delivery:
         """False under `no_sync`: stages that keep full gradients hold them back."""
         self.flowing: Sequence[bool] | None = None
         """Set before the backward of a program: to which results of its forward autograd brings a gradient."""
+        self.kinds: Sequence[Any] | None = None
+        """Set beside it where it brings none to some, and leaves that to the program: what autograd knows of them."""
+        self.results: int | None = None
+        """Set by the forward of a program: how many results it has given; None if others may stand among them."""
         self._running: dict[int, _Backward] = {}
 
     def forget(self) -> None:

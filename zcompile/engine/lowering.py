@@ -14,6 +14,7 @@ from zcompile._torch import is_symbolic
 from zcompile.cost.line_calls import lines_of
 from zcompile.cost.memory import arena_bytes
 from zcompile.engine.activation_offload import Offloads
+from zcompile.engine.blank_tangents import Tangents
 from zcompile.engine.calls.dispatch_modes import Modes
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.region_cache import RegionCache
@@ -120,7 +121,8 @@ class CompiledStep:
         self._has_copies = keeps or (session.updater is not None and program.layout.stage.optimizer_sharded)
         stacked = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
         self._lender = Lender(session.arenas, arena_bytes(program), stacked)
-        self._regions = regions.get_all(program.regions)
+        self._tangents = Tangents(program)
+        self._regions = regions.get_all(program.regions, self._tangents.readers)
         self._forward = self._load(program, Phase.FORWARD)
         self._backward = self._load(program, Phase.BACKWARD) if program.has_backward else None
         self.accumulating: Program | None = None
@@ -204,6 +206,8 @@ class CompiledStep:
         box.clear()
         if self._graphs is not None:
             self._graphs.begin()
+        # Results that tensor parallelism divides are tensors of a subclass: autograd makes zeros of these.
+        self.session.delivery.results = None if self.session.lockstep.tensor is not None else self._tangents.results
         outputs, crossing = self._forward(values)
         full, saved = crossing[: len(self._kept)], flattened(crossing[len(self._kept) :])
         sizes = [v for v, n in zip(saved, self.saved, strict=True) if is_symbolic(n.meta.get("val"))]
@@ -231,6 +235,7 @@ class CompiledStep:
     def backward(self, box: list[Any]) -> list[Any]:
         """Run the backward, deliver the gradients of parameters; gives those of the other inputs."""
         assert self._backward is not None, "a program without a backward has no gradients"
+        kinds, self.session.delivery.kinds = self.session.delivery.kinds, None
         unreached = self._entered()
         count = {True: 0, False: 0}
         for node in self.saved:
@@ -238,6 +243,8 @@ class CompiledStep:
         end = count[True] + count[False]
         sizes, tensors = iter(box[: count[True]]), iter(box[count[True] : end])
         carried, tangents = box[end : end + len(self._read)], box[end + len(self._read) :]
+        if kinds is not None:
+            tangents = self._tangents.filled(tangents, kinds, blank=self.session.recordings.current is None)
         box.clear()
         saved = [next(sizes if is_symbolic(node.meta.get("val")) else tensors) for node in self.saved]
         values = [*self._kept_full(carried), *self._regrouped(saved), *tangents]

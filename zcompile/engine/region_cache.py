@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from zcompile._torch import (
     saved_random,
     submodules_of,
 )
+from zcompile.engine.blank_tangents import Blank, without
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.eager_regions import fit_kernels
 from zcompile.engine.region_strides import keep_strides
@@ -45,8 +46,8 @@ class RegionCache:
     seconds: float = 0.0
     """Spent compiling so far."""
 
-    def get_all(self, found: Mapping[str, Region]) -> dict[str, Callable[..., Any]]:
-        """All of `found` compiled, by name.
+    def get_all(self, found: Mapping[str, Region], blank: Set[str] = frozenset()) -> dict[str, Callable[..., Any]]:
+        """All of `found` compiled, by name; those in `blank` may be given a `Blank` for a tensor.
 
         Each rank begins elsewhere: where ranks share Inductor's cache, one finds there what another has compiled.
         Nobody waits for anybody, and a rank that finds nothing compiles all.
@@ -54,9 +55,10 @@ class RegionCache:
         names = list(found)
         start = int(len(names) * spread(self.rank))
         for number, name in enumerate((*names[start:], *names[:start]), 1):
-            self.told(f"compiling region {number} of {len(names)}")
+            if self.backend != "eager":
+                self.told(f"compiling region {number} of {len(names)}")
             self._run(found[name])
-        return {name: self.get(region) for name, region in found.items()}
+        return {name: self._filled(region) if name in blank else self.get(region) for name, region in found.items()}
 
     def get(self, region: Region) -> Callable[..., Any]:
         """`region` as a function of a call's arguments; equal regions of any program compile once.
@@ -68,6 +70,22 @@ class RegionCache:
         if self.graphs is not None and region.fixed is not None:
             run = self.graphs.captured(region, run)
         return _called(region, run)
+
+    def _filled(self, region: Region) -> Callable[..., Any]:
+        """As `get`, of a region that is compiled once more for each choice of tensors that it is not given."""
+        whole = self._run(region)
+        made: dict[tuple[int, ...], Run | None] = {(): whole}
+
+        def run(values: list[Any]) -> list[Any]:
+            blanks = tuple(index for index, value in enumerate(values) if isinstance(value, Blank))
+            if blanks not in made:
+                left = without(region, blanks)
+                made[blanks] = None if left is None else self._run(left)
+            if (of_rest := made[blanks]) is not None:
+                return of_rest(_drained(values, lambda _: []) if blanks else values)
+            return whole(_drained(values, lambda blank: [blank.zeros()]))
+
+        return _called(region, run) if region.fixed is None else self.get(region)
 
     def _run(self, region: Region) -> Run:
         key = region.key()
@@ -132,6 +150,15 @@ def _called(region: Region, run: Run) -> Callable[..., Any]:
         return results[0] if single else list(results)
 
     return call
+
+
+def _drained(values: list[Any], instead: Callable[[Blank], list[torch.Tensor]]) -> list[Any]:
+    """`values`, which are emptied, with something else for blanks."""
+    given: list[Any] = []
+    for value in values:
+        given += instead(value) if isinstance(value, Blank) else [value]
+    values.clear()
+    return given
 
 
 def _boxed(root: torch.nn.Module, graph: fx.Graph) -> Callable[[list[Any]], Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from zcompile._torch import backward_number, keeps_graph, tree_leaves, wants_gradient
+from zcompile._torch import backward_number, keeps_graph, kinds_left_undefined, tree_leaves, wants_gradient
 from zcompile.engine.calls.links import ParameterLink
 from zcompile.errors import BackwardError
 from zcompile.runtime.executor import Gradients
@@ -48,7 +48,8 @@ class ModelCall:
         `given`: the graph's arguments, behind which other graphs lie.
         """
         for node in _compiled_nodes(_nodes_of(result), _nodes_of(given)):
-            node.register_prehook(_Check(self, _accumulator(node)).before)
+            kinds = kinds_left_undefined(node, self.delivery.results)
+            node.register_prehook(_Check(self, _accumulator(node), kinds).before)
             mark(node)
 
     def reduce_later(self, leaves: Iterable[torch.Tensor], reduce: Callable[[], Sequence[Gradients]]) -> None:
@@ -97,6 +98,8 @@ class _Check:
     call: ModelCall
     accumulator: Node | None
     """Where autograd would bring the gradient of one of its parameters."""
+    kinds: Sequence[Any] | None
+    """What autograd knows of its results, where it gives the program nothing for those that no gradient comes to."""
     freed: Sequence[bool] | None = None
     """Which results had a gradient in the backward that has freed the graph, once one has."""
 
@@ -119,7 +122,7 @@ class _Check:
             fix = "leave create_graph=True out; compute what needs gradients of gradients in plain PyTorch"
             raise BackwardError("backward", "compiled programs have no gradients of gradients", fix)
         self.call.begin(grads)
-        self.call.delivery.flowing = flowing
+        self.call.delivery.flowing, self.call.delivery.kinds = flowing, None if all(flowing) else self.kinds
         if self.accumulator is not None and not wants_gradient(self.accumulator):
             self.call.delivery.discard()  # torch.autograd.grad, or backward(inputs=...)
         self.freed = None if keeps_graph() else flowing

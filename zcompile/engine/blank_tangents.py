@@ -1,0 +1,161 @@
+"""Blank tangents: gradients of results that a loss leaves out, which are nowhere in memory.
+
+Autograd would give a backward zeros for them: of the logits of a language model gigabytes, which are written, read and
+added to what the loss brings. In their place stands a `Blank`, and a region that is given one runs without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zcompile._torch import OpOverload, is_symbolic
+from zcompile.engine.region_strides import Order, order_of
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import Call, Input, Kind
+from zcompile.ir.program import Program
+from zcompile.ir.region import Region
+
+_aten = torch.ops.aten
+_KEEPS = {_aten._to_copy.default, _aten.clone.default, _aten.neg.default, _aten._unsafe_view.default}
+"""Operations beside views whose result is zero where their argument is."""
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A tangent of zeros."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    traced: Any
+    """What stood for it when the step was traced."""
+
+    def zeros(self) -> Tensor:
+        """It in memory, laid out as it was traced."""
+        order = order_of(self.traced)
+        if order is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        made = torch.zeros([self.shape[dim] for dim in order], dtype=self.dtype, device=self.device)
+        return made.permute([order.index(dim) for dim in range(len(order))])
+
+
+class Tangents:
+    """The gradients of results that the backward of a program is given."""
+
+    def __init__(self, program: Program) -> None:
+        nodes = [node for node in program.nodes(Input) if op_of(node, Input).kind is Kind.TANGENT]
+        self._nodes = [(op_of(node, Input).result, node.meta.get("val")) for node in nodes]
+        self._may_be_blank = [all(_is_compute(user, program) for user in node.users) for node in nodes]
+        known = all(result is not None and isinstance(value, Tensor) for result, value in self._nodes)
+        self.results = len(program.results.outputs) if known else None
+        """How many results the forward has; None where it is not known which of them tangents belong to."""
+        calls = (user for node in nodes for user in node.users if isinstance(data(user).op, Call))
+        self.readers = {op_of(user, Call).region for user in calls}
+        """The regions that are given them."""
+
+    def filled(self, tangents: Sequence[Tensor | None], kinds: Sequence[Any], *, blank: bool) -> list[Tensor | Blank]:
+        """All of them: what autograd has left out as zeros, or as `Blank` where only regions read it, if that may be.
+
+        `kinds`: what autograd knows of the results.
+        """
+        found = list[Tensor | Blank]()
+        for tangent, (result, traced), can in zip(tangents, self._nodes, self._may_be_blank, strict=True):
+            if tangent is None:
+                kind = kinds[result or 0]
+                left_out = Blank(tuple(kind.shape), kind.dtype, kind.device, traced)
+                found.append(left_out if blank and can else left_out.zeros())
+            else:
+                found.append(tangent)
+        return found
+
+
+def _is_compute(user: fx.Node, program: Program) -> bool:
+    """True for a call of a region that is none of a CUDA graph, which wants each argument at its place."""
+    meta = data(user)
+    return isinstance(meta.op, Call) and meta.phase is Phase.BACKWARD and program.regions[meta.op.region].fixed is None
+
+
+def without(region: Region, blanks: Sequence[int]) -> Region | None:
+    """`region` for a call in which these of its placeholders are zeros; None if it cannot be told how large they are.
+
+    A sum with zeros is what else is added, if nothing else has that memory; elsewhere zeros are made within.
+    """
+    graph, made, zero = fx.Graph(), dict[fx.Node, fx.Node](), set[fx.Node]()
+    placeholders = region.graph.find_nodes(op="placeholder")
+    sizes = {str(node.meta["val"]): node for node in placeholders if is_symbolic(node.meta.get("val"))}
+    given = iter(range(len(region.takes)))
+    for node in region.graph.nodes:
+        if (node.op == "placeholder" and next(given) in blanks) or _is_zero(node, zero):
+            zero.add(node)
+        elif (other := _added(node, zero)) is not None:
+            made[node] = made[other]
+        else:
+            for source in node.all_input_nodes:
+                if source in zero and source not in made:
+                    shape, order = _shape(source, sizes, made), order_of(source.meta["val"])
+                    if shape is None or order is None:
+                        return None
+                    made[source] = _zeros(graph, shape, order, source)
+            made[node] = graph.node_copy(node, made.__getitem__)
+    takes = tuple(itertools.compress(region.takes, [index not in blanks for index in range(len(region.takes))]))
+    return replace(region, graph=graph, takes=takes)
+
+
+def _is_zero(node: fx.Node, zero: set[fx.Node]) -> bool:
+    target, sources = node.target, node.all_input_nodes
+    keeps = target in _KEEPS or (isinstance(target, OpOverload) and target.is_view)
+    return keeps and node.op == "call_function" and bool(sources) and sources[0] in zero and node.args[0] is sources[0]
+
+
+def _added(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
+    """Of a sum with zeros the other summand, where it may stand for the sum."""
+    if node.target is not _aten.add.Tensor or node.kwargs:
+        return None
+    rest: list[Any] = [arg for arg in node.args if not (isinstance(arg, fx.Node) and arg in zero)]
+    if len(rest) != 1 or not isinstance(other := rest[0], fx.Node):
+        return None
+    return other if _alike(other.meta.get("val"), node.meta.get("val")) and _is_sole(other) else None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    return (str(one.shape), str(one.stride()), one.dtype) == (str(other.shape), str(other.stride()), other.dtype)
+
+
+def _is_sole(node: fx.Node) -> bool:
+    """True if nobody else reads the value, or what it is a view of, and it is made in the region."""
+    while len(node.users) == 1 and node.op == "call_function":
+        target = node.target
+        if not isinstance(target, OpOverload) or (not target.is_view and target not in _REUSES):
+            return isinstance(target, OpOverload)
+        node = node.all_input_nodes[0]
+    return False
+
+
+_REUSES = {_aten._unsafe_view.default, _aten.reshape.default, _aten._to_copy.default}
+"""Operations beside views that may give the memory of their argument."""
+
+
+def _shape(node: fx.Node, sizes: Mapping[str, fx.Node], made: Mapping[fx.Node, fx.Node]) -> list[Any] | None:
+    """The sizes of a value as arguments: numbers, and placeholders of those that vary."""
+    given = {size: made[placeholder] for size, placeholder in sizes.items() if placeholder in made}
+    found = [given.get(str(size)) if is_symbolic(size) else int(size) for size in node.meta["val"].shape]
+    return None if None in found else found
+
+
+def _zeros(graph: fx.Graph, shape: Sequence[Any], order: Order, node: fx.Node) -> fx.Node:
+    """Zeros in the place of `node`, laid out as it was traced."""
+    value = node.meta["val"]
+    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    dense = graph.call_function(_aten.full.default, ([shape[dim] for dim in order], 0), kwargs)
+    dense.meta["val"] = value.permute(order)
+    made = graph.call_function(_aten.permute.default, (dense, [order.index(dim) for dim in range(len(order))]))
+    made.meta["val"] = value
+    return made
