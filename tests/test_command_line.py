@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from torch import nn
 
@@ -432,6 +433,20 @@ def test_a_mistake_is_one_paragraph(run: Run, arguments: list[str], message: str
     assert err.strip().startswith(f"error: {message}")
     assert "Traceback" not in err
     assert "Fix: " in err
+
+
+@pytest.mark.parametrize(("given", "meant"), [("gtp:7b", "gpt:7b"), ("LLama:8b", "llama:8b")])
+def test_a_misspelt_model_is_told_the_nearest_name(run: Run, given: str, meant: str) -> None:
+    _, _, err = run("plan", given)
+    assert f"did you mean {meant!r}?" in err
+
+
+def test_help_speaks_of_options_that_a_command_has() -> None:
+    for name, command in typer.main.get_group(command_line.app).commands.items():  # type: ignore[attr-defined]
+        known = {option for param in command.params for option in param.opts}
+        said = " ".join([command.help or "", *(getattr(param, "help", None) or "" for param in command.params)])
+        assert known.issuperset(re.findall(r"--[a-z][a-z-]+", said)), name
+        assert name == "plan" or "--mesh auto" not in said
 
 
 def test_debug_shows_the_traceback(run: Run) -> None:

@@ -30,15 +30,8 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Batch = Annotated[
-    int,
-    typer.Option(
-        "--batch",
-        "-b",
-        min=1,
-        help="Sequences in one rank's batch, of language models; with --mesh auto, in the smallest micro-batch.",
-    ),
-]
+BATCH = "Sequences in one rank's batch, of language models"
+Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help=f"{BATCH}.")]
 Sequence_ = Annotated[int, typer.Option("--sequence", "-s", min=1, help="Tokens in a sequence.")]
 Hardware_ = Annotated[
     str, typer.Option("--hardware", "-p", help=f"A profile: {', '.join(profiles())}, or the path of one.")

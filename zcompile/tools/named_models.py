@@ -10,6 +10,7 @@ Everything is made on meta: nothing is downloaded but a config, and no model tak
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -28,6 +29,9 @@ from zcompile.errors import SubjectError, nearest
 from zcompile.tools import gpt, llama
 from zcompile.tools.gpt import GPT
 from zcompile.tools.llama import Llama
+
+NAMED = ("gpt", "llama")
+"""What stands before the size of a model that has a name."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def subject_of(name: str, *, batch: int, sequence: int) -> Subject:
         SubjectError: there is no such thing, or it cannot be read or made.
         OptionError: gpt:SIZE or llama:SIZE of no size.
     """
-    if name.startswith(("gpt:", "llama:")):
+    if ":" in name and name.partition(":")[0] in NAMED:
         return _named(name, batch, sequence)
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
@@ -142,7 +146,17 @@ def _module(home: str, name: str) -> ModuleType:
         return _from_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except Exception as error:
         problem = f"cannot be imported: {type(error).__name__}: {error}"
-        raise SubjectError(name, problem, "fix it, or run this where it can be imported") from error
+        fix = "fix it, or run this where it can be imported"
+        if meant := _meant(home, name, error):
+            fix = f"did you mean {meant!r}? Or run this where {home!r} can be imported"
+        raise SubjectError(name, problem, fix) from error
+
+
+def _meant(home: str, name: str, error: Exception) -> str:
+    """The named model that is nearest to a module that there is not; empty if none is near."""
+    absent = isinstance(error, ModuleNotFoundError) and error.name == home
+    close = difflib.get_close_matches(home.lower(), NAMED, n=1, cutoff=0.5) if absent else []
+    return f"{close[0]}{name.removeprefix(home)}" if close else ""
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -15,7 +15,7 @@ from rich.console import Console
 from zcompile.cost.profile_files import DTYPES
 from zcompile.errors import OptionError
 from zcompile.tools.arguments import (
-    Batch,
+    BATCH,
     Hardware_,
     Model,
     Sequence_,
@@ -47,6 +47,9 @@ Worlds = Annotated[
 ]
 Limit = Annotated[
     str | None, typer.Option("--memory-limit", "-m", help="Of a rank, such as '70 GB'; by default 0.9 of a device's.")
+]
+Batch = Annotated[
+    int, typer.Option("--batch", "-b", min=1, help=f"{BATCH}; with --mesh auto, in the smallest micro-batch.")
 ]
 GlobalBatch = Annotated[
     int | None,
