@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,8 @@ def shows(rank: int, folder: str) -> dict[str, Any]:
 
 def test_a_pipeline_shows_what_all_ranks_do(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(4, shows, str(tmp_path))
+    idle = re.findall(r"[\d.]+% of the time of all ranks", found[0]["page"])
+    assert len(idle) == 1
     for rank, one in enumerate(found):
         assert one["early"].startswith("model: has no program yet")
         assert one["explain"].startswith("2 pipeline stages on 2 ranks, 4 micro-batches\nstage 1, world 2")
@@ -75,6 +78,7 @@ def test_a_pipeline_shows_what_all_ranks_do(ranks: Ranks, tmp_path: Path) -> Non
         assert "send" in one["lines"]
         assert "recv" in one["lines"]
         assert (rank == 0) is ("all ranks of the pipeline" in one["page"])
+        assert re.findall(r"[\d.]+% of the time of all ranks", one["explain"]) == idle
     page = found[0]["page"]
     assert page.count('class="lane-name" title="rank ') == 2
     assert "1B3 blocks.2" in page
@@ -234,3 +238,23 @@ def test_the_predicted_peak_of_each_rank_is_what_it_takes(tmp_path: Path) -> Non
     for rank, (predicted, measured, _) in enumerate(found):
         assert measured == pytest.approx(predicted, rel=0.02), (rank, found)
     assert found[0][1] > 2 * found[-1][1]
+
+
+def alone_on_its_stage(rank: int, folder: str) -> tuple[str, str]:
+    mesh, model = mesh_of(2, 1), GPT(layers=2, width=32, heads=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, loss_of, optimizer, mesh=mesh, microbatches=4, stage=1, backend="eager")
+    step.prepare(*batch_of("gpt", 0, 0))  # type: ignore[union-attr]
+    page = step.report(Path(folder) / "report.html")  # type: ignore[union-attr]
+    return step.explain(), page.read_text() if rank == 0 else ""  # type: ignore[union-attr]
+
+
+def test_what_goes_along_a_pipeline_is_sent(ranks: Ranks, tmp_path: Path) -> None:
+    (explained, page), (other, _) = ranks.run(2, alone_on_its_stage, str(tmp_path))
+    assert explained == other
+    sent = "16 KiB"  # four micro-batches of 2 rows of 16 tokens, 32 wide
+    assert f"│ {sent}" in explained
+    assert f"each rank sends {sent} to other pipeline stages" in page
+    assert "a world of one sends nothing" not in page
+    (step,) = re.findall(r"for cpu: ([\d.]+) ms a step", explained) or re.findall(r": ([\d.]+) ms a step", explained)
+    assert any(abs(float(ms) / float(step) - 1) < 0.01 for ms in re.findall(r"([\d.]+) ms", page))

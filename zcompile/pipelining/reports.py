@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
 from zcompile.engine.reports import Reports
 from zcompile.ir.actions import ActionTable
-from zcompile.ir.ops import Send
 from zcompile.ir.parser import parse
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.report.explain import layout_line
+from zcompile.report.explain import layout_line, stage_bytes
 from zcompile.report.program_page import write_page
 from zcompile.schedule.pipeline import Journal
 
@@ -48,8 +47,15 @@ class PipelineCode:
 
     @cached_property
     def programs(self) -> list[Program]:
-        """Those of all ranks."""
-        return [parse(text) for text in self.texts]
+        """Those of all ranks: other ranks' by their texts, which do not say whether a backend fuses operations."""
+        own = self.journals[0].entries[-1].after
+        fuses = all(region.fuses for region in own.regions.values())
+        return [_fusing(parse(text), fuses=fuses) for text in self.texts]
+
+
+def _fusing(program: Program, *, fuses: bool) -> Program:
+    regions = {name: replace(region, fuses=fuses) for name, region in program.regions.items()}
+    return replace(program, regions=regions)
 
 
 class PipelineReports(Reports):
@@ -87,7 +93,6 @@ def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: 
     shown = Table("rank", "stages", "units", "model state", "in flight", "sends", "peak beside it", "busy")
     for rank, (program, timeline) in enumerate(zip(programs, timelines, strict=True)):
         units = [unit.name for unit in program.layout.units]
-        sent = sum(traffic.sent for node in program.nodes(Send) if (traffic := program.traffic(node)))
         busy = (timeline.compute + timeline.optimizer) / step if step else 0.0
         shown.add_row(
             str(rank),
@@ -95,7 +100,7 @@ def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: 
             escape(units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"),
             human_bytes(model_state(program.layout).nbytes),
             str(table.in_flight(rank)),
-            human_bytes(sent),
+            human_bytes(stage_bytes(program)),
             human_bytes(peak_bytes(program)),
             f"{busy:.0%}",
         )

@@ -15,7 +15,7 @@ from zcompile._torch import FailOnRecompileLimitHit
 from zcompile.cost.memory import model_state, most_kept, peak_bytes
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Role, data, op_of
-from zcompile.ir.ops import AllGather, Call, Communication, GatherAhead, Release
+from zcompile.ir.ops import AllGather, Call, Communication, GatherAhead, Release, Send
 from zcompile.ir.owners import cost_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
@@ -158,7 +158,9 @@ def volume_line(program: Program) -> str:
     psi = sum(param.nbytes for param in program.layout.params)
     sent = program.volume()
     if world == 1:
-        return "volume: a world of one sends nothing"
+        onward = stage_bytes(program)
+        alone = f"each rank sends {human_bytes(onward)} to other pipeline stages" if onward else ""
+        return f"volume: {alone or 'a world of one sends nothing'}"
     if not psi:
         return f"volume: each rank sends {human_bytes(sent)}; this program has no parameters"
     bound = program.layout.stage.volume if program.has_backward else program.layout.stage.volume - 1
@@ -169,6 +171,11 @@ def volume_line(program: Program) -> str:
         return f"volume: each rank sends {by_axis}; the stage's bounds are {bounds}"
     share = sent / (psi * (world - 1) / world)
     return f"volume: each rank sends {human_bytes(sent)} = {share:.3g}Ψ(N-1)/N; the stage's bound is {bound}Ψ(N-1)/N"
+
+
+def stage_bytes(program: Program) -> int:
+    """What a rank sends to other pipeline stages in a step."""
+    return sum(traffic.sent for node in program.nodes(Send) if (traffic := program.traffic(node)))
 
 
 def model_line(program: Program) -> str:

@@ -23,7 +23,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.axes import human_count, human_seconds
 from zcompile.report.charts import HEIGHT, WIDTH, Curve, memory_curve, pipeline_chart, step_chart
-from zcompile.report.explain import layout_line, model_line, state_line, volume_line
+from zcompile.report.explain import layout_line, model_line, stage_bytes, state_line, volume_line
 from zcompile.report.hardware_text import rates
 from zcompile.report.pages import rendered, write
 from zcompile.schedule.pipeline import Journal, JournalEntry
@@ -154,8 +154,11 @@ def _figures(program: Program, told: Timeline, curve: Curve | None) -> Iterator[
     yield "predicted step", human_seconds(told.seconds), f"{exposed} of it waiting for communication, {hidden} hidden"
     if curve:
         yield "predicted peak of a rank", human_bytes(curve.most), f"in {curve.peak}"
-    volume = volume_line(program).removeprefix("volume: ").replace("N-1", "N−1")
-    yield "each rank sends", human_bytes(program.volume()), volume.partition(" = ")[2] or volume
+    volume, onward = volume_line(program).removeprefix("volume: ").replace("N-1", "N−1"), stage_bytes(program)
+    about = volume.partition(" = ")[2] or volume
+    if onward and layout.world > 1:
+        about = f"{human_bytes(onward)} of it to other pipeline stages; the rest {about}"
+    yield "each rank sends", human_bytes(program.volume() + onward), about
     count = sum(param.numel for param in layout.params)
     yield "parameters", human_count(count), f"Ψ = {count:,}, in {len(layout.units)} units"
 
