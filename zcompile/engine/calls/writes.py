@@ -15,7 +15,7 @@ from zcompile.errors import ParameterError
 from zcompile.model.sharding import Site
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.tensors.explained import laid_out_like
-from zcompile.runtime.tensors.placement import part_of
+from zcompile.runtime.tensors.parts import part_of
 
 
 def check_in_place(sites: Sequence[Site], full: Mapping[str, nn.Parameter]) -> None:
