@@ -59,6 +59,14 @@ MEANS: dict[str, Loss] = {
     "and a balance of experts": lambda m, x, y: squares(m, x, y).mean() + balance(m(x)),
     "of rows of sums of means": lambda m, x, y: squares(m, x, y).mean((0, 1)).sum(),
     "stacked": lambda m, x, y: torch.stack([F.mse_loss(m(x), y), squares(m, x, y).mean()]).sum(),
+    "einsum by rows": lambda m, x, y: torch.einsum("btc,btc->", m(x), y) / x.shape[0],
+    "einsum of a mean": lambda m, x, y: torch.einsum("bt,bt->b", m(x)[..., 0], y[..., 0]).mean(),
+    "norms of rows": lambda m, x, y: (m(x) - y).norm(dim=-1).mean(),
+    "the largest of rows": lambda m, x, y: squares(m, x, y).amax((1, 2)).mean(),
+    "a product with a weight": lambda m, x, y: (m(x).mean((0, 1)) @ torch.ones(2)) + squares(m, x, y).mean(),
+    "a norm of parameters": lambda m, x, y: squares(m, x, y).mean() + next(m.parameters()).norm(),
+    "guarded": lambda m, x, y: torch.where((y > 0).sum() > 0, squares(m, x, y).mean(), 0.0),
+    "by what counts, clamped": lambda m, x, y: squares(m, x, y).sum() * (1 / (y > 0).sum().clamp(min=1)),
     "the root of one": lambda m, x, y: squares(m, x, y).mean().sqrt(),
 }
 SUMS: dict[str, Loss] = {
@@ -79,18 +87,56 @@ SUMS: dict[str, Loss] = {
     "huber": lambda m, x, y: F.huber_loss(m(x), y, reduction="sum"),
     "bce": lambda m, x, y: F.binary_cross_entropy_with_logits(m(x), y.sigmoid(), reduction="sum"),
     "kl": lambda m, x, y: F.kl_div(m(x).log_softmax(-1), y.softmax(-1), reduction="sum"),
+    "einsum": lambda m, x, y: torch.einsum("btc,btc->", m(x), y),
+    "einsum of three": lambda m, x, y: torch.einsum("btc,btc,c->", m(x), y, torch.ones(2)),
+    "dot": lambda m, x, y: torch.dot(m(x).flatten(), y.flatten()),
+    "matmul": lambda m, x, y: (m(x).view(1, -1) @ y.view(-1, 1)).squeeze(),
+    "tensordot": lambda m, x, y: torch.tensordot(m(x), y, 3),
+    "the trace of a product": lambda m, x, y: (m(x).flatten(1) @ y.flatten(1).t()).trace(),
+    "the norm of order 1": lambda m, x, y: torch.linalg.vector_norm(m(x) - y, 1),
+    "under a root": lambda m, x, y: squares(m, x, y).sum().sqrt(),
+    "under a root, divided behind it": lambda m, x, y: squares(m, x, y).sum().sqrt() / x.shape[0],
+    "einsum by the rows of another batch": lambda m, x, y: torch.einsum("btc,btc->", m(x), y) / 64,
+}
+OTHERS: dict[str, Loss] = {
+    "norm": lambda m, x, y: (m(x) - y).norm(),
+    "norm by rows": lambda m, x, y: (m(x) - y).norm() / x.shape[0],
+    "vector_norm": lambda m, x, y: torch.linalg.vector_norm(m(x) - y),
+    "matrix_norm": lambda m, x, y: torch.linalg.matrix_norm((m(x) - y).flatten(1)),
+    "norm squared": lambda m, x, y: (m(x) - y).norm() ** 2,
+    "a mean and a norm": lambda m, x, y: squares(m, x, y).mean() + 0.1 * m(x).norm(),
+    "norm by what counts": lambda m, x, y: (m(x) - y).norm() / (y > 0).sum(),
+    "max": lambda m, x, y: squares(m, x, y).max(),
+    "amax": lambda m, x, y: squares(m, x, y).amax(),
+    "logsumexp": lambda m, x, y: squares(m, x, y).logsumexp((0, 1, 2)),
+    "prod": lambda m, x, y: squares(m, x, y).prod(),
+    "the end of cumsum": lambda m, x, y: squares(m, x, y).mean((1, 2)).cumsum(0)[-1],
+    "the first sample": lambda m, x, y: squares(m, x, y).mean((1, 2))[0],
+    "median": lambda m, x, y: squares(m, x, y).median(),
+    "var": lambda m, x, y: m(x).var(),
+    "std": lambda m, x, y: m(x).std(),
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [*(("mean", name) for name in MEANS), *(("sum", name) for name in SUMS)])
+KINDS = {"mean": MEANS, "sum": SUMS, "other": OTHERS}
+BY_MICROBATCHES = {"by what counts", "by what counts, clamped", "the root of one", "and a balance of experts"}
+"""Means that are those of micro-batches, as with accumulated gradients: how many count, and roots, are of each."""
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, losses in KINDS.items() for name in losses])
 def test_sums_over_the_batch_are_refused_and_means_are_not(kind: str, name: str) -> None:
     torch.manual_seed(0)
-    model, loss = nn.Linear(5, 2), {"mean": MEANS, "sum": SUMS}[kind][name]
+    model, loss = nn.Linear(5, 2), KINDS[kind][name]
     layout = make_layout(model, STAGES[0], (Axis("dp", AxisKind.SHARD, 2, 1),), None, Options().precision)
-    called = Called(lambda x, y: loss(model, x, y), (torch.randn(6, 4, 5), torch.randn(6, 4, 2)), {}, ("x", "y"))
+    batch = torch.randn(6, 4, 5), torch.randn(6, 4, 2)
+    called = Called(lambda x, y: loss(model, x, y), batch, {}, ("x", "y"))
     traced = StepTrace(model, layout, called, torch.device("cpu"), "Linear").program
+    parts = [loss(model, *part) for part in zip(*(one.chunk(3) for one in batch), strict=True)]
+    is_mean = torch.allclose(torch.stack(parts).mean(), loss(model, *batch), rtol=1e-5)
+    assert is_mean is (kind == "mean") or name in BY_MICROBATCHES
     if kind == "mean":
         check_mean(traced)
         return
-    with pytest.raises(zcompile.OptionError, match="loss_fn: gives a sum over the batch"):
+    says = "a sum" if kind == "sum" else r"\w+\(\)"
+    with pytest.raises(zcompile.OptionError, match=rf"loss_fn: gives {says} over the batch .*test_batch_means.py:\d+"):
         check_mean(traced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum, StrEnum, auto
 from typing import Any, ClassVar, TypeVar
@@ -185,3 +186,9 @@ def set_data(node: fx.Node, value: Data) -> fx.Node:
 def given_to(node: fx.Node) -> tuple[Any, ...]:
     """A node's arguments, in place of each value the operation that gives it."""
     return tuple(data(arg).op if isinstance(arg, fx.Node) else arg for arg in node.args)
+
+
+def line_of(node: fx.Node) -> str:
+    """The innermost line of the user's code that it comes from, `file.py:12`; empty where torch has noted none."""
+    lines = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""

@@ -11,38 +11,45 @@ from typing import Any
 import torch
 from torch import fx
 
+from zcompile._torch import OpOverload
 from zcompile.errors import OptionError
-from zcompile.ir.operation import data, op_of
+from zcompile.ir.operation import data, line_of, op_of
 from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 from zcompile.pipelining.guard import results_of
 
 
 def check_mean(traced: Program) -> None:
-    """Return if the loss is not seen to be a sum over the batch.
+    """Return if the loss is not seen to be a sum over the batch, or another function of it that is no mean.
 
     Raises:
-        OptionError: it is one, or has one among its terms, that is not divided by a number of samples.
+        OptionError: it has a sum among its terms that is not divided by a number of samples, or a norm, say.
     """
     inputs = [data(node).type for node in traced.nodes(Input) if _is_batch(op_of(node, Input))]
     shapes = [found.shape for found in inputs if found is not None and found.shape]
     rows = shapes[0][0] if shapes else 1
     for term, divisors in _terms(results_of(traced)[0]):
-        if not (_is_sum(term) and _reads_batch(term, through_means=False)):
+        if _is_mean(term) or not _is_aten(term) or not _reads_batch(term, through_means=False):
             continue
-        counts = [count for count in _products([_summed(term), *shapes]) if count % rows == 0]
-        if not any(math.isclose(divisor, count, rel_tol=1e-6) for divisor in divisors for count in counts):
-            problem = "gives a sum over the batch, and the losses of micro-batches are averaged"
-            fix = "give a mean over the samples, or divide the sum by how many of them loss_fn is given"
-            raise OptionError("loss_fn", problem, fix)
+        what, fix = f"{str(term.target).split('.')[1]}() over the batch", "give a mean over the samples"
+        if _is_sum(term):
+            if divisors is None:
+                continue
+            counts = [count for count in _products([_summed(term), *shapes]) if count % rows == 0]
+            if any(math.isclose(divisor, count, rel_tol=1e-6) for divisor in divisors for count in counts):
+                continue
+            what, fix = "a sum over the batch", f"{fix}, or divide the sum by how many of them loss_fn is given"
+        where = ", ".join(filter(None, [data(term).source, line_of(term)]))
+        problem = f"gives {what}{where and f' ({where})'}, and the losses of micro-batches are averaged"
+        raise OptionError("loss_fn", problem, fix)
 
 
-def _terms(loss: Any) -> Iterator[tuple[fx.Node, Sequence[float]]]:
-    """What a loss is added up from, each with the numbers that it is divided by.
+def _terms(loss: Any) -> Iterator[tuple[fx.Node, Sequence[float] | None]]:
+    """What a loss is made of, number by number, each with what it is divided by; None for what depends on the batch.
 
-    What is divided by something that depends on the batch, as the number of its tokens that count, is left out.
+    That may be the number of its tokens that count. Within a root, say, what it is divided by outside is no divisor.
     """
-    waiting: list[tuple[Any, Sequence[float]]] = [(loss, ())]
+    waiting: list[tuple[Any, Sequence[float] | None]] = [(loss, ())]
     while waiting:
         node, divisors = waiting.pop()
         if not isinstance(node, fx.Node):
@@ -50,14 +57,29 @@ def _terms(loss: Any) -> Iterator[tuple[fx.Node, Sequence[float]]]:
         factors: Sequence[Any] = node.args[:2]
         if node.target in _UNSCALED or node.target is operator.getitem:
             waiting.append((factors[0], divisors))
-        elif node.target in _ADDED:
-            waiting += [(one, divisors) for one in factors]
-        elif node.target not in _PRODUCTS | _QUOTIENTS:
+        elif node.target in _PRODUCTS | _QUOTIENTS:
+            if sum(isinstance(one, fx.Node) and _reads_batch(one) for one in factors) == 2:
+                waiting += [(one, None) for one in (factors if node.target in _PRODUCTS else factors[:1])]
+            elif divisors is None:
+                waiting += [(one, None) for one in factors]
+            else:
+                numbers = [one for one in factors if isinstance(one, (int, float)) and one]
+                further = [1 / one for one in numbers] if node.target in _PRODUCTS else numbers
+                waiting += [(one, [*divisors, *further]) for one in factors]
+        elif _is_pointwise(node):
+            sources = (one for one in node.all_input_nodes if _is_real(one))
+            waiting += [(one, divisors if node.target in _ADDED else ()) for one in sources]
+        else:
             yield node, divisors
-        elif sum(isinstance(one, fx.Node) and _reads_batch(one) for one in factors) < 2:
-            numbers = [one for one in factors if isinstance(one, (int, float)) and one]
-            further = [1 / one for one in numbers] if node.target in _PRODUCTS else numbers
-            waiting += [(one, [*divisors, *further]) for one in factors]
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_real(node: fx.Node) -> bool:
+    found = data(node).type
+    return found is not None and found.dtype.is_floating_point
 
 
 def _products(shapes: Sequence[tuple[int, ...]]) -> set[int]:
@@ -77,7 +99,14 @@ def _is_mean(node: fx.Node) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return node.target in _SUMS or _reduction(node) == _SUM
+    """True for a sum, of products too, and of absolute values."""
+    absolute = node.target is _aten.linalg_vector_norm.default and node.args[1:2] == (1,)
+    return node.target in _SUMS or absolute or _reduction(node) == _SUM
+
+
+def _is_aten(node: fx.Node) -> bool:
+    """True for an operation of which it is known what it does to the batch; of losses, one that reduces it."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten" and _reduction(node) != _NONE
 
 
 def _reduction(node: fx.Node) -> object:
@@ -93,7 +122,7 @@ def _reduction(node: fx.Node) -> object:
 
 def _summed(node: fx.Node) -> tuple[int, ...]:
     """The shape of what is summed: of losses, that of the targets."""
-    source = node.args[0 if node.target in _SUMS else 1]
+    source = node.args[1 if _reduction(node) == _SUM else 0]
     found = data(source).type if isinstance(source, fx.Node) else None
     return found.shape if found is not None else ()
 
@@ -120,12 +149,14 @@ def _reads_batch(node: fx.Node, *, through_means: bool = True) -> bool:
 
 
 _aten = torch.ops.aten
-_MEAN, _SUM = 1, 2
-"""What `reduction="mean"` and `"sum"` are to operations."""
-_SUMS = {_aten.sum.default, _aten.sum.dim_IntList}
-_ADDED = {_aten.add.Tensor, _aten.sub.Tensor}
+_NONE, _MEAN, _SUM = 0, 1, 2
+"""What `reduction="none"`, `"mean"` and `"sum"` are to operations."""
+_SUMS = {_aten.sum.default, _aten.sum.dim_IntList, _aten.nansum.default, _aten.trace.default, _aten.dot.default}
+_SUMS |= {_aten.vdot.default, _aten.mv.default, _aten.mm.default, _aten.bmm.default}
+_ADDED = {_aten.add.Tensor, _aten.sub.Tensor, _aten.add.Scalar, _aten.sub.Scalar, _aten.rsub.Scalar}
 _PRODUCTS = {_aten.mul.Tensor, _aten.mul.Scalar}
 _QUOTIENTS = {_aten.div.Tensor, _aten.div.Scalar}
 _UNSCALED = {_aten.view.default, _aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.neg.default}
-_UNSCALED |= {_aten.squeeze.default, _aten.unsqueeze.default, _aten._to_copy.default}
+_UNSCALED |= {_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default}
+_UNSCALED |= {_aten._to_copy.default, _aten._unsafe_view.default, _aten.expand.default, _aten.permute.default}
 """Operations behind which a sum is one still."""
