@@ -5,6 +5,7 @@ It is cut into stages; the program of each is rewritten; what a rank does in a s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -228,7 +229,8 @@ def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStag
         if action.kind is not ActionKind.BACKWARD_WEIGHT:
             draws += [(action.microbatch, number) for number in boundary.draws[0 if forward else 1]]
     ends = (end for stage in own for end in (*stage.boundary.inputs, *stage.boundary.tangents))
-    received = {e.value for e in ends if isinstance(e, Crossing) and place.table.rank_of(e.stage) != place.rank}
+    crossing = (e for e in ends if isinstance(e, Crossing))
+    received = Counter(e.value for e in crossing if place.table.rank_of(e.stage) != place.rank)
     made = set[str]()
     for stage in own:
         taken = {e.value for e in (*stage.boundary.inputs, *stage.boundary.tangents) if isinstance(e, Crossing)}
@@ -239,9 +241,9 @@ def values_of_rank(traced: Program, step: Program, stages: Sequence[PipelineStag
         step.layout,
         place.table.microbatches,
         tuple(results),
-        frozenset(received - made),
+        {value: count for value, count in received.items() if value not in made},
         tuple(draws),
-        frozenset(received & made),
+        frozenset(made.intersection(received)),
         _shared(stages, place.own),
         written_results(traced),
         tuple(writes),

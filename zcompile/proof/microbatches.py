@@ -29,6 +29,7 @@ from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Input, Kind, Receive, Send
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_opaque
+from zcompile.ir.spelling import counted
 from zcompile.proof.difference import term_text
 from zcompile.proof.operations import UnknownOperationError
 from zcompile.proof.rules import Rule
@@ -70,7 +71,7 @@ class RankValues:
         layout: How the rank's programs are laid out: with its own units alone.
         microbatches: How many there are.
         results: What its programs return, in order: results of the traced step by number, and of which micro-batch.
-        received: Names of the values that other ranks send.
+        received: Names of the values that other ranks send, and how many of its stages are sent each.
         draws: What each random draw is, in order: of which micro-batch, and the number of the traced one.
     """
 
@@ -78,7 +79,7 @@ class RankValues:
     layout: Layout
     microbatches: int
     results: tuple[tuple[int, int], ...]
-    received: frozenset[str]
+    received: Mapping[str, int]
     draws: tuple[tuple[int, int], ...] = ()
     returned: frozenset[str] = frozenset()
     """Names of values of its own that come back to it, by way of a stage between two of this rank's."""
@@ -104,7 +105,7 @@ class RankValues:
         received = {
             f"m{number}_{name}": values[self._term(name)]
             for number, values in enumerate(self._values)
-            for name in self.received | self.returned
+            for name in {*self.received, *self.returned}
         }
         received |= self._once
         try:
@@ -256,8 +257,11 @@ class RankValues:
             message = op_of(node, Receive).message
             if message not in step.received:
                 yield Violation(node, f"{node.name} receives {message!r}, which no other rank computes")
-            elif taken[message] > 1:
-                yield Violation(node, f"{message} is received {taken[message]} times; want once")
+            elif taken[message] > (most := self.received.get(message.partition("_")[2], 1)):
+                yield Violation(
+                    node,
+                    f"{message} is received {counted(taken[message], 'time')}; want {most if most > 1 else 'once'}",
+                )
 
     def _returned(self, program: Program, step: StepTerms) -> Iterator[Violation]:
         outputs, traced = program.results.outputs, self.terms.traced.results.outputs
