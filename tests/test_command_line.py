@@ -362,9 +362,43 @@ def test_prove_holds_the_dumps_of_all_ranks_against_each_other(run: Run, tmp_pat
     assert code == 1
     assert re.search(r"error: rank_1/program_0/forward.py line \d+", err)
     assert re.search(r"error: program 0: the ranks' communications: message 2 .*rank 0: .*rank 1: ", err, re.DOTALL)
+    path.write_text("".join(lines))
     shutil.rmtree(path.parent.parent)
     code, out, err = run("prove", "dump")
-    assert (code, "rank 1" in err) == (1, True), err
+    assert (code, err) == (3, "")
+    assert "not proven: 1 rank of the mesh not read, 1: give the folder of dump(folder, all_ranks=True)" in out
+    assert "Trusted" not in out
+
+
+def test_prove_says_what_it_has_not_read(run: Run, tmp_path: Path) -> None:
+    assert run("inspect", "fac.py:make", "-o", "dump")[0] == 0
+    shutil.copytree(tmp_path / "dump" / "program_0", tmp_path / "dump" / "program_1")
+    code, out, err = run("prove", "dump")
+    assert (code, err) == (3, "")
+    assert "program_1: not proven: it was not read, for the manifest does not name it" in out
+    last = max((tmp_path / "dump" / "program_0").glob("[0-9]*_*.py"))
+    last.write_text(last.read_text().replace("stage = 3", "stage = 2"))
+    code, out, err = run("prove", "dump")
+    assert (code, f"{last.name} line " in err) == (1, True)
+
+
+def test_prove_reads_the_steps_of_a_pipeline(run: Run, tmp_path: Path) -> None:
+    asked = ("gpt:2x64", "--mesh", "2x1", "--schedule", "gpipe", "--microbatches", "2", "-s", "8", "-o", "dump")
+    assert run("inspect", *asked)[0] == 0
+    code, out, err = run("prove", "dump")
+    assert (code, err) == (0, "")
+    assert "rank_1/program_0: proven, if it receives what is named: " in out
+    assert "program_0: the parts of all ranks are the whole step" in out
+    code, out, err = run("prove", "dump/rank_0")
+    assert (code, err) == (3, "")
+    assert "not proven: program_0 is the step of one rank of a pipeline" in out
+    path = tmp_path / "dump" / "rank_1" / "program_0" / "step.py"
+    path.write_text(re.sub(r"(m1_loss, .*? = region_0\(norm_full, )m1_", r"\1m0_", path.read_text()))
+    code, out, err = run("prove", "dump")
+    assert (code, "rank_1/program_0: not proven" in out) == (1, True)
+    assert re.search(
+        r"error: rank_1/program_0/step.py line \d+.*: result 0 of micro-batch 1 is not what was traced", err
+    )
 
 
 def test_a_plan_fits_a_narrow_terminal() -> None:

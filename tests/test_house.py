@@ -38,12 +38,14 @@ ROOMS = {
     "facts": "ir cost",
     "proof.checker": "proof.checker_grammar proof.checker_runtime proof.checker_terms proof.checker_texts "
     "proof.checker_values",
+    "proof.checker_steps": "proof.checker proof.checker_runtime proof.checker_terms proof.checker_texts "
+    "proof.checker_values",
     "proof.checker_runtime": "proof.checker_terms proof.checker_texts proof.checker_values",
     "proof.checker_terms": "proof.checker_texts",
     "proof.checker_texts": "proof.checker_grammar",
     "proof.checker_grammar": "",
     "proof.checker_values": "proof.checker_texts",
-    "proof": "ir facts proof.checker proof.checker_texts proof.checker_values",
+    "proof": "ir facts proof.checker proof.checker_steps proof.checker_texts proof.checker_values",
     "passes.common": "ir cost",
     "passes": "ir cost passes.common",
     "passes.pipelining": "ir cost passes passes.common",

@@ -137,7 +137,7 @@ def rewrite(
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
-    finish, journal = _to_the_end(steps, options, options.schedule.prefetch), Journal()
+    finish, journal = _to_the_end(steps, options, options.schedule.prefetch), Journal(part=values)
     with dumping_failures(None, 0, journal):
         program = Verified(step, values).after(finish, journal).program
     return PipelinedProgram(program, stages, values.results, journal)

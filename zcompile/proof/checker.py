@@ -12,7 +12,7 @@ docs/proof.md says what is trusted.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zcompile.errors import ProofError
@@ -22,11 +22,14 @@ from zcompile.proof.checker_terms import BOUND, FUNCTIONS, LISTS, LITERAL, RANDO
 from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FIX, FORWARD, Margin, Place, Text, dotted, literal, refusal
 from zcompile.proof.checker_values import Lease, Moved, Proof, SecondaryPart, Storage, TermValue, UnitPart, WholeUnit
 
+Found = tuple[int, Place]
+"""A term, and where it is made."""
+
 
 class Evaluation(RuntimeLines):
     """The values of a step: of the traced one, or (with regions) of the program that runs."""
 
-    def whole(self, forward: Text, backward: Text | None) -> dict[str, tuple[int, Place]]:
+    def whole(self, forward: Text, backward: Text | None) -> dict[str, Found]:
         """All that a step gives and does but for the gradients of parameters of the traced one, each by what it is."""
         results, left = self.step(forward, "forward")
         found = {f"result {i}": (self._term(one), self.terms.here) for i, one in enumerate(results)}
@@ -60,7 +63,7 @@ class Evaluation(RuntimeLines):
             elif number < len(crossing):
                 scope[name] = self._crossed(crossing[number], margin.words)
             else:
-                scope[name] = self._given(f"{kind} {number - len(crossing)}", f"the {kind} {name}", margin)
+                scope[name] = self._given(self._input(kind, number - len(crossing)), f"the {kind} {name}", margin)
                 self.terms.names.setdefault(scope[name].term, name)
                 self.mutated |= {scope[name].memory} if margin.words == "mutated" else set()
         results, rest = self.run(text, phase, scope)
@@ -74,13 +77,21 @@ class Evaluation(RuntimeLines):
         if kind == "unit":
             return self.units[rest]
         if kind == "parameter":
-            return self._given(self.params[rest].full(margin.types[0][1]), f"the parameter {rest}", margin)
+            full = self.params[rest].full(margin.types[0][1])
+            return self._given(self.terms.make(full), f"the parameter {rest}", margin)
         if kind == "constant":
-            return self._given(f"constant {name}", f"the constant {name}", margin)
+            return self._given(self.terms.make(f"constant {name}"), f"the constant {name}", margin)
         return Lease(margin.words, int(margin.types[0][2]) if kind == "arena" else 0)
 
-    def _given(self, head: str, owner: str, margin: Margin) -> TermValue:
-        term = self.terms.make(head)
+    def _input(self, kind: str, number: int) -> int:
+        """The term of what the caller gives."""
+        return self.terms.make(f"{kind} {number}")
+
+    def _draw(self, number: int) -> int:
+        """The term of the numbers that are drawn there."""
+        return self.terms.make(f"draw {number}")
+
+    def _given(self, term: int, owner: str, margin: Margin) -> TermValue:
         if margin.types and margin.types[0][0] and not self.runs:
             self.same.add(term)
         return TermValue(term, Storage(owner), -1)
@@ -99,6 +110,25 @@ class Evaluation(RuntimeLines):
             term = self.terms.make("mutated", value.term) if value.memory in self.mutated else value.term
             return TermValue(term, value.memory, value.seen, (*value.via, self.ends[0]))
         return value
+
+    def check_claims(self, capture: Text) -> None:
+        """Raise ProofError where units say of a parameter that has a gradient that it is unused."""
+        if claimed := [name for name in self.gradients if "unused" in self.params[name].flags]:
+            raise ProofError(capture.name, f"says that {claimed[0]} is unused, and has a gradient of it", FIX)
+
+    def compare(self, wanted: Mapping[str, Found], found: Mapping[str, Found], known: int) -> None:
+        """Raise ProofError where a program gives or does something else than is wanted, or what is not known.
+
+        `known`: the number of terms of the traced step.
+        """
+        for what in [*wanted, *found]:
+            end = self.ends[0 if what.startswith("result") else -1]
+            (one, _), (other, place) = wanted.get(what, (-1, ())), found.get(what, (-1, end))
+            if one != other:
+                raise self.terms.difference(known, what, one, other, place)
+        for place, problem in self.doubts:
+            self.terms.here = place
+            self.refuse(problem)
 
     def run(self, text: Text, name: str, scope: dict[str, Any], above: Place = ()) -> Any:
         """What a function returns."""
@@ -134,17 +164,16 @@ class Evaluation(RuntimeLines):
             if count < len(names) and type(value) is not list and ast.unparse(names[-1]) != "*_":
                 self.refuse("gives one name to results of which it is not known how many there are")
             results = [self._item(value, i) for i in range(count)] + ([value[count:]] if type(value) is list else [[]])
-        types: dict[int, Iterator[Any]] = {}
+        marks = text.types(names) if self.marks else dict[str, tuple[str, str, str]]()
+        reserved = self.functions if self._outer else RUNTIME
         for node, result in zip(names, results, strict=False):
             name = dotted(node.value if isinstance(node, ast.Starred) else node)
-            if name in ("", "box", *FUNCTIONS, *RUNTIME) or name in self.regions:
+            if name in ("", "box", *FUNCTIONS, *reserved) or name in self.regions:
                 self.refuse(f"gives the name of a function to a value: {name}")
             if name != "_":
                 self.scope[name] = result
-                if self.marks:
-                    line = types.setdefault(node.lineno, iter(text.margin(node.lineno).types))
-                    if next(line, ("",))[0] and self._alike(result.term):
-                        self.same.add(result.term)
+                if name in marks and marks[name][0] and self._alike(result.term):
+                    self.same.add(result.term)
 
     def _alike(self, term: int) -> bool:
         """True if a value follows on all ranks of the group from what they have alike, or is made by all of them."""
@@ -197,16 +226,26 @@ class Evaluation(RuntimeLines):
     def _call(self, call: ast.Call) -> Any:
         name, given = dotted(call.func), self._values(call.args)
         named = {str(keyword.arg): self._value(keyword.value) for keyword in call.keywords}
-        if len(self.terms.here) == 1 and name in self.regions and not named:
+        if self._outer and name in self.regions and not named:
             return self._region(name, given)
-        if len(self.terms.here) == 1 and name in RUNTIME and self.runs:
-            heads = {key: one if isinstance(one, range) else self.terms.heads[one.term] for key, one in named.items()}
+        if self._outer and name in self.functions and self.runs:
+            heads = {key: self._keyword(one) for key, one in named.items()}
             return getattr(self, f"_{name}")(*given, **{key: DTYPES.get(str(one), one) for key, one in heads.items()})
         if name == "graph" and len(given) == 1 and not named:
             return self._made(self.terms.make("graph", given[0].term))
         if not is_function_of_values(name) or "out" in named:
             self.refuse(f"{ast.unparse(call.func)} is no function that is known here")
         return self._operation(name, given, named)
+
+    @property
+    def _outer(self) -> bool:
+        """True for a line that is in no region."""
+        return len(self.terms.here) == 1
+
+    def _keyword(self, value: Any) -> Any:
+        if type(value) is tuple:
+            return [*map(self._keyword, value)]
+        return value if isinstance(value, range) else self.terms.heads[value.term]
 
     def _region(self, name: str, given: list[Any]) -> Any:
         text, here, scope, taken = self.regions[name], self.terms.here, dict[str, Any](), [-1]
@@ -240,7 +279,7 @@ class Evaluation(RuntimeLines):
 
     def _operation(self, name: str, given: list[Any], named: Mapping[str, Any]) -> Any:
         make, heads, draws = self.terms.make, self.terms.heads, self.effects["random draw"]
-        packet, values, draw = packet_of(name), [*given, *named.values()], make(f"draw {len(draws)}")
+        packet, values, draw = packet_of(name), [*given, *named.values()], self._draw(len(draws))
         if name == "operator.getitem" and len(given) == 2:
             return self._item(given[0], int(heads[given[1].term].removeprefix("int ")))
         if name == "ops.higher_order.run_and_save_rng_state":
@@ -285,10 +324,19 @@ def prove(texts: Mapping[str, str], rules: Sequence[Mapping[str, str]] = ()) -> 
     Raises:
         ProofError: it computes something else, or what is not known here; with the line.
     """
+    return followed(_proven, texts, rules)
+
+
+def followed(
+    proven: Callable[[Mapping[str, Text], TermTable], Proof],
+    texts: Mapping[str, str],
+    rules: Sequence[Mapping[str, str]],
+) -> Proof:
+    """What `proven` finds of the files of a program, and an error for a line that it cannot follow."""
     files = {name: Text(name, text) for name, text in texts.items()}
     terms = TermTable(rules)
     try:
-        return _proven(files, terms)
+        return proven(files, terms)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise refusal(terms.here, f"cannot be followed ({type(error).__name__}: {error})") from error
 
@@ -297,21 +345,21 @@ def _proven(files: Mapping[str, Text], terms: TermTable) -> Proof:
     capture = files[CAPTURE]
     if (BACKWARD in files) != ("backward" in capture.functions):
         raise ProofError(BACKWARD, "is missing, or is of another program", FIX)
-    regions = {name[8:-3]: text for name, text in files.items() if name.startswith("regions/")}
     traced = Evaluation(terms, capture, None, set())
     wanted = traced.whole(capture, capture if BACKWARD in files else None)
-    if claimed := [name for name in traced.gradients if "unused" in traced.params[name].flags]:
-        raise ProofError(capture.name, f"says that {claimed[0]} is unused, and has a gradient of it", FIX)
+    traced.check_claims(capture)
     averages, known = {how: traced.averages(how) for how in ("scatter", "held")}, len(terms.heads)
-    program = Evaluation(terms, capture, regions, traced.same)
+    program = Evaluation(terms, capture, regions_of(files), traced.same)
     found = program.whole(files[FORWARD], files.get(BACKWARD))
-    wanted |= averages[program.how]
-    for what in [*wanted, *found]:
-        end = program.ends[0 if what.startswith("result") else -1]
-        (one, _), (other, place) = wanted.get(what, (-1, ())), found.get(what, (-1, end))
-        if one != other:
-            raise terms.difference(known, what, one, other, place)
-    for terms.here, problem in program.doubts:
-        program.refuse(problem)
-    lines = sum(len(text.lines) for text in files.values())
-    return Proof(lines, len(terms.heads), len(traced.gradients), [*terms.applied])
+    program.compare(wanted | averages[program.how], found, known)
+    return proof_of(files, terms, len(traced.gradients))
+
+
+def regions_of(files: Mapping[str, Text]) -> dict[str, Text]:
+    """The texts of regions by their names."""
+    return {name[8:-3]: text for name, text in files.items() if name.startswith("regions/")}
+
+
+def proof_of(files: Mapping[str, Text], terms: TermTable, gradients: int) -> Proof:
+    """The proof that these files, which compute these terms, are."""
+    return Proof(sum(len(text.lines) for text in files.values()), len(terms.heads), gradients, [*terms.applied])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from zcompile.errors import ProofError
@@ -40,6 +40,7 @@ class RuntimeLines:
         self.params = {param.name: param for shards in self.units.values() for param in shards.params}
         axes = " ".join(said["axes"].values())
         self.alone, self.marks = bool(re.search(r"shard 1\b", axes)), not self.runs and "tensor" in axes
+        self.along = next((name for name, axis in said["axes"].items() if axis.startswith("pipeline")), "")
         self.outside = next((name for name, axis in said["axes"].items() if axis.startswith("replicate")), "")
         self.hybrid, self.stage = said.get("hybrid", ""), said.get("stage", 3)
         """How both axes divide what ranks keep; empty where one repeats it."""
@@ -48,7 +49,7 @@ class RuntimeLines:
         self.gathers, self.ahead, self.scope, self.gradients = (dict[str, Any]() for _ in range(4))
         self.taken, self.ranges, self.mutated = dict[str, int](), dict[Any, range](), set[Storage]()
         self.doubts, self.ends = list[tuple[Place, str]](), list[Place]()
-        self.phase, self.how, self.graph = "", "scatter", False
+        self.phase, self.how, self.graph, self.functions = "", "scatter", False, RUNTIME
 
     def refuse(self, problem: str) -> NoReturn:
         raise refusal(self.terms.here, problem)
@@ -93,6 +94,7 @@ class RuntimeLines:
     def _all_gather(
         self, shards: Any, source: Any = None, keep: str = "", dtype: str = "", at: Any = None, wire: str = ""
     ) -> Begun:
+        self._declared("gathers", shards, dtype, (param.computed for param in shards.params))
         made = shards, dtype, shards.version, keep, Storage(f"the parameters of {shards.unit}"), self.terms.here
         if isinstance(source, Lease):
             if source.kind != f"group {self.outside}" or not self.hybrid:
@@ -102,6 +104,7 @@ class RuntimeLines:
             if wire != (said := max(param.gathered for param in shards.params)):
                 self.refuse(f"gathers {shards.unit} in {wire or 'its own dtype'}; its units say {said or 'nothing'}")
             return Begun([SecondaryPart(*made)])
+        self._declared("gathers inside", shards, wire, ())
         divided = bool(self.hybrid) and any("whole" not in param.flags for param in shards.params)
         fits = isinstance(source, SecondaryPart) and source[:3] == made[:3] if divided else source is None
         if not fits:
@@ -114,6 +117,7 @@ class RuntimeLines:
         return Begun([gathered])
 
     def _gather_ahead(self, shards: Any, keep: str = "", dtype: str = "") -> None:
+        self._declared("gathers", shards, dtype, (param.computed for param in shards.params))
         if self.ahead.setdefault(shards.unit, one := ((keep, dtype), shards.version, self.terms.here)) is not one:
             self.refuse("gathers twice for the next step")
         for memory in shards.full if keep else ():
@@ -135,21 +139,47 @@ class RuntimeLines:
 
     def _averaged(self, shards: UnitPart, grads: Any, how: str, dtype: str = "", *, holds: bool = True) -> Averages:
         """Each gradient as the ranks' mean, in memory that nothing else may read any more."""
-        terms: dict[str, int] = {}
-        for param, grad in zip(shards.params, grads, strict=True):
-            if self.terms.heads[grad.term] != "NoneType None":
-                memory = self._alive(grad).memory
-                if memory.owner or memory.phase != "backward" or (holds and memory.graph):
-                    owner = memory.owner or "what it does not own"
-                    self.refuse(f"reduces in place {owner}, the gradient of {param.name}")
-                memory.gone = f"was given away at {self._line()}"
-                terms[param.name] = self.average(param, grad, how, dtype)
+        self._declared("averages", shards, dtype, (param.reduced for param in shards.params))
+        given = self._taken(shards, grads, holds=holds)
+        terms = {param.name: self.average(param, grad, how, dtype) for param, grad in given}
         return Averages(shards, terms, self.terms.here, Storage(""))
+
+    def _taken(self, shards: UnitPart, grads: Any, *, holds: bool = True) -> list[tuple[ParamText, TermValue]]:
+        """The gradients of a unit, by parameter, in memory that is worked on in place: nothing else may read it."""
+        if isinstance(grads, Averages):
+            return [(self.params[name], TermValue(term, Storage(""), -1)) for name, term in self.take(shards, grads)]
+        found = [(param, grad) for param, grad in zip(shards.params, grads, strict=True) if not self._is_none(grad)]
+        for param, grad in found:
+            memory = self._alive(grad).memory
+            if memory.owner or memory.phase not in ("backward", "step") or (holds and memory.graph):
+                owner = memory.owner or "what it does not own"
+                self.refuse(f"reduces in place {owner}, the gradient of {param.name}")
+            memory.gone = f"was given away at {self._line()}"
+        return found
+
+    def take(self, shards: UnitPart, sums: Averages) -> list[tuple[str, int]]:
+        """Averages or sums of a unit, which nothing else may read any more."""
+        if sums.shards is not shards:
+            self.refuse(f"takes for {shards.unit} what is of {sums.shards.unit}")
+        sums.memory.gone = f"was given away at {self._line()}"
+        return [*sums.terms.items()]
+
+    def _is_none(self, value: TermValue) -> bool:
+        return self.terms.heads[value.term] == "NoneType None"
+
+    def dense(self, grad: TermValue) -> int:
+        """The term of a gradient; how it is laid out does not matter to who sends it."""
+        return self.terms.args[grad.term][0] if self.terms.heads[grad.term] == "aten.contiguous.default" else grad.term
+
+    def _declared(self, does: str, shards: UnitPart, dtype: str, said: Iterable[str]) -> None:
+        """Refuse a dtype that the units do not say of any parameter."""
+        if dtype and dtype not in (known := {*said} - {""}):
+            self.refuse(f"{does} {shards.unit} in {dtype}; its units say {', '.join(sorted(known)) or 'nothing'}")
 
     def average(self, param: ParamText, grad: TermValue, how: str, dtype: str) -> int:
         """The mean of a gradient, cast before where the units say so; of what is sharded this rank's part."""
         cast = (self.terms.make(dtype),) if dtype and dtype == param.reduced else ()
-        dense = self.terms.args[grad.term][0] if self.terms.heads[grad.term] == "aten.contiguous.default" else grad.term
+        dense = self.dense(grad)
         sent = self.terms.make("cast", dense, *cast) if cast else dense
         term = self.terms.make("held" if how == "held" else "mean", sent)
         term = self.terms.make("part", term) if how == "scatter" and "whole" not in param.flags else term
@@ -188,6 +218,8 @@ class RuntimeLines:
     def _reduce_outside(self, shards: Any, grads: Any, group: Any, how: str, dtype: str, wire: str = "") -> Begun:
         if not isinstance(grads, Averages) or grads.shards is not shards or group.kind != f"group {self.outside}":
             self.refuse(f"averages over {group.kind} what are not the averages of {shards.unit} inside")
+        self._declared("averages", shards, dtype, (param.reduced for param in shards.params))
+        self._declared("sends averages of", shards, wire, (param.across for param in shards.params))
         if (how == "part") != bool(self.hybrid):
             self.refuse(f"gives each rank outside {how} of the averages of {shards.unit}")
         means = {name: self.across(self.params[name], one, dtype, wire) for name, one in grads.terms.items()}

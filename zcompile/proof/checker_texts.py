@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ _MARGIN = re.compile(
     r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters?))?\s*(.*)"
 )
 
-CAPTURE, FORWARD, BACKWARD = "00_capture.py", "forward.py", "backward.py"
+CAPTURE, FORWARD, BACKWARD, STEP = "00_capture.py", "forward.py", "backward.py", "step.py"
 """The files of a program, beside `regions/region_0.py` and so on, each with the function that is called so."""
 
 
@@ -41,10 +42,19 @@ class ParamText(NamedTuple):
     across: str = ""
     gathered: str = ""
 
+    @property
+    def summed(self) -> str:
+        """The dtype in which gradients are added up, if not in their own: that of the average, if it is wider."""
+        return self.reduced if self.reduced and _bits(self.reduced) > _bits(self.computed or self.dtype) else ""
+
     def full(self, dtype: str) -> str:
         """The head of the whole parameter in a dtype."""
         ways = ([dtype] if dtype != self.dtype else []) + ([f"gathered in {self.gathered}"] if self.gathered else [])
         return f"full({', '.join([self.name, *ways])})"
+
+
+def _bits(dtype: str) -> int:
+    return int(re.sub(r"^\D+(\d+).*", r"\1", dtype))
 
 
 def file_text(path: Path) -> str:
@@ -81,6 +91,13 @@ class Text:
         found = _MARGIN.match(comment[1]) if comment and comment[1] else None
         types, words = (_TYPE.findall(found[1]), _unescaped(found[2].strip())) if found else ([], "")
         return Margin(types, words, line)
+
+    def types(self, names: Sequence[ast.expr]) -> dict[str, tuple[str, str, str]]:
+        """What stands at the margin of names that are bound: on each line as many types as names that are used."""
+        lines: dict[int, Iterator[tuple[str, str, str]]] = {}
+        named = ((dotted(node.value if isinstance(node, ast.Starred) else node), node.lineno) for node in names)
+        found = ((name, lines.setdefault(at, iter(self.margin(at).types))) for name, at in named if name != "_")
+        return {name: next(line, ("", "", "")) for name, line in found}
 
     def arguments(self, name: str) -> list[tuple[str, Margin]]:
         """The names that a function unboxes, each with its margin."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,43 @@ class Proof(NamedTuple):
     terms: int
     parameters: int
     modulo: list[str]
+
+
+class NamedMessage(NamedTuple):
+    """A message of a pipeline: to or from which place along its axis, what it names, how that lies in memory."""
+
+    peer: int
+    name: str
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SharedParam:
+    """A parameter that several stages read: the value that is lent, by whom to whom, and whose sum its gradient is."""
+
+    param: str
+    value: str
+    home: int
+    readers: tuple[int, ...]
+    parts: Mapping[int, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What of a step that was traced of one micro-batch is a rank's. Pairs are numbers there, and a micro-batch."""
+
+    microbatches: int
+    units: tuple[str, ...]
+    bound: tuple[str, ...]  # the arguments that are given by name, in order: `unit blocks.0`, `group pp`, `constant c`
+    inputs: tuple[tuple[str, int, int | None], ...]  # of each argument its kind, number and micro-batch
+    held: frozenset[int]  # the inputs that are the same in all micro-batches
+    results: tuple[tuple[int, int], ...]
+    draws: tuple[tuple[int, int], ...]  # a micro-batch, and the number of the draw
+    written: tuple[tuple[int, int], ...]  # the number of each result that a buffer gets, and of that input
+    writes: tuple[tuple[int, int], ...]
+    shared: tuple[SharedParam, ...]
+    sent: tuple[NamedMessage, ...]
+    received: tuple[NamedMessage, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +114,13 @@ class Averages(NamedTuple):
     terms: dict[str, int]
     place: Place
     memory: Storage
+
+
+class BeingSent(NamedTuple):
+    """What is being sent, by the line there."""
+
+    value: TermValue
+    place: Place
 
 
 class Moved(NamedTuple):

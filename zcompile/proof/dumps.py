@@ -14,36 +14,48 @@ from typing import Any
 
 from zcompile.errors import ProofError
 from zcompile.proof.checker import prove
-from zcompile.proof.checker_texts import CAPTURE, file_text
-from zcompile.proof.checker_values import Proof
+from zcompile.proof.checker_steps import prove_step
+from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FORWARD, STEP, file_text
+from zcompile.proof.checker_values import Proof, RankPart
+from zcompile.proof.parts import read_part
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 TRUSTED = (
     "Trusted: that operations mean what ATen says, Inductor, the runtime's collectives, and the step as it was traced."
 )
+PHASES = (FORWARD, BACKWARD, STEP)
+"""The files that run."""
 _AGAIN = "write the dump again, with the zcompile that is installed"
 
 
 @dataclass(frozen=True)
 class ProofVerdict:
-    """What came of one program: its proof, or the error that says why there is none.
+    """What came of one program: its proof, or the error that says why there is none; neither of what was not read.
 
-    Of a step of several micro-batches neither: the checker of texts reads a forward and a backward.
+    Attributes:
+        part: Of the step of a pipeline's rank: what of the traced one it computes, and that one's text.
     """
 
     program: str
     seconds: float
     proof: Proof | None = None
     error: ProofError | None = None
+    part: tuple[str, RankPart] | None = None
+
+    @property
+    def is_unread(self) -> bool:
+        """True for a program that the manifest does not name."""
+        return self.proof is None and self.error is None
 
     def __str__(self) -> str:
-        if self.proof is None and self.error is None:
-            return f"{self.program}: a pipeline's step, which was proven when it was made; not read here"
+        if self.is_unread:
+            return f"{self.program}: not proven: it was not read, for the manifest does not name it"
         if self.proof is None:
             return f"{self.program}: not proven"
         lines, terms, parameters, modulo = self.proof
         what = f"proven modulo {'; '.join(modulo)}" if modulo else "proven"
+        what += ", if it receives what is named" if self.part is not None and self.part[1].received else ""
         return (
             f"{self.program}: {what}: {lines:,} lines, {terms:,} terms, {parameters:,} gradients of parameters, "
             f"{self.seconds:.2f} s of processor time"
@@ -55,6 +67,7 @@ def write_manifest(
     programs: Mapping[str, Sequence[str]],
     torch: str,
     rules: Mapping[str, Sequence[Mapping[str, str]]] | None = None,
+    parts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Write down the files of each program as they lie there.
 
@@ -64,11 +77,13 @@ def write_manifest(
         torch: The release of torch that has traced them.
         rules: By which passes have changed the values of a program: for each a `name`, a `pattern` such as
             `cast(x, torch.bfloat16)`, in which words in lower case are variables, and its `replacement`.
+        parts: Of steps of a pipeline's rank, by program, as `zcompile.proof.parts.described` gives them.
     """
     described = {
         program: {
             "files": {file: _sums(file_text(folder / program / file)) for file in files},
             "rules": [dict(rule) for rule in (rules or {}).get(program, ())],
+            "part": (parts or {}).get(program),
         }
         for program, files in programs.items()
     }
@@ -88,17 +103,17 @@ def prove_dump(folder: Path) -> Iterator[ProofVerdict]:
     Raises:
         ProofError: the folder is no dump, or one of another version.
     """
-    for program, described in _manifest(folder)["programs"].items():
+    programs = _manifest(folder)["programs"]
+    for program, described in programs.items():
         started = time.process_time()
-        if "step.py" in described["files"]:
-            yield ProofVerdict(program, 0.0)
-            continue
         try:
-            proof = _proof(folder, program, described)
-            yield ProofVerdict(program, time.process_time() - started, proof)
+            proof, part = _proof(folder, program, described)
+            yield ProofVerdict(program, time.process_time() - started, proof, part=part)
         except ProofError as error:
             named = ProofError(f"{program}/{error.subject}", error.problem, error.fix)
             yield ProofVerdict(program, time.process_time() - started, error=named)
+    found = (path.name for path in sorted(folder.glob("program_*")) if path.is_dir())
+    yield from (ProofVerdict(name, 0.0) for name in found if name not in programs)
 
 
 def _manifest(folder: Path) -> Any:
@@ -132,15 +147,21 @@ def _check_described(program: str, described: Mapping[str, Any]) -> None:
     for rule in described["rules"]:
         if not all(isinstance(rule[key], str) for key in ("name", "pattern", "replacement")):
             raise ValueError(f"{rule} is no rule")
+    if (described["part"] is None) is (STEP in described["files"]):
+        raise ValueError(f"{program} is {'no ' * (described['part'] is None)}step of a pipeline, by what is its part")
+    if described["part"] is not None:
+        read_part(described["part"])
 
 
-def _proof(folder: Path, program: str, described: Mapping[str, Any]) -> Proof:
+def _proof(folder: Path, program: str, described: Mapping[str, Any]) -> tuple[Proof, tuple[str, RankPart] | None]:
     texts = {file: _text(folder / program / file, file) for file in described["files"]}
-    if missing := {CAPTURE, "forward.py"} - set(texts):
+    part = None if described["part"] is None else (texts.get(CAPTURE, ""), read_part(described["part"]))
+    if missing := {CAPTURE, FORWARD if part is None else STEP} - set(texts):
         raise ProofError(min(missing), "does not belong to the dump, by its manifest", _AGAIN)
     edited = [place for file, sums in described["files"].items() for place in _edited(file, texts[file], sums)]
+    read = {file: text for file, text in texts.items() if file in (CAPTURE, *PHASES) or file.startswith("regions/")}
     try:
-        proof = prove(texts, described["rules"])
+        proof = prove(read, described["rules"]) if part is None else prove_step(read, part[1], described["rules"])
     except ProofError as error:
         if not edited:
             raise
@@ -151,7 +172,7 @@ def _proof(folder: Path, program: str, described: Mapping[str, Any]) -> Proof:
             f"was changed since the dump was written ({_listed(edited)}); it computes what was traced all the same"
         )
         raise ProofError(edited[0], problem, _AGAIN)
-    return proof
+    return proof, part
 
 
 def _text(path: Path, file: str) -> str:

@@ -354,7 +354,7 @@ class _Reader:
             return call.event(row.act, of, f"{call.name} {types}")
         if not (place := call.options.get(row.peer, "")).isdigit():
             raise call.error(f"does not say by {row.peer}= who the other is")
-        message = f" {call.options['message']}" if "message" in call.options else ""
+        message = "".join(f" {call.options[one]}" for one in ("message", "strides") if one in call.options)
         return call.event(row.act, of, f"{types}{message}", peer=int(place))
 
     # -- messages -------------------------------------------------------------------------------------------------

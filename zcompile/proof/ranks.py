@@ -17,6 +17,7 @@ run through all events is the proof. It takes time in proportion to their number
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,17 @@ def check_folders(folders: Mapping[int, Path]) -> None:
             check_ranks({rank: _read(rank, _sources(rank, folder)) for rank, folder in found.items() if folder})
         except ProofError as error:
             raise ProofError(f"program {number}: {error.subject}", error.problem, error.fix) from error
+
+
+def lacking_ranks(folders: Mapping[int, Path]) -> list[int]:
+    """The ranks of the mesh, as the first of these dumps says it, that are not among them.
+
+    Raises:
+        ProofError: that is no dump.
+    """
+    first, folder = next(iter(folders.items()))
+    axes = _read(first, _sources(first, _programs(first, Path(folder))[0])).axes
+    return [rank for rank in range(math.prod(axis.size for axis in axes.values())) if rank not in folders]
 
 
 # -- dumps ------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ A folder has
     manifest.json              which files `zcompile prove` reads, with a checksum of each line
     trace.json                 predicted steps, and measured ones if there are any, for ui.perfetto.dev
     program_0/
-        00_capture.py          the program as it was traced, its regions included: `zcompile.parse` reads it
+        00_capture.py          the program as it was traced, its regions included: `zcompile.parse` reads it; of a
+                               pipeline's rank, the step of one micro-batch
         01_split_phases.py     the same after every pass
         01_split_phases.diff   what the pass has changed
-        forward.py backward.py the text that runs
+        forward.py backward.py the text that runs; of a pipeline step.py
         program.json           the outer program as networkx's node-link data: bytes, FLOPs, predicted seconds
         program.dot            the same as a drawing; program.svg where graphviz is installed
         regions/region_0.py    each region's ATen operations
@@ -48,6 +49,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.region import Region
 from zcompile.proof.checker_texts import CAPTURE
 from zcompile.proof.dumps import MANIFEST, write_manifest
+from zcompile.proof.parts import described, part_of
 from zcompile.report.dot import dot_text
 from zcompile.schedule.pipeline import Journal
 
@@ -105,6 +107,7 @@ def write_dump(
     notes: dict[str, None] = {}
     files: dict[str, list[str]] = {}
     rules: dict[str, list[dict[str, str]]] = {}
+    parts: dict[str, dict[str, Any]] = {}
     for number, journal in enumerate(journals):
         home = folder / f"program_{number}"
         home.mkdir(exist_ok=True)
@@ -121,13 +124,16 @@ def write_dump(
         _write_regions(home / "regions", program, code)
         files[home.name] = [CAPTURE, *(path.name for path in phases if path.exists())]
         files[home.name] += [f"regions/{name}.py" for name in program.regions]
+        files[home.name] += [path.name for path in sorted(home.glob("[0-9][0-9]_*.py"))[1:][-1:]]  # its head says axes
+        if journal.part is not None:
+            parts[home.name] = described(part_of(journal.part, program))
         rules[home.name] = [asdict(rule) for entry in journal.entries for rule in entry.step.rules]
     programs = [journal.entries[-1].after for journal in journals]
     (folder / "trace.json").write_text(json.dumps(trace(programs, hardware, measured)))
     (folder / "NOTES.txt").unlink(missing_ok=True)
     if notes:
         (folder / "NOTES.txt").write_text("".join(f"{note}.\n" for note in notes))
-    write_manifest(folder, files, torch.__version__, rules)
+    write_manifest(folder, files, torch.__version__, rules, parts)
     return list(notes)
 
 
@@ -205,14 +211,22 @@ _PREDICTED = 1_000_000
 
 def _write_passes(home: Path, journal: Journal) -> None:
     """The text before and after every pass, and the difference."""
-    before = journal.entries[0].before.text(regions=True)
+    before = _traced(journal).text(regions=True)
     (home / CAPTURE).write_text(before)
     previous = "00_capture"
-    for index, entry in enumerate(journal.entries, 1):
-        name, after = f"{index:02}_{entry.name}", entry.after.text(regions=True)
+    made = [(entry.name, entry.after) for entry in journal.entries]
+    if journal.part is not None:
+        made.insert(0, ("unroll_microbatches", journal.entries[0].before))
+    for index, (pass_, program) in enumerate(made, 1):
+        name, after = f"{index:02}_{pass_}", program.text(regions=True)
         (home / f"{name}.py").write_text(after)
         (home / f"{name}.diff").write_text(difference(before, after, previous, name))
         before, previous = after, name
+
+
+def _traced(journal: Journal) -> Program:
+    """What a program was before every pass; of a pipeline's rank, the step of one micro-batch."""
+    return journal.entries[0].before if journal.part is None else journal.part.terms.traced
 
 
 def difference(before: str, after: str, old: str, new: str) -> str:

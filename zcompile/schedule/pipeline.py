@@ -37,6 +37,7 @@ from zcompile.facts import (
 from zcompile.ir.layout import Layout, Stage
 from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
+from zcompile.proof.microbatches import RankValues
 from zcompile.proof.rules import Rule
 from zcompile.proof.values import TracedValues
 from zcompile.schedule import blame
@@ -147,6 +148,8 @@ class Journal:
     """Where it ended early."""
     is_own: bool = True
     """True as long as passes of zcompile alone have begun."""
+    part: RankValues | None = None
+    """Of the step of a pipeline's rank: what of the traced one it computes."""
 
 
 def _applied(step: Pass, program: Program, fix: str) -> Program:

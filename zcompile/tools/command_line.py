@@ -64,33 +64,35 @@ def prove_command(
 
     Of a folder with the dumps of all ranks (rank_0, rank_1, ...) also that their communications fit together.
 
-    Exits with 1 where that is not proven, and says at which line.
+    Exits with 1 where something else is computed, and says at which line; with 3 where something was not read.
     """
-    from zcompile.proof.dumps import MANIFEST, TRUSTED, prove_dump, rank_folders
-    from zcompile.proof.ranks import check_folders
+    from zcompile.proof.dumps import MANIFEST, TRUSTED, ProofVerdict, prove_dump, rank_folders
+    from zcompile.proof.together import prove_together
 
     ranks = {} if (folder / MANIFEST).exists() else rank_folders(folder)
-    homes = [(f"{home.name}/", home) for home in ranks.values()] or [("", folder)]
-    proven, failed = False, list[ProofError]()
-    for prefix, home in homes:
+    homes = [(f"{home.name}/", home, rank) for rank, home in ranks.items()] or [("", folder, 0)]
+    found, failed = dict[int, list[ProofVerdict]](), list[ProofError]()
+    for prefix, home, rank in homes:
         for verdict in prove_dump(home):
             print(f"{prefix}{verdict}")
-            proven = proven or verdict.proof is not None
+            found.setdefault(rank, []).append(verdict)
             if verdict.error is not None:
                 subject = f"{prefix}{verdict.error.subject}"
                 failed.append(ProofError(subject, verdict.error.problem, verdict.error.fix))
-    if ranks:
-        try:
-            check_folders(ranks)
-            print(f"{len(ranks)} ranks: their communications fit together")
-        except ProofError as conflict:
-            failed.append(conflict)
-    if proven and not failed:
-        print(TRUSTED)
+    unread = any(verdict.is_unread for verdicts in found.values() for verdict in verdicts)
+    try:
+        together = prove_together(ranks, found)
+        print("".join(f"{line}\n" for line in together.said), end="")
+        unread |= together.unread
+    except ProofError as conflict:
+        failed.append(conflict)
+    for error in failed[:-1]:
+        _print_error(error)
     if failed:
-        for error in failed[:-1]:
-            _print_error(error)
         raise failed[-1]
+    if unread:
+        raise typer.Exit(3)
+    print(TRUSTED)
 
 
 @app.command("doctor")

@@ -1,0 +1,195 @@
+"""Which part of a traced step each rank of a pipeline has: written down with a dump, read, and seen to be all of it.
+
+The checker proves of each rank that it computes its part if it receives what is named; that no rank waits in a circle
+for what it is given, `zcompile.proof.ranks` sees. So where the parts are the whole step, all of it is proven.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple
+from typing import Any
+
+from torch import fx
+
+from zcompile.errors import ProofError
+from zcompile.ir.axis import Axis, AxisKind
+from zcompile.ir.operation import Phase, data, op_of
+from zcompile.ir.ops import Input, Kind, Lent, Receive, Send, Shards
+from zcompile.ir.printer import inputs_of
+from zcompile.ir.program import Program
+from zcompile.ir.side_effects import is_random
+from zcompile.proof.checker_texts import CAPTURE, Text
+from zcompile.proof.checker_values import NamedMessage, RankPart, SharedParam
+from zcompile.proof.microbatches import RankValues
+
+_FIX = "dump the programs of all ranks again, of one step"
+_GROUP = re.compile(r"(ops\._c10d_functional\.\w+\.\w+\(.*)'[^']*'\)")
+
+
+def part_of(values: RankValues, program: Program) -> RankPart:
+    """What of the traced step a rank's program computes."""
+    traced = values.terms.traced
+    inputs = [op_of(node, Input) for node in traced.nodes(Input)]
+    given = inputs_of(program, Phase.STEP)
+    drawn = [node for node in traced.graph.nodes if is_random(node)]
+    printed = [node for phase in (Phase.FORWARD, Phase.BACKWARD) for node in traced.body(phase) if is_random(node)]
+    sent = (op_of(node, Send) for node in program.nodes(Send))
+    received = (op_of(node, Receive) for node in program.nodes(Receive))
+    return RankPart(
+        microbatches=values.microbatches,
+        units=tuple(unit.name for unit in program.layout.units),
+        bound=tuple(_bound_text(node) for node in given if not _is_input(node)),
+        inputs=tuple(
+            (_KINDS[op.kind], op.index, op.microbatch)
+            for op in (op_of(node, Input) for node in given if _is_input(node))
+        ),
+        held=frozenset(place for place, op in enumerate(op for op in inputs if op.kind is Kind.DATA) if op.held),
+        results=values.results,
+        draws=tuple((microbatch, printed.index(drawn[number])) for microbatch, number in values.draws),
+        written=tuple(values.written.items()),
+        writes=values.writes,
+        shared=tuple(SharedParam(one.name, one.value, one.home, one.readers, {**one.parts}) for one in values.shared),
+        sent=tuple(NamedMessage(op.to, op.message, op.strides) for op in sent),
+        received=tuple(NamedMessage(op.source, op.message, op.strides) for op in received),
+    )
+
+
+def _is_input(node: fx.Node) -> bool:
+    """True for what the call gives, False for what a program is given by name."""
+    op = data(node).op
+    return isinstance(op, Input) and op.kind in _KINDS
+
+
+def _bound_text(node: fx.Node) -> str:
+    """What stands at the margin of an argument; of a constant, its name behind it."""
+    match data(node).op:
+        case Shards(unit):
+            return f"unit {unit}"
+        case Lent() as lent:
+            return " ".join([lent.label, *map(str, astuple(lent))])  # type: ignore[call-overload]
+    return f"constant {node.name}"
+
+
+_KINDS = {Kind.DATA: "input", Kind.TANGENT: "tangent"}
+
+
+def described(part: RankPart) -> dict[str, Any]:
+    """A part as it stands in a manifest."""
+    return {**asdict(part), "held": sorted(part.held)}
+
+
+def read_part(said: Mapping[str, Any]) -> RankPart:
+    """The part that a manifest describes.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is none.
+    """
+    pairs = {
+        name: tuple((int(one), int(two)) for one, two in said[name])
+        for name in ("results", "draws", "written", "writes")
+    }
+    shared = tuple(
+        SharedParam(
+            str(one["param"]), str(one["value"]), int(one["home"]), tuple(map(int, one["readers"])),
+            {int(stage): tuple(map(str, names)) for stage, names in one["parts"].items()},
+        )
+        for one in said["shared"]
+    )  # fmt: skip
+    return RankPart(
+        microbatches=int(said["microbatches"]),
+        units=tuple(map(str, said["units"])),
+        bound=tuple(map(str, said["bound"])),
+        inputs=tuple((str(kind), int(at), None if of is None else int(of)) for kind, at, of in said["inputs"]),
+        held=frozenset(map(int, said["held"])),
+        shared=shared,
+        sent=tuple(map(_message, said["sent"])),
+        received=tuple(map(_message, said["received"])),
+        **pairs,
+    )
+
+
+def _message(said: Sequence[Any]) -> NamedMessage:
+    peer, name, strides = said
+    return NamedMessage(int(peer), str(name), None if strides is None else tuple(map(int, strides)))
+
+
+def check_parts(parts: Mapping[int, tuple[str, RankPart]]) -> None:
+    """Return if the ranks along each pipeline have parts of one traced step, which together are all of it.
+
+    Args:
+        parts: By rank the traced step's text, and the part that is said to be this rank's.
+
+    Raises:
+        ProofError: they are not, and who lacks what.
+    """
+    columns: dict[tuple[int, ...], list[int]] = {}
+    for rank, (capture, _) in parts.items():
+        columns.setdefault(tuple(pipeline_of(capture).ranks(rank)), []).append(rank)
+    for column, present in columns.items():
+        lacking = [rank for rank in column if rank not in present]
+        problem = f"rank {lacking[0]} is not among them" if lacking else _mistake({r: parts[r] for r in column})
+        if problem:
+            raise ProofError("the parts of the ranks", problem, _FIX)
+
+
+def pipeline_of(capture: str) -> Axis:
+    """The pipeline axis of a traced step."""
+    axes = (Axis.parse(name, text) for name, text in _head(capture, "axes").items())
+    return next(axis for axis in axes if axis.kind is AxisKind.PIPELINE)
+
+
+def _head(capture: str, name: str) -> Any:
+    bodies = (one for one in Text(CAPTURE, capture).body if isinstance(one, ast.Assign))
+    return next(ast.literal_eval(one.value) for one in bodies if ast.unparse(one.targets[0]) == name)
+
+
+def _mistake(column: Mapping[int, tuple[str, RankPart]]) -> str:
+    """What is wrong with the parts of the ranks along a pipeline; empty if they are the whole step."""
+    (first, (capture, one)), *others = column.items()
+    for rank, (text, part) in others:
+        if _without_groups(text) != _without_groups(capture):
+            return f"rank {first} and rank {rank} have traced other steps"
+        for what in ("microbatches", "held", "written"):
+            if getattr(part, what) != getattr(one, what):
+                return f"rank {first} has {what} {getattr(one, what)}, rank {rank} {getattr(part, what)}"
+    parts = [part for _, part in column.values()]
+    shared = [one for part in parts for one in part.shared]
+    if parted := [one.param for one in shared for other in shared if one.param == other.param and one != other]:
+        return f"ranks have said otherwise whose sum the gradient of {parted[0]} is"
+    numbers = [(result, number) for number in range(one.microbatches) for result in range(_count(capture))]
+    written = {result for result, _ in one.written}
+    return (
+        _uneven("unit", [*_head(capture, "units")], (unit for part in parts for unit in part.units))
+        or _uneven("result", [n for n in numbers if n[0] not in written], (n for part in parts for n in part.results))
+        or _uneven("write", [n for n in numbers if n[0] in written], (n for part in parts for n in part.writes))
+        or next((f"random draw {n} is made twice" for n, count in _all_draws(parts).items() if count > 1), "")
+    )
+
+
+def _all_draws(parts: Iterable[RankPart]) -> Counter[tuple[int, int]]:
+    return Counter(draw for part in parts for draw in part.draws)
+
+
+def _count(capture: str) -> int:
+    """How many results the traced step has."""
+    (forward,) = (one for one in Text(CAPTURE, capture).body if getattr(one, "name", "") == "forward")
+    returned = forward.body[-1].value.elts[0]  # type: ignore[attr-defined]
+    return len(returned.elts)
+
+
+def _uneven(what: str, wanted: Iterable[Hashable], found: Iterable[Hashable]) -> str:
+    """What is not had by one rank, each once."""
+    count = Counter(found)
+    count.subtract(Counter(wanted))
+    return next(
+        (f"{'several ranks have' if n > 0 else 'no rank has'} {what} {one}" for one, n in count.items() if n), ""
+    )
+
+
+def _without_groups(capture: str) -> str:
+    """A traced step but for the names of its groups of tensor parallelism, of which each stage has its own."""
+    return _GROUP.sub(r"\1'')", capture)
