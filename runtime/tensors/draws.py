@@ -38,6 +38,8 @@ OF_WHOLE = _OVER_ANYTHING | frozenset(
 means, which DTensor takes of each rank's part alike, however many rows it has."""
 ALONG = ("any", "all")
 """What DTensor counts, rather than asks, along the dimension that is divided."""
+_OF_OTHER_ROWS = frozenset([*ALONG, "argmax", "argmin", "multinomial", "svd_lowrank", "pca_lowrank", "lobpcg"])
+"""What gives something else than elements of the tensor, of whatever shape that is."""
 _FIX = "compute it in the forward of the module that owns it, or take its full_tensor() on every rank"
 
 
@@ -101,7 +103,7 @@ class Draw:
         if whole.requires_grad:
             problem = f"{self.name} reads this parameter outside of a program, where it is sharded"
             raise ParameterError(getattr(first, "zcompile_name", "a parameter"), problem, _FIX)
-        is_like = whole.shape == first.shape
+        is_like = whole.shape == first.shape and self.name not in _OF_OTHER_ROWS
         placements = [one if is_like and one.is_shard() else Replicate() for one in first.placements]
         mine = part_of(whole, first).clone() if is_like else whole
         mine = self._alike(mine, [one.is_replicate() for one in placements])
