@@ -14,7 +14,7 @@ from zcompile._torch import is_symbolic
 from zcompile.cost.line_calls import lines_of
 from zcompile.cost.memory import arena_bytes
 from zcompile.engine.activation_offload import Offloads
-from zcompile.engine.blank_tangents import Tangents
+from zcompile.engine.calls.blank_tangents import Tangents
 from zcompile.engine.calls.dispatch_modes import Modes
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.region_cache import RegionCache

@@ -20,7 +20,7 @@ from zcompile._torch import (
     saved_random,
     submodules_of,
 )
-from zcompile.engine.blank_tangents import Blank, without
+from zcompile.engine.calls.blank_tangents import Blank, without
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.eager_regions import fit_kernels
 from zcompile.engine.region_strides import keep_strides
