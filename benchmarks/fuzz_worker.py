@@ -320,7 +320,7 @@ class TrainStep(Subject):
 
     def train(self, number: int, want: Step, comparison: Comparison) -> None:
         batch, targets = batch_of(self.case, self.rank, number, 0)
-        change_settings(self.case, *self.trained.optimizers, number)
+        change_settings(self.case, self.trained.optimizers[0], number)
         loss = self.trained(batch, targets, picked(self.case, self.rank, number))
         comparison.tensors("loss", [loss], want.losses[self.rank])
 

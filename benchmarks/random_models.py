@@ -211,7 +211,8 @@ class Numbers(nn.Module):
     def __init__(self, width: int, kind: str, number: int) -> None:
         super().__init__()
         self.linear, self.kind, self.number = nn.Linear(width, width), kind, number
-        self.tau, self.calls, self.mode, self.held = 1.0, 0, "odd", {"count": 0, "scale": [1.0]}
+        self.tau, self.calls, self.mode = 1.0, 0, "odd"
+        self.counts, self.scale = {"calls": 0}, [1.0]
 
     def forward(self, x: Tensor) -> Tensor:
         factor = {"annealed": self.annealed, "counting": self.counting, "cycling": self.cycling}[self.kind]()
@@ -224,8 +225,8 @@ class Numbers(nn.Module):
             case 1:
                 self.tau = max(self.tau - 0.1, 0.3)
             case _:
-                self.held["scale"][0] *= 0.8  # type: ignore[index]
-        return self.tau * self.held["scale"][0]  # type: ignore[index]
+                self.scale[0] *= 0.8
+        return self.tau * self.scale[0]
 
     def counting(self) -> float:
         self.calls += 1
@@ -233,7 +234,7 @@ class Numbers(nn.Module):
 
     def cycling(self) -> float:
         self.mode = {"odd": "even", "even": "odd"}[self.mode]
-        self.held["count"] += 1  # type: ignore[operator]
+        self.counts["calls"] += 1
         return 1.0 if self.mode == "odd" else 1.5
 
 
