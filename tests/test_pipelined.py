@@ -837,7 +837,7 @@ def changes(rank: int, what: str) -> tuple[str, float]:
     ("what", "message"),
     [
         ("rows", "OptionError: microbatches: is 4, which does not divide a batch of 6"),
-        ("size", r"OptionError: batch: has micro-batches of torch.float32 \[1, 4, 5\], .* traced with .* \[2, 4, 5\]"),
+        ("size", r"OptionError: batch: has x torch.float32 \[1, 4, 5\], .* traced with x torch.float32 \[2, 4, 5\]"),
         ("mode", "ModelError: Skips: is evaluating now, and was training at the first step"),
         ("frozen", "ModelError: unused: is frozen now, and was trained at the first step"),
         ("module", "ModelError: Skips: has other modules or hooks than at the first step"),

@@ -218,3 +218,16 @@ def test_a_pipelines_step_whose_code_changes_numbers_is_refused(kind: str, place
     )
     with pytest.raises(zcompile.CaptureError, match=f"^{place}: is changed by the step's code"):
         step(torch.randn(2, 4))
+
+
+@pytest.mark.usefixtures("without_group")
+def test_a_number_that_a_pipelines_step_was_not_traced_with_is_named() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+    options: dict[str, Any] = {"mesh": mesh, "schedule": "gpipe", "microbatches": 1, "backend": "eager"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zcompile.train_step(model, lambda m, x, flag: m(x * (2 if flag else 1)).mean(), optimizer, **options)
+    step(torch.randn(2, 4), flag=False)
+    with pytest.raises(zcompile.OptionError, match="batch: has flag True, and its step was traced with flag False"):
+        step(torch.randn(2, 4), flag=True)

@@ -84,6 +84,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only  # leaves of nested containers
+from torch.utils._pytree import tree_leaves_with_path as leaves_by_path
 
 __all__ = [
     "IGNORED_BY_DDP",
@@ -156,6 +157,7 @@ __all__ = [
     "joint_mesh",
     "keepable",
     "keeps_graph",
+    "leaves_by_path",
     "load_post_hooks_of",
     "local_tensor",
     "min_cut_rematerialization_partition",

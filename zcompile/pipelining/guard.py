@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zcompile._torch import leaves_by_path
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.step_trace import Called
 from zcompile.errors import CaptureError, ModelError, OptionError
@@ -25,7 +26,7 @@ class StepGuard:
     def __init__(self, model: nn.Module, called: Called) -> None:
         self._model, self._tree, self._hooks = model, TreeWatch(model), HookWatch(model, itself=True)
         self._flags, self._text = _flags(model), self._hooks.text(0)
-        self._batch = [_kind(leaf) for leaf in called.leaves()]
+        self._batch = _kinds(called)
 
     def check(self, called: Called) -> None:
         """Return if nothing has changed that was traced.
@@ -34,12 +35,15 @@ class StepGuard:
             OptionError: the batch has tensors of other shapes or dtypes, or other constants.
             ModelError: the model has other modules, modes, frozen parameters or hooks.
         """
-        batch = [_kind(leaf) for leaf in called.leaves()]
+        batch = _kinds(called)
         if batch != self._batch:
-            problem = f"has micro-batches of {', '.join(batch)}, and was traced with {', '.join(self._batch)}"
-            raise OptionError(
-                "batch", problem, "give batches of one size: a pipeline's program is for that of the first"
+            names = [name for name in {**self._batch, **batch} if batch.get(name) != self._batch.get(name)]
+            now, before = (
+                ", ".join(f"{name} {kinds.get(name, 'left out')}" for name in names) for kinds in (batch, self._batch)
             )
+            problem = f"has {now}, and its step was traced with {before}"
+            fix = "give batches of one size, and what varies as a tensor; or make a train step for each"
+            raise OptionError("batch", problem, fix)
         if self._tree.has_changed() or self._hooks.text(0) != self._text:
             raise ModelError(type(self._model).__name__, "has other modules or hooks than at the first step", _AGAIN)
         flags = _flags(self._model)
@@ -95,6 +99,17 @@ def _flags(model: nn.Module) -> dict[str, str]:
     modes = {path: "training" if module.training else "evaluating" for path, module in model.named_modules()}
     trained = {name: "trained" if one.requires_grad else "frozen" for name, one in model.named_parameters()}
     return {**modes, **trained}
+
+
+def _kinds(called: Called) -> dict[str, str]:
+    """What a micro-batch is made of, by the names of arguments and of places in them."""
+    found = {}
+    for (of, place, *inner), leaf in leaves_by_path((called.args, dict(called.kwargs))):
+        index = getattr(place, "idx", -1)
+        known = called.arguments[index : index + 1] if getattr(of, "idx", 0) == 0 else ()
+        name = known[0] if known else str(getattr(place, "key", index))
+        found[name + "".join(map(str, inner))] = _kind(leaf)
+    return found
 
 
 def _kind(leaf: Any) -> str:
