@@ -21,8 +21,8 @@ from torch.optim.optimizer import Optimizer
 from zcompile._torch import real_tensors
 from zcompile.errors import AgreementError
 from zcompile.runtime.collectives import Shared
-from zcompile.runtime.gradients.optimizer_settings import OptimizerSettings, difference
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
 from zcompile.runtime.waits import named
 
 NUMBERS = 8

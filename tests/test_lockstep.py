@@ -19,7 +19,7 @@ from tests.models import batch, make
 from tests.ranks import AT_ONCE, Ranks
 from tests.test_pipelined import batch_of, loss_of, mesh_of, model_of
 from zcompile._torch import FakeTensorMode
-from zcompile.runtime.gradients.optimizer_settings import OptimizerSettings, difference
+from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
 
 FAULTS = ("evaluation", "forward", "backward", "step", "train step")
 

@@ -23,9 +23,9 @@ from zcompile.report.explain import Break
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.arena import Arenas
 from zcompile.runtime.gradients.delivery import Delivery
-from zcompile.runtime.gradients.optimizer_settings import OptimizerSettings
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
+from zcompile.runtime.optimizer_settings import OptimizerSettings
 from zcompile.runtime.random_numbers import numbers_of_rank, within_numbers_of_rank
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness

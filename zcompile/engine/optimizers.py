@@ -33,25 +33,16 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
     """
     local_steps, stepping, watched = LocalSteps(), WeakKeyDictionary[Optimizer, HookedStep](), WeakSet[Optimizer]()
 
-    def names_in(optimizer: Optimizer) -> set[str]:
-        names = runtime.names()
-        return {names[key] for group in optimizer.param_groups for key in map(id, group["params"]) if key in names}
-
     def steps(now: bool) -> None:
         if (waits := runtime.communicator.waits) is not None:
             waits.reporting.stepping = now
-
-    def refuse_held(names: set[str]) -> None:
-        if held := names.intersection(runtime.names_held()):
-            problem = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
-            raise OptimizerError(min(held), problem, "run the last micro-batch's backward outside of no_sync")
 
     def before(
         optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         start = runtime.recorder.now()
         _refuse_retired(optimizer, retired)
-        names = names_in(optimizer)
+        names = _names_in(optimizer, runtime)
         if not names:
             return None
         _refuse_mistaken(optimizer, runtime)
@@ -62,7 +53,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure: Any = bound.arguments.get("closure")
         if closure is None:
-            refuse_held(names)
+            _refuse_held(names, runtime)
         if (failed := stepping.pop(optimizer, None)) is not None:
             failed.remove()
         if local_steps.wanted(optimizer):
@@ -70,7 +61,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
         def closed() -> Any:
             loss = closure()  # it runs the backwards of this step
-            refuse_held(names)
+            _refuse_held(names, runtime)
             if optimizer in stepping:
                 stepping[optimizer].refresh()
             return loss
@@ -82,7 +73,7 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
         return None if closure is None else (bound.args, bound.kwargs)
 
     def after(optimizer: Optimizer, *_: object) -> None:
-        if names_in(optimizer):
+        if _names_in(optimizer, runtime):
             if (stepped := stepping.pop(optimizer, None)) is not None:
                 stepped.remove()
             with no_torch_function():
@@ -93,6 +84,19 @@ def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> 
 
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
         weakref.finalize(owner, handle.remove)
+
+
+def _names_in(optimizer: Optimizer, runtime: ModelRuntime) -> set[str]:
+    """The model's parameters that the optimizer holds."""
+    names = runtime.names()
+    return {names[key] for group in optimizer.param_groups for key in map(id, group["params"]) if key in names}
+
+
+def _refuse_held(names: set[str], runtime: ModelRuntime) -> None:
+    """Raise OptimizerError for a step with gradients that are not averaged."""
+    if held := names.intersection(runtime.names_held()):
+        problem = "its gradient was held back by no_sync and is not reduced yet: it is this rank's own"
+        raise OptimizerError(min(held), problem, "run the last micro-batch's backward outside of no_sync")
 
 
 def _not_pickled(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from zcompile.ir.ops import Call, Fetch, Group
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.gradients.optimizer_settings import OptimizerSettings
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
+from zcompile.runtime.optimizer_settings import OptimizerSettings
 from zcompile.runtime.tensors.placement import ModelParallel
 
 T = TypeVar("T")
