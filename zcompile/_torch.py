@@ -45,6 +45,7 @@ from torch._dynamo.exc import (  # what a capture can raise
 from torch._dynamo.symbolic_convert import InstructionTranslator  # what of a frame is being traced
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # raised by what is not to be kept
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput
@@ -470,7 +471,10 @@ def handed_on() -> set[int]:
     given = {id(variable.unwrap()): identity for identity, variable in effects.id_to_variable.items()}
 
     def see(variable: Any) -> None:
-        if isinstance(variable, TensorVariable) and variable.source is not None:
+        # `isinstance` would make an input of the graph of what nothing has read yet.
+        if issubclass(type(variable), LazyVariableTracker):
+            found.add(id(variable.peek_value()))
+        elif issubclass(type(variable), TensorVariable) and variable.source is not None:
             node = variable.as_proxy().node
             while node.op != "placeholder" and node.all_input_nodes:
                 node = node.all_input_nodes[0]

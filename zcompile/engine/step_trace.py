@@ -25,7 +25,7 @@ from zcompile._torch import (
 )
 from zcompile.engine.interception import Traced
 from zcompile.errors import CaptureError, ModelError
-from zcompile.frontend.capture import Capture, Names
+from zcompile.frontend.capture import Capture, Names, refuse_handed_on
 from zcompile.frontend.dynamo import BREAKS, autocast, traceable, typed_errors
 from zcompile.frontend.local_graphs import Local, on_locals
 from zcompile.frontend.step_cache import Runner
@@ -160,6 +160,7 @@ class StepTrace:
             self._called.arguments,
             leaves={id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)},
         )
+        refuse_handed_on(names)
         locals_ = {id(made): local for made, local in self._placeholders.values() if local is not None}
         options = Options()
 

@@ -41,7 +41,7 @@ from zcompile.engine.calls.writes import check_in_place, write_back
 from zcompile.engine.collector import old_objects_frozen
 from zcompile.engine.engine import Engine
 from zcompile.errors import CaptureError, OptionError, ParameterError, ZcompileError
-from zcompile.frontend.capture import Names
+from zcompile.frontend.capture import Names, refuse_handed_on
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
 from zcompile.frontend.local_graphs import Locals
 from zcompile.ir.tensor_type import human_bytes
@@ -361,6 +361,7 @@ class Fragment:
                     name, problem, "read it as an attribute of its module, not from a list or a closure"
                 )
         self.tree.refuse_strangers(self.module, self.path)
+        refuse_handed_on(self.names)
         trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
         compiled = self.tree.engine.compiler.capture(
             module,
