@@ -739,7 +739,7 @@ def test_a_file_that_is_missing_truncated_or_no_text_is_named(dump: Path, file: 
 def test_other_versions_and_what_is_no_manifest_are_refused(dump: Path) -> None:
     whole = json.loads((dump / MANIFEST).read_text())
     damaged: list[tuple[str, str]] = [
-        (json.dumps({**whole, "format": 2}), "is of format 2"),
+        (json.dumps({**whole, "format": 1}), "is of format 1"),
         (json.dumps({**whole, "zcompile": "0.0.9"}), "zcompile '0.0.9'"),
         (json.dumps({**whole, "programs": {}}), "names no program"),
         (json.dumps({**whole, "programs": []}), "cannot be read"),

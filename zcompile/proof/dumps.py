@@ -112,7 +112,7 @@ def prove_dump(folder: Path) -> Iterator[ProofVerdict]:
         except ProofError as error:
             named = ProofError(f"{program}/{error.subject}", error.problem, error.fix)
             yield ProofVerdict(program, time.process_time() - started, error=named)
-    found = (path.name for path in sorted(folder.glob("program_*")) if path.is_dir())
+    found = (path.name for path in sorted(folder.glob("program_*")) if next(path.glob("*.py"), None) is not None)
     yield from (ProofVerdict(name, 0.0) for name in found if name not in programs)
 
 

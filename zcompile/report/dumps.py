@@ -128,6 +128,10 @@ def write_dump(
         if journal.part is not None:
             parts[home.name] = described(part_of(journal.part, program))
         rules[home.name] = [asdict(rule) for entry in journal.entries for rule in entry.step.rules]
+    for stale in folder.glob("program_[0-9]*"):
+        if stale.name not in files:
+            _clear(stale)
+            (stale / CAPTURE).unlink(missing_ok=True)
     programs = [journal.entries[-1].after for journal in journals]
     (folder / "trace.json").write_text(json.dumps(trace(programs, hardware, measured)))
     (folder / "NOTES.txt").unlink(missing_ok=True)
