@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from torch import fx
 
 from zcompile._torch import HigherOrderOperator
 from zcompile.errors import CaptureError
+from zcompile.ir.operation import line_of
 
 _OPAQUE = frozenset({"invoke_leaf_function", "with_effects"})
 
@@ -35,5 +35,5 @@ def refuse_opaque_calls(graph: fx.Graph, source: Callable[[fx.Node], str]) -> No
 
 def where(node: fx.Node) -> str:
     """The line of the model's code that a node comes from, as ` at FILE:LINE`; empty where it is not known."""
-    lines = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f" at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    line = line_of(node)
+    return f" at {line}" if line else ""
