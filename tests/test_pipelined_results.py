@@ -56,8 +56,12 @@ def metrics(rank: int, schedule: str, results: str) -> list[str]:
     made = {"mesh": mesh, "schedule": schedule, "microbatches": MICROBATCHES}
     step = zcompile.train_step(model, with_metrics, optimizers[0], **made, **options)
     wrong = []
+    step.prepare(*watched_batch(rank % 2))
     for _ in range(2):
-        found, batches = step(*watched_batch(rank % 2)), [watched_batch(of) for of in range(2)]
+        evaluated, found = step.evaluate(*watched_batch(rank % 2)), step(*watched_batch(rank % 2))
+        batches = [watched_batch(of) for of in range(2)]
+        if repr(evaluated) != repr(found):
+            wrong.append(f"evaluated: {evaluated} for {found}")
         each = [
             [with_metrics(plain, *part) for part in zip(*(one.chunk(MICROBATCHES) for one in of), strict=True)]
             for of in batches
@@ -89,7 +93,10 @@ def alone(rank: int) -> list[Any]:
     """Without a pipeline: the metrics of the batch."""
     model, plain = Watched(), Watched()
     step = zcompile.train_step(model, with_metrics, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    evaluated, _ = step.evaluate(*watched_batch(rank))
     loss, named = step(*watched_batch(rank))
+    assert torch.equal(evaluated, loss)
+    assert not evaluated.requires_grad
     expected, wanted = with_metrics(plain, *watched_batch(rank))
     assert not any(one.requires_grad for one in named.values())
     return [torch.equal(loss, expected), *(torch.equal(named[name], wanted[name]) for name in wanted)]

@@ -233,7 +233,7 @@ class TrainStep:
         self._engine.runtime.scales = grad_scaler is not None
         for optimizer in optimizers:
             self._engine.runtime.settings.know(optimizer)
-        self._fragment = _Loss(model._tree, loss_fn, updater)
+        self._fragment, self._loss_fn = _Loss(model._tree, loss_fn, updater), loss_fn
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take one step; gives the loss, detached. It is this rank's own, of its own batch.
@@ -266,6 +266,17 @@ class TrainStep:
             optimizer.zero_grad()
         self.model.zero_grad()  # of what no optimizer holds
         return loss.detach() if metrics is None else (loss.detach(), metrics)
+
+    def evaluate(self, *batch: Any, **named: Any) -> Any:
+        """What a step with a batch would give, by the forward alone: no gradient is computed, and nothing updated.
+
+        The model is evaluated in the mode that it is in: call `step.model.eval()` before, and `train()` after it.
+
+        Raises:
+            As a call of the compiled model.
+        """
+        with torch.no_grad():
+            return self.model(*batch, **named) if self._loss_fn is None else self._loss_fn(self.model, *batch, **named)
 
     def _clip_and_step(self) -> None:
         """The optimizers' steps with gradients that were kept."""

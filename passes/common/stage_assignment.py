@@ -56,6 +56,8 @@ class StageAssignment:
 
     program: Program
     starts: tuple[str, ...]
+    settled: Mapping[str, int] | None = None
+    """The stage that keeps each parameter, where it has been chosen for another program of the model."""
 
     @property
     def count(self) -> int:
@@ -125,6 +127,8 @@ class StageAssignment:
 
         Of one that nobody reads, it is the stage of the parameter before it.
         """
+        if self.settled is not None:
+            return dict(self.settled)
         result: dict[str, int] = {}
         last, gradients = 0, self.program.results.gradients
         for param in self.program.layout.params:
@@ -136,9 +140,9 @@ class StageAssignment:
 
     @cached_property
     def shared(self) -> dict[str, fx.Node]:
-        """The parameters that several stages read."""
+        """The parameters that other stages read than the one that keeps them."""
         nodes = {op_of(node, Parameter).name: node for node in self.program.nodes(Parameter)}
-        return {name: nodes[name] for name, stages in self.readers.items() if len(stages) > 1}
+        return {name: nodes[name] for name, stages in self.readers.items() if stages != [self.homes[name]]}
 
     @cached_property
     def gradients(self) -> list[dict[str, tuple[fx.Node, ...]]]:

@@ -38,15 +38,22 @@ from zcompile.passes.common.boundary import Boundary, Crossing, End, Lending, Pi
 from zcompile.passes.common.stage_assignment import StageAssignment, begins_of_units
 
 
-def cut_stages(program: Program, *, starts: Sequence[str]) -> list[PipelineStage]:
+def cut_stages(
+    program: Program, *, starts: Sequence[str], homes: Mapping[str, int] | None = None
+) -> list[PipelineStage]:
     """The stages of a traced step, each but the first beginning with one of the units `starts`.
+
+    Args:
+        program: The traced step.
+        starts: The units with which stages begin, but for the first one.
+        homes: The stage that keeps each parameter, where that is settled already; None to choose it.
 
     Raises:
         OptionError: a unit is not computed with, or begins before the one that it stands behind.
         CaptureError: the backward cannot be cut: a gradient is computed where its parameter is not read; or a buffer is
             written to in another stage than it is read in.
     """
-    cut = StageAssignment(assign_units(program), tuple(starts))
+    cut = StageAssignment(assign_units(program), tuple(starts), homes)
     cut.check_buffers()
     return [_Part(cut, number).stage() for number in range(cut.count)]
 

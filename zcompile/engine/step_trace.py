@@ -68,6 +68,7 @@ class StepTrace:
         device: What is traced for.
         what: The model, in messages.
         dtype: What is computed in under autocast; None for the model's own.
+        like: The trace of a step that trains, of a model that has been sharded since: this one has no gradients.
 
     Raises:
         CaptureError: it cannot be traced into one graph.
@@ -81,12 +82,18 @@ class StepTrace:
         device: torch.device,
         what: str,
         dtype: torch.dtype | None = None,
+        like: StepTrace | None = None,
     ) -> None:
         self._model, self._layout, self._device, self._what, self._dtype = model, layout, device, what, dtype
-        self._placeholders = {
-            name: placeholder_of(parameter, layout.param(name).full_dtype, device)
-            for name, parameter in model.named_parameters()
-        }
+        self._trains = like is None
+        self._placeholders: dict[str, tuple[nn.Parameter, Local | None]]
+        if like is not None:
+            self._placeholders = like._placeholders
+        else:
+            self._placeholders = {
+                name: placeholder_of(parameter, layout.param(name).full_dtype, device)
+                for name, parameter in model.named_parameters()
+            }
         self._called = called
         self._found: list[Program] = []
         self.writes: list[str] = []
@@ -133,7 +140,7 @@ class StepTrace:
         try:
             with (
                 without_memory(self._model, self._placeholders, self._device),
-                torch.enable_grad(),
+                torch.set_grad_enabled(self._trains),
                 autocast(self._device.type, self._dtype),
                 typed_errors(),
                 no_log_of_failures(),

@@ -150,6 +150,16 @@ class ActionTable:
                     found.discard(action.stage)
         return frozenset(found)
 
+    @cached_property
+    def trains(self) -> bool:
+        """False for the forwards of an evaluation alone."""
+        return any(action.kind is not ActionKind.FORWARD for row in self.rows for action in row)
+
+    def forwards(self) -> ActionTable:
+        """The same without backwards: what an evaluation runs."""
+        kept = (tuple(action for action in row if action.kind is ActionKind.FORWARD) for row in self.rows)
+        return ActionTable(tuple(kept))
+
     @property
     def divides_backward(self) -> bool:
         """True if some backward is divided into those of inputs and of weights."""
@@ -184,7 +194,7 @@ def _mistaken_order(table: ActionTable, stage: int) -> Iterator[str]:
     """Each micro-batch once, in order: sums of gradients have one order; a backward behind its forward."""
     rank = table.rank_of(stage)
     row = [(place, action) for place, action in enumerate(table.rows[rank]) if action.stage == stage]
-    for what, kinds in _ONCE.items():
+    for what, kinds in _ONCE.items() if table.trains else [("forward", _ONCE["forward"])]:
         found = [(place, action) for place, action in row if action.kind in kinds]
         for number in range(max(len(found), table.microbatches)):
             if number >= len(found):

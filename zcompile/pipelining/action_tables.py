@@ -122,4 +122,6 @@ def _fitting(table: ActionTable, ranks: int, microbatches: int, stages_per_rank:
         if asked != found:
             problem = f"is for {asked} {what}, and the table has {found}"
             raise OptionError(option, problem, f"give {found}, or another table")
+    if not table.trains:
+        raise OptionError("schedule", "has no backward, and a train step needs one", "add each stage's, such as 0B0")
     return table

@@ -34,6 +34,7 @@ from zcompile.pipelining.program import (
     PipelinePlace,
     choose_prefetch,
     choose_starts,
+    homes_of,
     layout_of_rank,
     rewrite,
 )
@@ -97,6 +98,8 @@ class ReadyStep:
     guard: StepGuard
     state: ModelState
     reports: PipelineReports
+    place: PipelinePlace
+    options: Options
 
     def check(self, parts: Sequence[Called]) -> list[torch.Tensor]:
         """The tensors that the step reads beside its arguments, parameters and buffers, if nothing has changed.
@@ -118,9 +121,9 @@ def prepare(setup: StepSetup, first: Called, owner: object) -> ReadyStep:
         AgreementError: the ranks trace other steps.
     """
     ranks, model = setup.ranks, setup.model
-    trace = ranks.agreement.attempt("the traced step", lambda: _traced(setup, first))[0]
+    trace = ranks.agreement.attempt("the traced step", lambda: trace_step(setup, first))[0]
     common = ranks.compare("the options and the traced step", "\n".join([*setup.said(), str(trace.program)]))
-    made, options = _rewritten(setup, trace.program)
+    place, options, made = _rewritten(setup, trace.program)
     texts = ranks.agreement.share("the programs of all ranks", made.program.text(regions=True))
     check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
     say_statistics(model, trace.program)
@@ -135,21 +138,22 @@ def prepare(setup: StepSetup, first: Called, owner: object) -> ReadyStep:
     code = PipelineCode([made.journal], run.regions, setup.hardware, setup.table, along)
     reports = PipelineReports(type(model).__name__, runtime, code)
     state = ModelState(model, ranks.everyone, ranks.agreement, options.stage)
-    return ReadyStep(run, trace, StepGuard(model, first), state, reports)
+    return ReadyStep(run, trace, StepGuard(model, first), state, reports, place, options)
 
 
-def _traced(setup: StepSetup, first: Called) -> StepTrace:
-    """The step of one micro-batch.
+def trace_step(setup: StepSetup, first: Called, like: StepTrace | None = None) -> StepTrace:
+    """The step of one micro-batch; where the model has been divided for a step `like` it, the forward alone.
 
     Raises:
         CaptureError, OptionError: it is none that a pipeline can run.
     """
-    options, device = setup.options, setup.ranks.device
-    trace = StepTrace(setup.model, _layout(setup), first, device, type(setup.model).__name__, options.dtype)
+    what, device, dtype = type(setup.model).__name__, setup.ranks.device, setup.options.dtype
+    layout = _layout(setup) if like is None else like.program.layout
+    trace = StepTrace(setup.model, layout, first, device, what, dtype, like)
     if trace.writes:
         problem = "is changed by the step's code, and a pipeline's step is traced once and runs none of it"
         raise CaptureError(trace.writes[0], problem, "keep it in a buffer, or change it between steps")
-    check_traced(trace.program, len(setup.flat.names or ()))
+    check_traced(trace.program, len(setup.flat.names or ()), trains=like is None)
     if setup.table.microbatches > 1:
         check_mean(trace.program)
     return trace
@@ -164,18 +168,19 @@ def _layout(setup: StepSetup) -> Layout:
     return layout
 
 
-def _rewritten(setup: StepSetup, traced: Program) -> tuple[PipelinedProgram, Options]:
-    """This rank's program, and the options that were chosen for it."""
+def _rewritten(setup: StepSetup, traced: Program) -> tuple[PipelinePlace, Options, PipelinedProgram]:
+    """What was chosen for this rank, and its program."""
     ranks, hardware = setup.ranks, setup.hardware
     # Of tensor-parallel ranks each may have other sizes, by which it would cut elsewhere.
     choose = partial(choose_starts, traced, setup.table, setup.asked.split, hardware, setup.options)
     starts = ranks.agreement.attempt("the stages", choose, shown=True)[1][0]
     place = PipelinePlace(setup.table, ranks.links.rank, ranks.links.axis, tuple(starts))
+    place = replace(place, homes=homes_of(traced, place))
     bounded = _with_budget(setup, traced, place)
     options = replace(setup.options, prefetch=_prefetch(setup, traced, place, bounded))
     bounded = replace(bounded, prefetch=options.prefetch)
     make = partial(rewrite, traced, place, bounded, hardware, updates=setup.updater is not None)
-    return ranks.agreement.attempt("the program", make)[0], options
+    return place, options, ranks.agreement.attempt("the program", make)[0]
 
 
 def _with_budget(setup: StepSetup, traced: Program, place: PipelinePlace) -> Options:

@@ -44,13 +44,23 @@ class StepGuard:
             problem = f"has {now}, and its step was traced with {before}"
             fix = "give batches of one size, and what varies as a tensor; or make a train step for each"
             raise OptionError("batch", problem, fix)
-        if self._tree.has_changed() or self._hooks.text(0) != self._text:
-            raise ModelError(type(self._model).__name__, "has other modules or hooks than at the first step", _AGAIN)
+        self.check_modules()
         flags = _flags(self._model)
         for name, flag in flags.items():
             if flag != self._flags.get(name):
                 subject = name or type(self._model).__name__
                 raise ModelError(subject, f"is {flag} now, and was {self._flags.get(name)} at the first step", _AGAIN)
+
+    def check_modules(self) -> None:
+        """Raise ModelError if the model has other modules or hooks than at the first step."""
+        if self._tree.has_changed() or self._hooks.text(0) != self._text:
+            raise ModelError(type(self._model).__name__, "has other modules or hooks than at the first step", _AGAIN)
+
+
+def traced_with(model: nn.Module, called: Called) -> str:
+    """What an evaluation of a micro-batch is traced for, in lines."""
+    lines = [f"{name}: {value}" for name, value in (*_kinds(called).items(), *_flags(model).items())]
+    return "\n".join(lines)
 
 
 def results_of(traced: Program) -> tuple[Any, ...]:
@@ -58,8 +68,8 @@ def results_of(traced: Program) -> tuple[Any, ...]:
     return traced.results.outputs[len(written_results(traced)) :]
 
 
-def check_traced(traced: Program, metrics: int = 0) -> None:
-    """Return if a pipeline can run a traced step, which gives so many metrics beside the loss.
+def check_traced(traced: Program, metrics: int = 0, *, trains: bool = True) -> None:
+    """Return if a pipeline can run a traced step, or an evaluation, which gives so many metrics beside the loss.
 
     Raises:
         OptionError: what it gives is no loss that is trained, or something is trained that is no parameter.
@@ -72,7 +82,7 @@ def check_traced(traced: Program, metrics: int = 0) -> None:
         raise OptionError("loss_fn", f"gives {len(outputs)} results", fix)
     if loss is None or loss.shape not in ((), (1,)):
         raise OptionError("loss_fn", f"gives a tensor of {list(loss.shape)}" if loss else "gives no tensor", fix)
-    if not traced.has_backward:
+    if trains and not traced.has_backward:
         fix = "compute it from what model(...) gives, without detach() or no_grad()"
         raise OptionError("loss_fn", "gives a loss that depends on no parameter that is trained", fix)
     if any(gradient is not None for gradient in traced.results.input_gradients):

@@ -10,6 +10,9 @@ import torch
 from zcompile._torch import tree_leaves, tree_map_only
 from zcompile.errors import OptionError
 
+SAME_DATA = "let all ranks along 'pp' read the same data: samplers count the ranks along 'dp' alone"
+"""What to do where ranks along the pipeline axis have other batches."""
+
 
 def microbatches_of(
     batch: tuple[Any, ...], named: dict[str, Any], count: int

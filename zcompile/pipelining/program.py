@@ -6,7 +6,7 @@ It is cut into stages; the program of each is rewritten; what a rank does in a s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -45,17 +45,23 @@ class PipelinePlace:
         rank: This one's place along the axis.
         axis: The name of the pipeline axis.
         starts: The units with which stages begin, but for the first one.
+        homes: The stage that keeps each parameter, for a model that is divided already.
     """
 
     table: ActionTable
     rank: int
     axis: str
     starts: tuple[str, ...]
+    homes: Mapping[str, int] | None = None
 
     @property
     def own(self) -> list[int]:
         """The numbers of this rank's stages."""
         return self.table.stages_of(self.rank)
+
+    def cut(self, traced: Program) -> list[PipelineStage]:
+        """The stages of a traced step."""
+        return cut_stages(traced, starts=self.starts, homes=self.homes)
 
 
 @dataclass(frozen=True)
@@ -110,9 +116,16 @@ def choose_starts(
     return tuple(units[index] for index in balanced([seconds[unit] for unit in units], stages, memory))
 
 
+def homes_of(traced: Program, place: PipelinePlace) -> dict[str, int]:
+    """The stage that keeps each parameter."""
+    return {
+        param.name: number for number, stage in enumerate(place.cut(traced)) for param in stage.program.layout.params
+    }
+
+
 def layout_of_rank(traced: Program, place: PipelinePlace) -> Layout:
     """What a rank keeps: the units of its stages."""
-    stages = cut_stages(traced, starts=place.starts)
+    stages = place.cut(traced)
     return traced.layout.with_units(tuple(unit for number in place.own for unit in stages[number].program.layout.units))
 
 
@@ -133,7 +146,7 @@ def rewrite(
         ProgramError, PipelineError: a pass went wrong.
     """
     steps, bucket = _steps_of(options, hardware, updates=updates)
-    stages = _rewritten(cut_stages(traced, starts=place.starts), place, options, bucket, steps())
+    stages = _rewritten(place.cut(traced), place, options, bucket, steps())
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
     values = values_of_rank(traced, step, stages, place)
     verify(step, (*ALWAYS, values.fact), "after unroll_microbatches")
@@ -157,7 +170,7 @@ def choose_prefetch(
     options = replace(options, prefetch=0)
     steps, bucket = _steps_of(options, hardware, updates=updates)
     budget = checkpoint_of(options.checkpoint)
-    stages = _rewritten(cut_stages(traced, starts=place.starts), place, options, bucket, steps())
+    stages = _rewritten(place.cut(traced), place, options, bucket, steps())
     step = unroll_microbatches(stages, table=place.table, rank=place.rank, axis=place.axis)
     seconds = dict[int, float]()
     for depth in DEPTHS:

@@ -84,14 +84,29 @@ class PipelinedRun:
             GroupError: another rank failed or stayed away.
             AgreementError: the ranks are out of step.
         """
-        self._enter()
-        recorder, recordings, version = self.runtime.recorder, self.runtime.recordings, self.runtime.version()
-        recorder.begin_call(version, trains=True)
-        recordings.begin_call(version, trains=True)
-        run = self._run if recordings.current is None else recordings.current.loaded(self._recorded)
+        self._enter(RunKind.STEP)
         tangent = torch.full_like(self._results.zero(), 1 / len(microbatches))
         if scale is not None:
             tangent *= scale
+        return self._ran(microbatches, tangent, updater)
+
+    def evaluate(self, microbatches: Sequence[Sequence[Any]]) -> StepResult | None:
+        """Run a program of forwards alone; gives its results.
+
+        Raises:
+            As `step`.
+        """
+        self._enter(RunKind.EVALUATION)
+        return self._ran(microbatches, None, None)[0]
+
+    def _ran(
+        self, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor | None, updater: Updater | None
+    ) -> tuple[StepResult | None, Sequence[Gradients | InsideAverages]]:
+        """What `step` gives, of a run that has begun."""
+        recorder, recordings, version = self.runtime.recorder, self.runtime.recordings, self.runtime.version()
+        recorder.begin_call(version, trains=tangent is not None)
+        recordings.begin_call(version, trains=tangent is not None)
+        run = self._run if recordings.current is None else recordings.current.loaded(self._recorded)
         self._buffers = dict(self._model.named_buffers())
         box = [self._value(node, microbatches, tangent, updater) for node in self._given]
         try:
@@ -114,11 +129,11 @@ class PipelinedRun:
         place = self.ranks.links.rank * self.ranks.data.size + self.ranks.data.rank
         return numbers_of_rank(place, self.ranks.device, others_draw=True)
 
-    def _enter(self) -> None:
+    def _enter(self, kind: RunKind) -> None:
         """Begin a run that all ranks number alike, with no copy of a parameter that a step has outdated."""
         freshness, lockstep = self.runtime.freshness, self.runtime.lockstep
         stale = self._keeps and freshness.outgrow()
-        call = lockstep.enter(RunKind.STEP, self._digest, [WRITTEN] if stale else [])
+        call = lockstep.enter(kind, self._digest, [WRITTEN] if stale else [])
         self.ranks.data.stamp(call.position.number)
         self.ranks.links.stamp(call.position.number)
         lockstep.check()  # the program may update: behind it, it would be too late
@@ -126,7 +141,11 @@ class PipelinedRun:
             freshness.compare()
 
     def _value(
-        self, node: fx.Node, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor, updater: Updater | None
+        self,
+        node: fx.Node,
+        microbatches: Sequence[Sequence[Any]],
+        tangent: torch.Tensor | None,
+        updater: Updater | None,
     ) -> Any:
         """What the program is given in the place of `node`."""
         op = data(node).op

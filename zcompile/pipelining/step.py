@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zcompile._torch import has_step_pre_hooks
 from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
+from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import check_optimizers
 from zcompile.engine.reported import Reported
 from zcompile.engine.step_trace import Called
@@ -30,8 +31,9 @@ from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_replicated
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.clipping import clip_together, deliver
+from zcompile.pipelining.evaluation import Evaluations
 from zcompile.pipelining.first_step import ReadyStep, StepSetup, prepare
-from zcompile.pipelining.microbatches import digest_of, microbatches_of
+from zcompile.pipelining.microbatches import SAME_DATA, digest_of, microbatches_of
 from zcompile.pipelining.pipeline_options import LossFunction, PipelineOptions, check_scales, options_of
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
 from zcompile.pipelining.reports import PipelineReports
@@ -93,6 +95,7 @@ class PipelinedStep(Savable, Reported):
         self._compared = False
         """True once ranks along the pipeline axis are known to be given the same batch."""
         self._made: ReadyStep | None = None
+        self._evaluations: Evaluations | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take one step with a batch, which all ranks along the pipeline axis are given alike.
@@ -112,8 +115,7 @@ class PipelinedStep(Savable, Reported):
         parts = self._asked_for(batch, named)
         ready = self._ready(parts[0])
         if not self._compared:
-            fix = "let all ranks along 'pp' read the same data: samplers count the ranks along 'dp' alone"
-            self._ranks.compare_along("the first batch", digest_of(batch, named), fix)
+            self._ranks.compare_along("the first batch", digest_of(batch, named), SAME_DATA)
             self._compared = True
         others = self._told(lambda: ready.check(parts))
         scaler, device = self._asked.grad_scaler, self._ranks.device
@@ -131,6 +133,29 @@ class PipelinedStep(Savable, Reported):
                 optimizer.zero_grad()
             self.model.zero_grad()  # of what no optimizer holds
         return results
+
+    def evaluate(self, *batch: Any, **named: Any) -> Any:
+        """What a step with a batch would give, by the forward alone: no gradient is computed, and nothing updated.
+
+        The model is evaluated in the mode that it is in: call `step.model.eval()` before, and `train()` after it.
+        Batches of another size, or another mode, are traced at the first evaluation, into programs of their own.
+        Collective.
+
+        Args:
+            batch: As for a call.
+            named: The same.
+
+        Raises:
+            StateError: the model is not divided yet.
+            Others: as a call.
+        """
+        self._stored()
+        assert self._made is not None, "what is stored is divided"
+        if self._evaluations is None:
+            setup = replace(self._setup, table=self.table.forwards(), flat=FlatResults())
+            self._evaluations = Evaluations(setup, self._made)
+        evaluations, flat = self._evaluations, self._evaluations.setup.flat
+        return evaluations.run(self._told(lambda: evaluations.look_up(self._microbatches(batch, named, flat))))
 
     def prepare(self, *batch: Any, **named: Any) -> None:
         """Do what the first call does before it takes a step, such as to load a checkpoint then. Collective.
@@ -206,20 +231,20 @@ class PipelinedStep(Savable, Reported):
 
         def check() -> list[Called]:
             self._check()
-            return self._microbatches(batch, named)
+            return self._microbatches(batch, named, self._setup.flat)
 
         if self._made is None:  # all ranks come here for the first step
             return self._ranks.agreement.attempt("the first batch", check)[0]
         return self._told(check)
 
-    def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[Called]:
-        """The calls of the micro-batches of a batch."""
+    def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any], flat: FlatResults) -> list[Called]:
+        """The calls of the micro-batches of a batch, whose results `flat` makes tensors of."""
         model, loss_fn = self.model, self._setup.loss_fn
         call: Callable[..., Any] = model if loss_fn is None else loss_fn
         first = () if loss_fn is None else (model,)
         signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
         names = tuple(signature.parameters)[1:]
-        flat = self._setup.flat  # torch remembers what it has traced, which must not keep this step alive
+        # Of this step they hold nothing: torch remembers what it has traced, which must not keep the step alive.
         parts = microbatches_of(batch, named, self.table.microbatches)
         return [Called(lambda *a, **k: flat(call(*first, *a, **k)), *part, names) for part in parts]
 
