@@ -170,7 +170,7 @@ class _Outer:
         self.equal: dict[str, Region] = {}
         self.around = common_module(unit.name for unit in program.layout.units)
         self.units = {unit.name: self._shards(unit.name) for unit in program.layout.units}
-        self.names = ValueNames(program, {unit: node.name for unit, node in self.units.items()})
+        self.names = ValueNames(program, {unit: node.name for unit, node in self.units.items()}, self.around)
 
     def _shards(self, unit: str) -> fx.Node:
         name = identifier(unit.removeprefix(self.around))

@@ -449,6 +449,33 @@ def test_others_are_told_of_what_one_rank_alone_is_refused(ranks: Ranks, act: st
     assert seconds < AT_ONCE
 
 
+class Outer(nn.Module):
+    """Plain Python, as it breaks the graph, around a module that is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(x) if x.sum() < 1e9 else x)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_traceback_has_few_lines_that_are_not_the_users(split: bool) -> None:
+    warnings.simplefilter("ignore")
+    model = Outer() if split else made()
+    compiled = zcompile.compile(model, backend="eager")
+    given = torch.randn(2, 6) if split else tokens(0, 0)[0]
+    compiled(given)
+    (model.inner if split else model.head[0])._parameters["weight"] = nn.Parameter(torch.ones(6, 6))  # type: ignore[index]
+    with pytest.raises(zcompile.ParameterError) as caught:
+        compiled(given)
+    modules = [entry.frame.f_globals.get("__name__", "") for entry in caught.traceback]
+    assert sum(name.startswith("zcompile") for name in modules) <= 3
+    assert sum(name.startswith("torch") for name in modules) <= 3
+    assert ("forward" in [entry.name for entry in caught.traceback if entry.frame.f_globals is globals()]) is split
+
+
 def divided(rank: int) -> bool:
     torch.manual_seed(0)
     plain, mesh = GPT(layers=2), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

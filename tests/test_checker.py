@@ -240,7 +240,7 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "arguments of equal type": (
         {},
         BACKWARD,
-        r"(loss_grad|norm_grad_input), blocks_(\d)_out",
+        r"(loss_grad|head_grad_input), blocks_(\d)_out",
         r"\1, blocks_0_out",
         "not what was traced|defined",
     ),
@@ -279,7 +279,7 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "blocks_1_grads = copy(blocks_1_reduce)",
         "",
     ),
-    "a reduction that is returned": ({}, BACKWARD, r"\[norm_grads,", "[norm_reduce,", "not been waited for"),
+    "a reduction that is returned": ({}, BACKWARD, r"\[head_grads,", "[head_reduce,", "not been waited for"),
     "a gradient that is dropped": (
         {},
         BACKWARD,
@@ -287,7 +287,7 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "blocks_0_grads",
         "the gradient of blocks.1.* is missing",
     ),
-    "a gradient that is given twice": ({}, BACKWARD, r"\[norm_grads,", "[norm_grads, norm_grads,", "second time"),
+    "a gradient that is given twice": ({}, BACKWARD, r"\[head_grads,", "[head_grads, head_grads,", "second time"),
     "swapped gradients": (
         {},
         "regions/region_6.py",
@@ -312,9 +312,9 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "another dtype of a reduction": (
         MIXED,
         BACKWARD,
-        r"(norm_full_grads, dtype=torch.)float32",
+        r"(head_full_grads, dtype=torch.)float32",
         r"\1bfloat16",
-        "averages norm in bf16; its units say f32",
+        "averages head in bf16; its units say f32",
     ),
     "a dtype that is not declared": (
         {},
@@ -333,9 +333,9 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "a reduction's dtype that is not declared": (
         {},
         BACKWARD,
-        r"reduce_scatter\(norm, norm_full_grads\)",
-        "reduce_scatter(norm, norm_full_grads, dtype=torch.bfloat16)",
-        "averages norm in bf16; its units say nothing",
+        r"reduce_scatter\(head, head_full_grads\)",
+        "reduce_scatter(head, head_full_grads, dtype=torch.bfloat16)",
+        "averages head in bf16; its units say nothing",
     ),
     "another unit": ({}, FORWARD, _GATHER, "blocks_1_gather = all_gather(blocks_0)", "blocks.0"),
     "used after release": (
@@ -374,14 +374,14 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         {},
         BACKWARD,
         r"region_4\(([^)]*)\)\n",
-        r"region_4(\1)\n    x = copy(norm_full_grads)\n",
+        r"region_4(\1)\n    x = copy(head_full_grads)\n",
         "",
     ),
     "two readers of a gradient": (
         {"stage": 0},
         BACKWARD,
         r"(    blocks_2_reduce = all_reduce\(blocks_2, )blocks_2_full_grads",
-        r"\1norm_full_grads",
+        r"\1head_full_grads",
         "",
     ),
     "gathered before its update": (
@@ -416,7 +416,7 @@ MUTANTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "beyond the arena": (
         CHAIN,
         FORWARD,
-        r"(norm_gather = all_gather\(norm, at=arena\[\d+:)\d+",
+        r"(head_gather = all_gather\(head, at=arena\[\d+:)\d+",
         r"\g<1>999999999",
         "does not have",
     ),
@@ -572,7 +572,7 @@ def test_a_parameter_with_a_gradient_is_not_unused() -> None:
     with pytest.raises(ProofError, match=r"norm\.bias is unused, and has a gradient of it"):
         prove({**texts, CAPTURE: claimed})
     names = re.findall(r"\w+", texts["regions/region_3.py"].rpartition("return [")[2])
-    dropped = texts[BACKWARD].replace("*norm_full_grads = ", "a, _, c = ").replace("norm_full_grads", "[a, None, c]")
+    dropped = texts[BACKWARD].replace("*head_full_grads = ", "a, _, c = ").replace("head_full_grads", "[a, None, c]")
     assert len(names) == 4
     with pytest.raises(ProofError, match=r"the gradient of norm\.bias is missing"):
         prove({**texts, BACKWARD: dropped})

@@ -163,9 +163,9 @@ def test_both_lists_of_an_encoder_decoder_have_blocks() -> None:
         "decoder.layers.0",
         "decoder.layers.1",
         "decoder.layers.2",
-        "decoder.norm",
-    ], "what stands between blocks is a unit named after its first module"
-    assert params_of(layout_of(model))["decoder.norm"] == [
+        "head",
+    ], "what stands between blocks is a unit named after its largest module"
+    assert params_of(layout_of(model))["head"] == [
         "decoder.norm.bias",
         "decoder.norm.weight",
         "head.bias",
@@ -200,9 +200,9 @@ def test_a_tied_parameter_belongs_to_the_unit_that_has_it_first() -> None:
 
 def test_parameters_of_the_root_make_a_unit_and_scalars_stay_whole() -> None:
     layout = layout_of(Rooted())
-    assert params_of(layout)["scale"] == ["scale", "shift"]
-    assert {param.name: param.shards for param in layout.unit("scale").params} == {"shift": 2, "scale": 0}
-    assert [param.name for param in layout.unit("scale").params] == ["shift", "scale"], "whole ones come last"
+    assert params_of(layout)["shift"] == ["scale", "shift"]
+    assert {param.name: param.shards for param in layout.unit("shift").params} == {"shift": 2, "scale": 0}
+    assert [param.name for param in layout.unit("shift").params] == ["shift", "scale"], "whole ones come last"
 
 
 @pytest.mark.parametrize("model", [GPT, OddMLP, ConvNet, EncoderDecoder, Tied, Rooted])
@@ -217,7 +217,7 @@ def test_every_parameter_is_in_one_unit(model: type[nn.Module], stage: int) -> N
 
 def test_patterns_choose_the_units() -> None:
     layout = layout_of(EncoderDecoder(), units=["encoder", "decoder.layers.[0-9]"])
-    assert list(params_of(layout)) == ["embed", "encoder", *(f"decoder.layers.{i}" for i in range(3)), "decoder.norm"]
+    assert list(params_of(layout)) == ["embed", "encoder", *(f"decoder.layers.{i}" for i in range(3)), "head"]
     assert match_blocks(GPT(layers=2), ["blocks.*.mlp", "tokens"]) == ["tokens", "blocks.0.mlp", "blocks.1.mlp"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from types import TracebackType
 
 
 class ZcompileError(RuntimeError):
@@ -107,3 +108,27 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     more = f" and {len(known) - 12} more" if len(known) > 12 else ""
     return (f"did you mean {close[0]!r}? " if close else "") + f"choose from {', '.join(map(repr, known[:12]))}{more}"
+
+
+_BETWEEN = ("zcompile", "torch", "contextlib", "functools")
+"""Packages whose lines say nothing of what a user has done."""
+_OF_PASSES = (ParseError, PipelineError, ProgramError, ProofError)
+"""Errors of passes, for whose authors each line of ours says something."""
+
+
+def shortened(error: ZcompileError) -> ZcompileError:
+    """`error`, to be raised again where it is caught, without the lines of ours and of torch in its traceback."""
+    if isinstance(error, _OF_PASSES) or error.__traceback__ is None:
+        return error
+    return error.with_traceback(_without(error.__traceback__.tb_next))
+
+
+def _without(traceback: TracebackType | None) -> TracebackType | None:
+    if traceback is None:
+        return None
+    rest, frame = _without(traceback.tb_next), traceback.tb_frame
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    generated = frame.f_code.co_filename.startswith("<") and not frame.f_code.co_filename.startswith("<zcompile ")
+    if package in _BETWEEN or generated:
+        return rest
+    return TracebackType(rest, frame, traceback.tb_lasti, traceback.tb_lineno)

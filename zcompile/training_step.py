@@ -25,7 +25,15 @@ from zcompile.engine.calls.fragments import Fragment, Tree
 from zcompile.engine.loss_scaling import check_scaler, step_all, unscale
 from zcompile.engine.metrics import check_metrics, split_results, without_gradients
 from zcompile.engine.state_places import optimizer_states
-from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, ParameterError
+from zcompile.errors import (
+    CaptureError,
+    GroupError,
+    OptimizerError,
+    OptionError,
+    ParameterError,
+    ZcompileError,
+    shortened,
+)
 from zcompile.frontend.capture import Names
 from zcompile.ir.actions import ActionTable
 from zcompile.pipelining.pipeline_options import PipelineOptions
@@ -91,8 +99,25 @@ def train_step(
         Others: as `zcompile.compile`; StateError: the folder cannot be written, or has no room for the state.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    mesh = options.get("mesh")
     asked = PipelineOptions(schedule, microbatches, split, stages_per_rank, results=results)
+    try:
+        return _made(model, loss_fn, optimizers, asked, options, clip_grad_norm, grad_scaler, offload_optimizer)
+    except ZcompileError as error:
+        raise shortened(error)  # noqa: B904  # the same one, with the causes that it has
+
+
+def _made(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizers: Sequence[Optimizer],
+    asked: PipelineOptions,
+    options: dict[str, Any],
+    clip_grad_norm: float | None,
+    grad_scaler: GradScaler | None,
+    offload_optimizer: str | None,
+) -> TrainStep | PipelinedStep:
+    """See `train_step`."""
+    mesh = options.get("mesh")
     with told_to_others(lambda: ranks_of(mesh), every=True) if is_pipelined(mesh) else nullcontext():
         _check_asked(model, asked, clip_grad_norm, pipelined=is_pipelined(mesh))
         scaler = check_scaler(grad_scaler, _dtype_of(model, options))

@@ -1,6 +1,7 @@
 """What values between regions are called: the unit or module that they come from, and what they are there.
 
-layers_0_out                what a later region of the forward, or the caller, reads
+layers_0_out                what a later region of the forward, or the caller, reads, by the module that makes it
+cos                         the same, of inputs alone, in code that is in no unit: by its operation
 layers_0_saved_2            what only the backward reads; the number is its place among the region's results
 layers_0_grad_input         a gradient that another region of the backward, or the caller, reads
 layers_0_full_grads_1       this rank's gradient of a parameter
@@ -18,8 +19,9 @@ from torch import fx
 
 from zcompile.ir.bundles import FULL_GRADS, SAVED, member_name
 from zcompile.ir.operation import Phase, data
-from zcompile.ir.ops import Input, Kind
+from zcompile.ir.ops import Input, Kind, Parameter
 from zcompile.ir.program import Program
+from zcompile.ir.spelling import identifier
 from zcompile.ir.tensor_type import TensorType
 
 
@@ -34,9 +36,11 @@ class Use(IntEnum):
 class ValueNames:
     """The names of the values of one program, whose regions are outlined in its order."""
 
-    def __init__(self, program: Program, units: Mapping[str, str]) -> None:
-        self.units = units
-        """What each unit is called."""
+    def __init__(self, program: Program, units: Mapping[str, str], around: str) -> None:
+        self.units, self.around = units, around
+        """What each unit is called; what all names of modules begin with, which is left out."""
+        self.modules = {m: unit for unit in program.layout.units for m in unit.modules if m}
+        self.of_inputs = _from_inputs(program)
         results = program.results
         scalars = [v for v in results.outputs if isinstance(v, fx.Node) and _is_number(data(v).type)]
         self.loss = scalars[0] if len(set(scalars)) == 1 and scalars[0].op != "placeholder" else None
@@ -66,8 +70,25 @@ class ValueNames:
         if node is self.loss:
             return "loss"
         if phase is Phase.FORWARD:
-            return _joined(where, "out")
+            return self._made(where, node)
         return _joined(where, "grad_input" if node in self.gradients else "again")
+
+    def _made(self, where: str, node: fx.Node) -> str:
+        """By the module of a unit that makes a value; by its operation, or a module in no unit, if of inputs alone."""
+        source = data(node).source
+        path = source
+        while path and path not in self.modules:
+            path = path.rpartition(".")[0]
+        if path:
+            unit = self.modules[path]
+            return _joined(self.units[unit.name] if path == unit.name else self._called(path), "out")
+        if node not in self.of_inputs or not where:
+            return _joined(where, "out")
+        is_around = not source or any(module.startswith(f"{source}.") for module in self.modules)
+        return node.name if is_around else _joined(self._called(source), "out")
+
+    def _called(self, module: str) -> str:
+        return identifier(module.removeprefix(self.around))
 
     def _unit(self, gradient: fx.Node, number: int) -> str:
         name = self.units[self.unit_of_gradient[gradient]]
@@ -86,6 +107,15 @@ def _numbered(stem: str, use: Use, several: bool, index: int) -> str:
 
 def _joined(where: str, what: str) -> str:
     return f"{where}_{what}" if where else what
+
+
+def _from_inputs(program: Program) -> set[fx.Node]:
+    """What is computed of inputs alone: masks, positions and the like."""
+    of_parameters: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if isinstance(data(node).op, Parameter) or of_parameters.intersection(node.all_input_nodes):
+            of_parameters.add(node)
+    return set(program.graph.nodes) - of_parameters
 
 
 def _from_tangents(program: Program) -> set[fx.Node]:

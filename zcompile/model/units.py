@@ -259,10 +259,13 @@ def make_units(
 
 
 def _named(groups: list[tuple[str, list[Param]]], taken: set[str]) -> Iterator[Unit]:
-    """Units with names of their own; a unit between blocks is named after its first module."""
+    """Units with names of their own; a unit between blocks is named after the largest of its modules."""
     for block, params in groups:
-        modules = (block,) if block else tuple(dict.fromkeys(p.name.rpartition(".")[0] for p in params))
-        name = block or modules[0] or params[0].name
+        sizes = Counter[str]()
+        for param in params:
+            sizes[param.name.rpartition(".")[0]] += param.numel
+        modules = (block,) if block else tuple(sizes)
+        name = block or max(sizes, key=sizes.__getitem__) or max(params, key=lambda param: param.numel).name
         while identifier(name) in taken:
             name += "_"
         taken.add(identifier(name))

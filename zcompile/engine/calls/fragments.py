@@ -40,7 +40,7 @@ from zcompile.engine.calls.plain_reads import PlainReads
 from zcompile.engine.calls.writes import check_in_place, write_back
 from zcompile.engine.collector import old_objects_frozen
 from zcompile.engine.engine import Engine
-from zcompile.errors import CaptureError, OptionError, ParameterError, ZcompileError
+from zcompile.errors import CaptureError, OptionError, ParameterError, ZcompileError, shortened
 from zcompile.frontend.capture import Names, refuse_handed_on
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
 from zcompile.frontend.local_graphs import Locals
@@ -113,7 +113,7 @@ class Tree:
                 result = fragment(*args, **kwargs)
         except ZcompileError as error:
             self.engine.runtime.communicator.waits.failed_alone("a call of the model", error)
-            raise
+            raise shortened(error)  # noqa: B904  # the same one, with the causes that it has
         finally:
             if self.call is not None:
                 self.call.nodes.clear()
