@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -217,6 +218,46 @@ def test_a_pipelines_step_whose_code_changes_numbers_is_refused(kind: str, place
         backend="eager",
     )
     with pytest.raises(zcompile.CaptureError, match=f"^{place}: is changed by the step's code"):
+        step(torch.randn(2, 4))
+
+
+class Slots:
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+class Marks(nn.Module):
+    """Changes what is not a tensor while it computes, and, unless it `leaves` it, changes it back."""
+
+    def __init__(self, leaves: str = "") -> None:
+        super().__init__()
+        self.layer, self.leaves, self.busy, self.slots = nn.Linear(4, 4), leaves, False, Slots()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global DEPTH
+        self.busy, self.slots.depth, DEPTH = True, 1, 1
+        result: torch.Tensor = self.layer(x)
+        self.busy = self.leaves == "busy"
+        self.slots.depth, DEPTH = int(self.leaves == "slots"), int(self.leaves == "DEPTH")
+        return result
+
+
+DEPTH = 0
+
+
+@pytest.mark.parametrize("leaves", ["", "busy", "slots", "DEPTH"])
+@pytest.mark.usefixtures("without_group")
+def test_what_a_pipelines_step_changes_back_is_not_changed(leaves: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = Marks(leaves)
+    optimizer, mesh = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp")),
+    )
+    step = zcompile.train_step(model, lambda m, x: m(x).mean(), optimizer, mesh=mesh, schedule="gpipe", backend="eager")
+    with pytest.raises(zcompile.CaptureError, match=f"^{leaves}: is changed") if leaves else nullcontext():
         step(torch.randn(2, 4))
 
 

@@ -46,6 +46,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator  # what of a fr
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.misc import NewGlobalVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # raised by what is not to be kept
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput
@@ -487,18 +488,33 @@ def handed_on() -> set[int]:
     return found
 
 
-def python_writes() -> Iterator[tuple[int, str, Any]]:
+def python_writes() -> Iterator[tuple[int, str]]:
     """To a backend that is called: what the traced code writes but tensors, which is done where it is run, not here.
 
-    Of each write the identity of the object, and the attribute with its value; no name for what a container has.
+    Of each write the identity of the object, and the attribute; no name for what a container has. What code sets back
+    to what it was, as Transformers' models do with a global flag, is no write.
     """
-    effects = InstructionTranslator.current_tx().output.side_effects
+    output = InstructionTranslator.current_tx().output
+    effects, scope = output.side_effects, output.global_scope
     for identity, variable in effects.id_to_variable.items():
         if variable.source is None or not effects.is_modified(variable):
             continue
         for name, stored in effects.store_attr_mutations.get(variable, {"": None}).items():
-            if stored is None or stored.is_python_constant():
-                yield identity, name, None if stored is None else stored.as_python_constant()
+            if stored is None or (stored.is_python_constant() and not _has(variable, name, stored, scope)):
+                yield identity, name
+
+
+def _has(variable: Any, name: str, stored: Any, scope: dict[str, Any]) -> bool:
+    """True if the object of a variable, or a global variable, which is read in `scope`, is already as it is stored."""
+    now, source = stored.as_python_constant(), variable.source.name
+    try:
+        if isinstance(variable, NewGlobalVariable):
+            before = eval(source() if callable(source) else source, {"G": scope})  # a method up to torch 2.11
+        else:
+            before = object.__getattribute__(variable.value, name)
+    except (AttributeError, KeyError):
+        return False
+    return type(now) is type(before) and bool(now == before)
 
 
 def tracing_context() -> Any:

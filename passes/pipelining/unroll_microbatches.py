@@ -88,7 +88,7 @@ def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, 
         axis: The name of the pipeline axis.
     """
     own = [stages[number] for number in table.stages_of(rank)]
-    step = _Step(stages, table, rank, StepInputs.of(own, table, rank, axis), _merged(own))
+    step = _Step(stages, table, rank, StepInputs.of(own, table, rank, axis), *_merged(own))
     for stage in own:
         step.lend(stage)
     for action in table.rows[rank]:
@@ -96,16 +96,20 @@ def unroll_microbatches(stages: Sequence[PipelineStage], *, table: ActionTable, 
     return step.finished()
 
 
-def _merged(own: Sequence[PipelineStage]) -> Program:
-    """The programs of a rank's stages as one, but for their graphs: units side by side, equal regions once."""
+def _merged(own: Sequence[PipelineStage]) -> tuple[Program, dict[int, str]]:
+    """The programs of a rank's stages as one, but for their graphs: units side by side, equal regions once.
+
+    With it, by the identity of each region of the stages, what it is called there.
+    """
     programs, regions = [stage.program for stage in own], dict[str, Region]()
     lent = [stage.lent for stage in own if stage.lent is not None]
+    called, by_key = dict[int, str](), dict[str, str]()
     for region in (region for program in (*programs, *lent) for region in program.regions.values()):
-        if region.key() not in {known.key() for known in regions.values()}:
-            name = f"region_{len(regions)}"
+        name = called[id(region)] = by_key.setdefault(region.key(), f"region_{len(regions)}")
+        if name not in regions:
             regions[name] = replace(region, name=name)
     first = programs[0]
-    return replace(
+    merged = replace(
         first,
         layout=first.layout.with_units(tuple(unit for program in programs for unit in program.layout.units)),
         regions=regions,
@@ -115,6 +119,7 @@ def _merged(own: Sequence[PipelineStage]) -> Program:
         notes=tuple(dict.fromkeys(note for program in programs for note in program.notes)),
         phases=(Phase.STEP,),
     )
+    return merged, called
 
 
 @dataclass
@@ -126,6 +131,8 @@ class _Step:
     rank: int
     given: StepInputs
     merged: Program
+    called: dict[int, str]
+    """By the identity of each region of the stages: what it is called in `merged`."""
     values: dict[tuple[int, int], dict[fx.Node, fx.Node]] = field(default_factory=dict)
     """By stage and micro-batch: where the stage's values are."""
     made: dict[StageMessage, fx.Node] = field(default_factory=dict)
@@ -178,8 +185,7 @@ class _Step:
         meta = data(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if isinstance(meta.op, Call):
-            key = program.regions[meta.op.region].key()
-            region = next(name for name, region in self.merged.regions.items() if region.key() == key)
+            region = self.called[id(program.regions[meta.op.region])]
             meta, args = replace(meta, op=replace(meta.op, region=region)), (region, *args[1:])
         name = f"m{action.microbatch}_{node.name}" if isinstance(action, Action) else node.name
         values[node] = copied = self.given.graph.create_node(node.op, node.target, args, kwargs, name=name)

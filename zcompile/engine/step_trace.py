@@ -189,12 +189,10 @@ def _writes(model: nn.Module) -> Iterator[str]:
     """The places of Python's own values that traced code changes; to be called as a backend."""
     modules = {id(module): (path, module) for path, module in model.named_modules()}
     held = {id(value): (path, key) for path, module in modules.values() for key, value in vars(module).items()}
-    for identity, name, value in python_writes():
+    for identity, name in python_writes():
         path, key = held.get(identity, ("", name or "a list, dict or the like"))
         if identity in modules:
-            (path, module), key = modules[identity], name
-            if vars(module).get(name, _WouldRun) == value:
-                continue
+            (path, _), key = modules[identity], name
         yield f"{path}.{key}".removeprefix(".")
 
 
