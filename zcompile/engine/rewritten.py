@@ -130,7 +130,8 @@ class Kept:
     def traced(self, mode: FakeTensorMode) -> Program:
         program = loaded(self._traced, mode)
         assert isinstance(program, Program), "written by this very code"
-        return program
+        # By their identity the proof knows them, and here each of the two programs has been read with its own.
+        return replace(program, constants={name: self.program.constants[name] for name in program.constants})
 
     def check_fixed(self) -> None:
         """AOTAutograd's entry counts the sizes that the program saves, which are not those of another program.
