@@ -40,10 +40,26 @@ H100 = load_profile("h100")
 SMALL = LlamaShape(6, 512, 1024, 8, 4)
 
 
+@functools.cache
 def llama(shape: LlamaShape = SMALL, rows: int = 1, length: int = 256) -> tuple[Llama, tuple[Tensor, Tensor]]:
     with torch.device("meta"):
         tokens = torch.empty(rows, length, dtype=torch.int64)
         return Llama(shape, 2048), (tokens, tokens)
+
+
+_UNITS = dict[tuple[Any, ...], TracedUnits]()
+
+
+def kept_units(model: nn.Module, args: Any, kwargs: Any, dtype: Any, units: Any, *others: Any) -> TracedUnits:
+    """Those of the same question before: what plans compare is traced once for all tests."""
+    hardware, plan, loss_fn = others
+    key = model, tuple(map(id, args)), dtype, str(units), hardware.name, None if plan is None else tuple(plan), loss_fn
+    return _UNITS.setdefault(key, TracedUnits(model, args, kwargs, dtype, units, hardware, plan, loss_fn))
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zcompile.tools.mesh_planner.TracedUnits", kept_units)
 
 
 @functools.cache
@@ -356,12 +372,13 @@ def test_tensors_without_common_rows_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("without_group")
-def test_parts_are_not_traced_beside_a_real_group() -> None:
+def test_parts_are_not_traced_beside_a_real_group(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
         with pytest.raises(GroupError, match="process group: is there"):
             units_of(*llama(), plan=Llama.tp_plan).costs(2, 1, checkpoint=False)
         with pytest.raises(GroupError, match="process group: is there"):
+            monkeypatch.setattr("zcompile.tools.mesh_planner.TracedUnits", TracedUnits)
             found(tensor_parallel=None)
     finally:
         dist.destroy_process_group()
