@@ -377,8 +377,8 @@ def test_parts_are_not_traced_beside_a_real_group(monkeypatch: pytest.MonkeyPatc
     try:
         with pytest.raises(GroupError, match="process group: is there"):
             units_of(*llama(), plan=Llama.tp_plan).costs(2, 1, checkpoint=False)
+        monkeypatch.setattr("zcompile.tools.mesh_planner.TracedUnits", TracedUnits)
         with pytest.raises(GroupError, match="process group: is there"):
-            monkeypatch.setattr("zcompile.tools.mesh_planner.TracedUnits", TracedUnits)
             found(tensor_parallel=None)
     finally:
         dist.destroy_process_group()

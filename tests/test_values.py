@@ -502,7 +502,7 @@ def test_a_gradient_is_reduced_in_the_dtype_that_is_declared(stage: int) -> None
     with pytest.raises(ProgramError, match=said):
         zcompile.verify(program, [begun.values.fact], "here")
     with pytest.raises(
-        ProgramError, match=r"says that it casts gradients of norm to torch\.bfloat16; want torch\.float32"
+        ProgramError, match=r"says that it casts gradients of head to torch\.bfloat16; want torch\.float32"
     ):
         zcompile.verify(program, [facts.REDUCED_ONCE], "here")
 

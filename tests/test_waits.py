@@ -272,7 +272,7 @@ def test_a_rank_without_a_program_is_told_of_at_once(ranks: Ranks) -> None:
     assert kind == "PipelineError"
     for other, message, seconds in others:
         assert other == "AgreementError"
-        assert "rank 0 has none: mine raised ValueError: this batch has none" in message
+        assert "rank 0 failed there: PipelineError: mine: raised ValueError: this batch has none" in message
         assert seconds < AT_ONCE
 
 
