@@ -31,7 +31,7 @@ MOST = 8
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ReadyEvaluation:
     """An evaluation that can be run, of batches of one size and the model in one mode."""
 
     run: PipelinedRun
@@ -63,7 +63,7 @@ class Evaluations:
 
     def __init__(self, setup: StepSetup, ready: ReadyStep) -> None:
         self.setup, self._ready = setup, ready
-        self._made: dict[str, Evaluation] = {}
+        self._made: dict[str, ReadyEvaluation] = {}
 
     def look_up(self, parts: Sequence[Called]) -> Asked:
         """What is asked for by the micro-batches of a batch.
@@ -102,7 +102,7 @@ class Evaluations:
         except ModelError:
             return None
 
-    def _prepared(self, parts: Sequence[Called]) -> Evaluation:
+    def _prepared(self, parts: Sequence[Called]) -> ReadyEvaluation:
         """An evaluation that is traced, and proven, for what a batch is made of. Collective."""
         setup, trained = self.setup, self._ready
         ranks, values = setup.ranks, {str(number): (part.args, part.kwargs) for number, part in enumerate(parts)}
@@ -118,7 +118,7 @@ class Evaluations:
         places = ResultPlaces.of(setup.flat.names, trace.program, made, setup.table)
         results = StepResults(places, setup.table.microbatches, ranks.links, setup.asked.results)
         run = PipelinedRun(made.program, trace.program, trained.run.runtime, ranks, setup.model, results, common)
-        return Evaluation(run, trace)
+        return ReadyEvaluation(run, trace)
 
     def _rewritten(self, traced: Program) -> PipelinedProgram:
         """The program of this rank.
