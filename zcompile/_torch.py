@@ -44,7 +44,7 @@ from torch._dynamo.exc import (  # what a capture can raise
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator  # what of a frame is being traced
 from torch._dynamo.variables import TensorVariable
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NewGlobalVariable
 from torch._functorch import config as functorch_config
@@ -497,7 +497,8 @@ def python_writes() -> Iterator[tuple[int, str]]:
     output = InstructionTranslator.current_tx().output
     effects, scope = output.side_effects, output.global_scope
     for identity, variable in effects.id_to_variable.items():
-        if variable.source is None or not effects.is_modified(variable):
+        is_new = variable.source is None or isinstance(variable.mutation_type, (AttributeMutationNew, ValueMutationNew))
+        if is_new or not effects.is_modified(variable):
             continue
         for name, stored in effects.store_attr_mutations.get(variable, {"": None}).items():
             if stored is None or (stored.is_python_constant() and not _has(variable, name, stored, scope)):
@@ -506,9 +507,10 @@ def python_writes() -> Iterator[tuple[int, str]]:
 
 def _has(variable: Any, name: str, stored: Any, scope: dict[str, Any]) -> bool:
     """True if the object of a variable, or a global variable, which is read in `scope`, is already as it is stored."""
-    now, source = stored.as_python_constant(), variable.source.name
+    now = stored.as_python_constant()
     try:
-        if isinstance(variable, NewGlobalVariable):
+        if isinstance(variable, NewGlobalVariable) and variable.source is not None:
+            source: Any = variable.source.name
             before = eval(source() if callable(source) else source, {"G": scope})  # a method up to torch 2.11
         else:
             before = object.__getattribute__(variable.value, name)

@@ -24,15 +24,20 @@ def identifier(name: str) -> str:
 
 
 def common_module(paths: Iterable[str]) -> str:
-    """The module, with a dot, in which all of `paths` are, so that values need not be called by it; empty for none.
+    """The module, with a dot, in which `paths` are, so that values need not be called by it; empty for none.
 
-    What is left of each path begins with a word, not with the number of a block.
+    A model's own children, such as a head, may stand beside it. What is left of each path begins with a word, not with
+    the number of a block, and is no other's name.
     """
-    parts = [path.split(".") for path in paths]
+    known = list(paths)
+    parts = [path.split(".") for path in known if "." in path]
     common = list(itertools.takewhile(lambda together: len(set(together)) == 1, zip(*parts, strict=False)))
     while common and not all(len(path) > len(common) and path[len(common)].isidentifier() for path in parts):
         common.pop()
-    return "".join(f"{together[0]}." for together in common)
+    around = "".join(f"{together[0]}." for together in common)
+    left = [path.removeprefix(around) for path in known]
+    is_clear = all(path[0].isidentifier() and not around.startswith(f"{path}.") for path in left)
+    return around if is_clear and len({*left}) == len(left) else ""
 
 
 def free(name: str) -> str:
