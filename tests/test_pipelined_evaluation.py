@@ -85,6 +85,50 @@ def test_evaluations_are_those_of_plain_pytorch(
     assert ranks.run(pipeline * data, evaluates, name, pipeline, data, schedule, stage) == [[]] * (pipeline * data)
 
 
+class Assisted(nn.Module):
+    """A second head, there for training alone, and a bias that the first stage reads and the last one trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.extra = nn.Linear(5, 2)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.last.bias.detach().mean()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        result: torch.Tensor = self.last(x)
+        return result + self.extra(x) if self.training else result
+
+
+def keeps_its_stages(rank: int) -> list[bool]:
+    """Whether losses are plain PyTorch's: an evaluation alone would keep that bias in the first stage."""
+    plain, model = Assisted(), Assisted()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
+    options: dict[str, Any] = {"mesh": mesh_of(2, 1), "microbatches": MICROBATCHES, "backend": "eager", "stage": 1}
+    units = ["extra", "layers.*", "last"]
+    step = zcompile.train_step(model, loss_of, optimizers[1], units=units, schedule="gpipe", **options)
+    equal, batch = [], batch_of("skips", 0, 0)
+    for _ in range(2):
+        step(*batch)
+        for part in zip(*(one.chunk(MICROBATCHES) for one in batch), strict=True):
+            (loss_of(plain, *part) / MICROBATCHES).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        for one in (plain, model):
+            one.eval()
+        equal.append(torch.equal(step.evaluate(*batch), plainly(plain, *batch)))
+        for one in (plain, model):
+            one.train()
+    return equal
+
+
+def test_an_evaluation_keeps_parameters_in_the_stages_of_the_step(ranks: Ranks) -> None:
+    assert ranks.run(2, keeps_its_stages) == [[True, True]] * 2
+
+
 def is_refused(rank: int) -> list[str]:
     """The errors of evaluations that cannot be."""
     step, found = step_of("skips", 2, 1, schedule="1f1b", stage=3), []
