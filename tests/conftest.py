@@ -58,7 +58,7 @@ def browser() -> Iterator[Any]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--within", type=float, metavar="SECONDS", help="start no test later: what is left is skipped")
-    parser.addoption("--order", metavar="TEXT", help="run slow tests, and files of others, in an order of TEXT's own")
+    parser.addoption("--order", metavar="TEXT", help="run the tests in an order of TEXT's own")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,12 +73,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if order := config.getoption("--order"):
-
-        def place(item: pytest.Item) -> bytes:
-            what = item.nodeid if item.get_closest_marker("slow") else item.path.name
-            return hashlib.sha256(f"{order} {what}".encode()).digest()
-
-        items.sort(key=place)
+        items.sort(key=lambda item: hashlib.sha256(f"{order} {item.nodeid}".encode()).digest())
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
