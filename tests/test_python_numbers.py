@@ -252,10 +252,8 @@ DEPTH = 0
 def test_what_a_pipelines_step_changes_back_is_not_changed(leaves: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = Marks(leaves)
-    optimizer, mesh = (
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp")),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
     step = zcompile.train_step(model, lambda m, x: m(x).mean(), optimizer, mesh=mesh, schedule="gpipe", backend="eager")
     with pytest.raises(zcompile.CaptureError, match=f"^{leaves}: is changed") if leaves else nullcontext():
         step(torch.randn(2, 4))

@@ -131,7 +131,8 @@ class Kept:
         program = loaded(self._traced, mode)
         assert isinstance(program, Program), "written by this very code"
         # By their identity the proof knows them, and here each of the two programs has been read with its own.
-        return replace(program, constants={name: self.program.constants[name] for name in program.constants})
+        own = {name: self.program.constants.get(name, value) for name, value in program.constants.items()}
+        return replace(program, constants=own)
 
     def check_fixed(self) -> None:
         """AOTAutograd's entry counts the sizes that the program saves, which are not those of another program.
