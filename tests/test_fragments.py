@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.cases import quickly
+from tests.cases import diagonal, quickly
 from tests.ranks import Ranks
 
 WIDTH = 6
@@ -267,8 +267,7 @@ def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: in
     assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
 
 
-@pytest.mark.parametrize("order", ["model first", "module first"])
-@pytest.mark.parametrize("stage", [0, 3])
+@diagonal("order, stage", ["model first", "module first"], [0, 3])
 def test_a_module_is_checkpointed_within_a_broken_model_and_past_it(ranks: Ranks, stage: int, order: str) -> None:
     assert ranks.run(2, train, "Nested", 2, stage, "eager", "layers.0", order == "module first") == [[]] * 2
 
@@ -294,8 +293,7 @@ def train_what_was_kept(rank: int, world: int, stage: int, alone: bool) -> list[
     ]
 
 
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("stage", [0, 3])
+@diagonal("alone, stage", [True, False], [0, 3])
 def test_a_loss_that_the_model_keeps_is_trained(ranks: Ranks, stage: int, alone: bool) -> None:
     assert ranks.run(2, train_what_was_kept, 2, stage, alone) == [[]] * 2
 

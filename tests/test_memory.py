@@ -76,7 +76,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return GPT(layers=4, width=64)
+    return GPT(layers=3, width=64)
 
 
 def measure_full(rank: int, prefetch: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import zcompile
+from tests.cases import quickly
 from tests.models import GPT
 from tests.ranks import Ranks
 from zcompile import GroupError, MeshForecast, ModelError, OptionError
@@ -120,7 +121,7 @@ MANY += [("llama", "zbvzerobubble", 2, 6, stage, False, 4) for stage in range(4)
 MANY += [("tied", "1f1b", 2, 4, stage, True, 4) for stage in range(4)]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MANY)], ids=str)
+@quickly("case", [*CASES, *MANY], CASES[::3])
 def test_a_forecast_is_near_what_the_programs_take(case: Case) -> None:
     programs, pipeline = programs_of(case), divided(case)
     found, lines = forecast(pipeline), simulate_pipeline(programs, H100)
@@ -237,6 +238,7 @@ def test_the_fastest_that_fits_is_found_by_looking_at_everything() -> None:
         assert best.nbytes <= 0.5e9
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_group")
 def test_meshes_are_all_divisions_of_the_ranks() -> None:
     plan = found(schedules=["1f1b"], tensor_parallel=None)
@@ -247,7 +249,6 @@ def test_meshes_are_all_divisions_of_the_ranks() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_group")
 def test_tensor_parallelism_stays_within_the_innermost_links() -> None:
     near = replace(H100, links=(Link("inside", 1e-6, 4e11, members=2), Link("outside", 1e-5, 5e10)))

@@ -5,12 +5,12 @@ A region within a region is refused by torch 2.13, whatever the backend.
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import zcompile
+from tests.cases import diagonal
 from tests.ranks import Ranks
 
 
@@ -81,7 +81,6 @@ def same(rank: int, marked: type[nn.Module], backend: str) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("marked", [Inner, Block])
+@diagonal("marked, backend", [Inner, Block], ["eager", "inductor"])
 def test_marked_blocks_train_with_the_same_bits(marked: type[nn.Module], backend: str, ranks: Ranks) -> None:
     ranks.run(2, same, marked, backend)

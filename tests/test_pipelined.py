@@ -111,7 +111,7 @@ def model_of(name: str) -> nn.Module:
         return Normed()
     if "gpt" not in name:
         return Tied() if "tied" in name else Skips()
-    model = GPT(layers=4, width=16, heads=2)
+    model = GPT(layers=3, width=16, heads=2)
     if "tied" in name:
         model.head.weight = model.tokens.weight
     return model
@@ -285,16 +285,13 @@ WAYS = [
     [
         ("gpt", 2, 1, "1f1b", 0),
         ("skips", 2, 2, "zbvzerobubble", 3),
-        ("skips", 2, 2, "interleavedzerobubble", 2),
-        ("gpt", 2, 2, "interleaved1f1b", 1),
-        ("gpt", 4, 1, "gpipe", 1),
+        ("skips", 2, 1, "interleaved1f1b", 2),
         ("skips", 2, 1, "dualpipev", 3),
         ("skips", 1, 2, "1f1b", 3),
-        ("gpt tied", 2, 2, "1f1b", 1),
+        ("gpt tied", 2, 1, "1f1b", 1),
         ("skips tied", 4, 1, "interleavedzerobubble", 0),
-        ("gpt tied", 2, 2, "zbvzerobubble", 3),
-        ("norms", 2, 1, "1f1b", 1),
-        ("norms", 2, 2, "interleavedzerobubble", 3),
+        ("skips tied", 2, 2, "zbvzerobubble", 3),
+        ("norms", 2, 1, "interleavedzerobubble", 3),
     ],
 )
 def test_a_pipeline_trains_as_one_process_bit_for_bit(
@@ -366,7 +363,7 @@ def in_low_precision(rank: int, name: str, pipeline: int, data: int, stage: int,
         for stage in range(4)
         for dtype in (torch.float32, torch.bfloat16)
     ],
-    [("gpt", 2, 2, 1, torch.float32), ("gpt tied", 2, 1, 0, torch.float32), ("gpt tied", 2, 2, 3, torch.float32)],
+    [("gpt tied", 2, 1, 3, torch.float32)],
 )
 def test_gradients_are_added_up_in_the_dtype_that_they_are_reduced_in(
     ranks: Ranks, name: str, pipeline: int, data: int, stage: int, reduce_dtype: Any
@@ -384,7 +381,7 @@ def gathers(rank: int) -> list[object]:
             model,
             loss_of,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            mesh=mesh_of(2, 2),
+            mesh=mesh_of(1, 2),
             microbatches=MICROBATCHES,
             stage=3,
             backend="eager",
@@ -403,7 +400,7 @@ def gathers(rank: int) -> list[object]:
 
 
 def test_units_stay_full_over_micro_batches_as_far_as_memory_allows(ranks: Ranks) -> None:
-    for free, generous, refused in ranks.run(4, gathers):
+    for free, generous, refused in ranks.run(2, gathers):
         assert free > 4
         assert generous == 1
         assert str(refused).startswith("memory_limit: 1000 B is less than the ")
@@ -437,7 +434,7 @@ def test_losses_of_other_dtypes_and_shapes(ranks: Ranks, shape: tuple[int, ...])
 
 def from_meta(rank: int) -> tuple[float, list[str]]:
     with torch.device("meta"):
-        model = GPT(layers=4, width=16, heads=2)
+        model = GPT(layers=2, width=16, heads=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = zcompile.train_step(model, loss_of, optimizer, mesh=mesh_of(2, 1), microbatches=2, backend="eager")
     torch.manual_seed(0)
@@ -448,7 +445,7 @@ def from_meta(rank: int) -> tuple[float, list[str]]:
 
 def from_meta_alone(rank: int) -> float:
     with torch.device("meta"):
-        model = GPT(layers=4, width=16, heads=2)
+        model = GPT(layers=2, width=16, heads=2)
     torch.manual_seed(0)
     compiled = zcompile.compile(model, backend="eager")
     parts = [one.chunk(2) for one in batch_of("gpt", 0, 0)]
@@ -459,7 +456,7 @@ def test_a_model_on_meta_gets_the_values_of_its_code_where_it_is_kept(ranks: Ran
     (first, names), (second, others) = ranks.run(2, from_meta)
     assert first == second == ranks.run(1, from_meta_alone)[0]
     assert {*names}.isdisjoint(others)
-    assert {*names, *others} == {name for name, _ in GPT(layers=4, width=16, heads=2).named_parameters()}
+    assert {*names, *others} == {name for name, _ in GPT(layers=2, width=16, heads=2).named_parameters()}
 
 
 def programs(rank: int, stage: int, **options: Any) -> dict[str, Any]:
@@ -491,7 +488,7 @@ def text_with(rank: int, options: dict[str, Any]) -> str:
     return str(programs(rank, 1, **options)["text"])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@quickly("stage", [1, 2, 3], [1, 3])
 def test_what_a_stage_of_zero_sends_in_a_pipeline(ranks: Ranks, stage: int) -> None:
     for rank, found in enumerate(ranks.run(4, programs, stage)):
         units = found["units"]
@@ -502,13 +499,13 @@ def test_what_a_stage_of_zero_sends_in_a_pipeline(ranks: Ranks, stage: int) -> N
         assert found["Sum"] == (units * (MICROBATCHES - 1) if stage == 1 else 0)
         assert found["SumAverages"] == (0 if stage == 1 else units * (MICROBATCHES - 1))
         assert found["Send"] == MICROBATCHES
+        assert "bucket=" not in found["text"]
         actions = re.findall(r"^    # (\w+)$", found["text"], re.MULTILINE)
         assert actions[:4] == [["0F0", "0F1", "0B0", "0F2"], ["1F0", "1B0", "1F1", "1B1"]][rank // 2]
 
 
 def test_messages_are_of_the_size_that_is_asked_for(ranks: Ranks) -> None:
     assert all("bucket=512" in text for text in ranks.run(4, text_with, {"bucket": 512}))
-    assert not any("bucket=" in text for text in ranks.run(4, text_with, {}))
 
 
 def clips(rank: int, name: str, pipeline: int, data: int, stage: int, schedule: str) -> list[float]:
@@ -540,9 +537,10 @@ def clips(rank: int, name: str, pipeline: int, data: int, stage: int, schedule: 
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "pipeline", "data", "stage", "schedule"),
+@quickly(
+    "name, pipeline, data, stage, schedule",
     [("skips", 2, 2, 0, "1f1b"), ("gpt tied", 2, 2, 3, "zbvzerobubble"), ("skips", 4, 1, 1, "gpipe")],
+    [("skips", 2, 2, 0, "1f1b")],
 )
 def test_gradients_are_clipped_by_the_norm_of_all_stages(
     ranks: Ranks, name: str, pipeline: int, data: int, stage: int, schedule: str
@@ -570,7 +568,7 @@ def test_a_parameter_that_no_optimizer_holds_keeps_no_gradient(ranks: Ranks) -> 
 
 def held(rank: int, options: dict[str, Any]) -> int:
     """The most bytes of activations and gradients that the program of a rank holds, as predicted."""
-    model = GPT(layers=8, width=64, heads=2)
+    model = GPT(layers=4, width=64, heads=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = {"mesh": mesh_of(2, 1), "microbatches": 8, "backend": "eager"}
     step = zcompile.train_step(model, loss_of, optimizer, **made, **options)
@@ -580,7 +578,7 @@ def held(rank: int, options: dict[str, Any]) -> int:
     return peak_bytes(step.program)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@quickly("schedule", ["1f1b", "gpipe"], ["1f1b"])
 def test_what_is_computed_again_is_not_held(ranks: Ranks, schedule: str) -> None:
     """Where other micro-batches run between forward and backward, that is so of the last unit of a stage, too."""
     saved = ranks.run(2, held, {"schedule": schedule})
@@ -799,11 +797,11 @@ def test_what_one_rank_alone_has_wrong_is_told_to_the_others(ranks: Ranks) -> No
 
 
 def changes(rank: int, what: str) -> tuple[str, float]:
-    """Rank 1 of 2 x 2 changes something after the first step."""
-    mesh, model, mine = mesh_of(2, 2), model_of("skips"), rank == 1
+    """Rank 0 of two changes something after the first step."""
+    mesh, model, mine = mesh_of(2, 1), model_of("skips"), rank == 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = zcompile.train_step(model, loss_of, optimizer, mesh=mesh, microbatches=MICROBATCHES, backend="eager")
-    step(*batch_of("skips", rank % 2, 0))
+    step(*batch_of("skips", 0, 0))
     rows = 2 * MICROBATCHES
     if mine and what == "size":
         rows = MICROBATCHES
@@ -825,7 +823,7 @@ def changes(rank: int, what: str) -> tuple[str, float]:
         globals()["SCALE"] = 0.5
     started = time.perf_counter()
     try:
-        step(*batch_of("skips", rank % 2, 1, rows))
+        step(*batch_of("skips", 0, 1, rows))
     except zcompile.ZcompileError as error:
         return f"{type(error).__name__}: {error}", time.perf_counter() - started
     finally:
@@ -848,8 +846,8 @@ def changes(rank: int, what: str) -> tuple[str, float]:
     ],
 )
 def test_what_was_traced_must_not_change(ranks: Ranks, what: str, message: str) -> None:
-    for rank, (found, seconds) in enumerate(ranks.run(4, changes, what)):
-        assert re.match(message if rank == 1 else "AgreementError: the step: rank 1 failed there: ", found), found
+    for rank, (found, seconds) in enumerate(ranks.run(2, changes, what)):
+        assert re.match("AgreementError: the step: rank 0 failed there: " if rank else message, found), found
         assert seconds < AT_ONCE
 
 
@@ -1039,8 +1037,7 @@ def on_disk(rank: int, folder: str, name: str, schedule: str, stage: int, option
         for options in (("offload_parameters",), ("offload_optimizer",), ("offload_parameters", "offload_optimizer"))
     ],
     [
-        ("skips tied", "1f1b", 3, ("offload_parameters", "offload_optimizer")),
-        ("gpt", "1f1b", 1, ("offload_optimizer",)),
+        ("norms", "1f1b", 3, ("offload_parameters", "offload_optimizer")),
     ],
 )
 def test_what_is_on_a_disk_changes_no_bit(
@@ -1091,7 +1088,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     ],
     [
         ("6.5 MB", {"schedule": "1f1b", "stage": 3, "split": ["blocks.3"]}),
-        (None, {"schedule": "gpipe", "checkpoint": "unit"}),
     ],
 )
 def test_activations_on_a_disk_change_no_bit(
@@ -1154,7 +1150,7 @@ def within(rank: int, schedule: str, stage: int, share: float, tied: bool) -> tu
         for stage in (1, 3)
         for share in (0.9, 0.75)
     ],
-    [("1f1b", 1, 0.75, True)],
+    [],
 )
 def test_steps_hold_no_more_than_a_budget(ranks: Ranks, schedule: str, stage: int, share: float, tied: bool) -> None:
     found, most = ranks.run(2, within, schedule, stage, share, tied), 0
@@ -1167,7 +1163,7 @@ def test_steps_hold_no_more_than_a_budget(ranks: Ranks, schedule: str, stage: in
 
 
 def too_small(rank: int) -> str:
-    model = GPT(layers=6, width=64, heads=2)
+    model = GPT(layers=2, width=64, heads=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = {"mesh": mesh_of(2, 1), "microbatches": 4, "backend": "eager", "checkpoint": "100 KiB"}
     try:

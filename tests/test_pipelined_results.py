@@ -84,7 +84,7 @@ def metrics(rank: int, schedule: str, results: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("schedule", "results"), [("1f1b", "all"), ("zbvzerobubble", "all"), ("1f1b", "last")])
+@quickly("schedule, results", [(s, r) for s in ("1f1b", "zbvzerobubble") for r in ("all", "last")], [("1f1b", "last")])
 def test_metrics_are_those_of_each_micro_batch(ranks: Ranks, schedule: str, results: str) -> None:
     assert ranks.run(4, metrics, schedule, results) == [[]] * 4
 
@@ -194,7 +194,7 @@ def scaled(rank: int, pipeline: int, data: int, stage: int, clip: float | None) 
 @quickly(
     "pipeline, data, stage, clip",
     [(p, d, s, c) for p, d in ((2, 1), (2, 2), (4, 1)) for s in range(4) for c in (None, 0.5)],
-    [(2, 2, 1, None), (2, 1, 0, 0.5), (2, 2, 3, None)],
+    [(2, 1, 3, 0.5)],
 )
 def test_steps_that_overflow_are_skipped_on_all_ranks(
     ranks: Ranks, pipeline: int, data: int, stage: int, clip: float | None

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zcompile
+from tests.cases import quickly
 from tests.ranks import Ranks
 from tests.test_pipelined import MICROBATCHES, UNITS, Reference, batch_of, loss_of, mesh_of, model_of
 from zcompile.pipelining.step import PipelinedStep
@@ -89,15 +90,20 @@ def goes_on(rank: int, folder: str, name: str, pipeline: int, data: int, stage: 
     return [extra, [group["weight_decay"] for group in optimizer.param_groups], *found]
 
 
+QUICK: list[Any] = [
+    ("skips", (2, 2, 1, "1f1b"), [(1, 2, 3, "1f1b"), (2, 1, 0, "interleaved1f1b")]),
+    ("norms", (2, 1, 1, "1f1b"), [(2, 1, 3, "zbvzerobubble")]),
+]
 MESHES = [
-    ("skips", (2, 2, 1, "1f1b"), [(4, 1, 1, "gpipe"), (1, 4, 3, "1f1b"), (2, 1, 0, "interleaved1f1b")]),
+    *QUICK,
+    ("skips", (2, 2, 1, "1f1b"), [(4, 1, 1, "gpipe"), (1, 4, 3, "1f1b")]),
     ("gpt", (2, 2, 3, "interleavedzerobubble"), [(2, 2, 0, "zbvzerobubble"), (4, 1, 2, "1f1b")]),
     ("gpt tied", (4, 1, 1, "1f1b"), [(2, 2, 3, "1f1b")]),
     ("norms", (4, 1, 1, "1f1b"), [(2, 1, 3, "zbvzerobubble"), (1, 2, 1, "1f1b")]),
 ]
 
 
-@pytest.mark.parametrize(("name", "first", "others"), MESHES)
+@quickly("name, first, others", MESHES, QUICK)
 def test_a_checkpoint_is_loaded_on_any_mesh(
     ranks: Ranks, tmp_path: Path, name: str, first: Any, others: list[Any]
 ) -> None:
@@ -154,6 +160,7 @@ def saves_unpipelined(rank: int, folder: str) -> None:
     compiled.save_checkpoint(folder, optimizer)
 
 
+@pytest.mark.slow
 def test_training_goes_on_bit_for_bit_with_and_without_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:
     pipelines, alone = tmp_path / "checkpoint", tmp_path / "alone"
     assert all(map(all, ranks.run(4, saves, str(tmp_path), "skips", 2, 2, 1, "1f1b")))
