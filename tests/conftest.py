@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from tests.garbage import Collector
 from tests.ranks import Ranks
+from zcompile.engine.interpreter import in_large_frame
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ZCOMPILE_CACHE", "0")  # what a test is about happens, though another one has compiled the same
@@ -43,6 +44,13 @@ def fresh_compiler(garbage: Collector) -> Iterator[None]:
     yield
     torch.compiler.reset()
     garbage.collect()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    names = pyfuncitem._fixtureinfo.argnames
+    in_large_frame(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
+    return True
 
 
 @pytest.fixture(scope="module")

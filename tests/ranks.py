@@ -92,6 +92,7 @@ def _work(connection: Connection, size: int, simulated: bool) -> None:
     import torch.distributed as dist
 
     from zcompile._torch import forget_meshes
+    from zcompile.engine.interpreter import in_large_frame
 
     torch.set_num_threads(1)
     garbage = Collector()
@@ -105,7 +106,7 @@ def _work(connection: Connection, size: int, simulated: bool) -> None:
             value: Any = importlib.import_module(module)
             for part in name.split("."):
                 value = getattr(value, part)
-            answer = (True, value(rank, *args))
+            answer = (True, in_large_frame(value, rank, *args))
         except BaseException:
             answer = (False, traceback.format_exc())
         finally:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.engine.collector import old_objects_frozen
+from zcompile.engine.interpreter import old_objects_frozen
 
 
 @pytest.fixture(autouse=True)

@@ -568,7 +568,7 @@ def test_a_parameter_that_no_optimizer_holds_keeps_no_gradient(ranks: Ranks) -> 
 
 def held(rank: int, options: dict[str, Any]) -> int:
     """The most bytes of activations and gradients that the program of a rank holds, as predicted."""
-    model = GPT(layers=4, width=64, heads=2)
+    model = GPT(layers=6, width=64, heads=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = {"mesh": mesh_of(2, 1), "microbatches": 8, "backend": "eager"}
     step = zcompile.train_step(model, loss_of, optimizer, **made, **options)

@@ -43,6 +43,7 @@ from zcompile.cost.timeline import Timeline
 from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.calls.links import linked
 from zcompile.engine.engine import Engine
+from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
@@ -153,7 +154,7 @@ class Backend:
         names = Names({id(fake): self._known[index].name for index, fake in fakes.items()}, {}, frozenset())
         trainable = {known.name: known.parameter.requires_grad for known in self._known.values()}
         with engine.runtime.autocast():
-            compiled = engine.compiler.capture(module, given, names, trainable, whole=False)
+            compiled = in_large_frame(engine.compiler.capture, module, given, names, trainable, whole=False)
         return linked(compiled, inputs, {id(value): value for value in parameters})
 
     def _placeholder(self, parameter: nn.Parameter) -> nn.Parameter:

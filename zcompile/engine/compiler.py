@@ -15,8 +15,8 @@ from zcompile._torch import prepare_inductor, tracing_context
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.roofline import bucket_for
 from zcompile.engine.calibration import measure
-from zcompile.engine.collector import collector_paused, old_objects_frozen
 from zcompile.engine.interception import is_intercepting, offer
+from zcompile.engine.interpreter import collector_paused, old_objects_frozen
 from zcompile.engine.lowering import CompiledStep, Session
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache

@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zcompile._torch import has_step_pre_hooks
+from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
 from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import check_optimizers
@@ -251,7 +252,7 @@ class PipelinedStep(Savable, Reported):
     def _ready(self, first: Called) -> ReadyStep:
         """What takes the step, made of a micro-batch if there is nothing yet."""
         if self._made is None:
-            self._made = prepare(self._setup, first, self)
+            self._made = in_large_frame(prepare, self._setup, first, self)
             self._made.reports.dump_if_asked()
         return self._made
 

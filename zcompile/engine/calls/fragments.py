@@ -38,8 +38,8 @@ from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.calls.plain_reads import PlainReads
 from zcompile.engine.calls.writes import check_in_place, write_back
-from zcompile.engine.collector import old_objects_frozen
 from zcompile.engine.engine import Engine
+from zcompile.engine.interpreter import in_large_frame, old_objects_frozen
 from zcompile.errors import CaptureError, OptionError, ParameterError, ZcompileError, shortened
 from zcompile.frontend.capture import Names, refuse_handed_on
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
@@ -333,8 +333,9 @@ class Fragment:
             try:
                 runtime = self.tree.engine.runtime
                 first = contextlib.nullcontext() if self._was_called else self._first_call()
+                traced = self._traced if self._was_called else functools.partial(in_large_frame, self._traced)
                 with self._placeholders_in_place(), typed_errors(), runtime.modes.aside(), first:
-                    result = self._traced(self._hooks.text(self.tree.watch.version), *args, **kwargs)
+                    result = traced(self._hooks.text(self.tree.watch.version), *args, **kwargs)
             except BREAKS as error:
                 self._split(error)
             else:
