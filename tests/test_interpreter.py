@@ -1,8 +1,9 @@
-"""Python's garbage collector is as it was after compiling, and frees what compiling leaves."""
+"""What Python does while models are compiled: which objects its collector looks at, and where frames are."""
 
 from __future__ import annotations
 
 import gc
+import resource
 import weakref
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.engine.interpreter import old_objects_frozen
+from zcompile.engine.interpreter import in_large_frame, old_objects_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +92,28 @@ def test_compiling_leaves_the_collector_as_it_was(without_group: None, enabled: 
     finally:
         gc.enable()
     assert seen[:1] == [True], "torch.compile traces with frozen objects"
+
+
+def called(x: int) -> int:
+    """Its frame has room for all names that it might have."""
+    if x < 0:
+        a = b = c = d = e = f = g = h = i = j = k = l = m = n = o = p = q = r = s = t = u = v = w = x  # noqa: E741, F841
+    return x
+
+
+def faults_below(depth: int) -> int:
+    """Page faults of calls of a function from a stack that is so much deeper."""
+    if depth:
+        return faults_below(depth - 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for number in range(1000):
+        called(number)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def most_faults() -> int:
+    return max(map(faults_below, range(300)))
+
+
+def test_calls_from_a_large_frame_need_no_memory_however_deep_the_stack_is() -> None:
+    assert in_large_frame(most_faults) < 500
