@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(
-        self, layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 64, context: int = 16
+        self, layers: int = 3, width: int = 32, heads: int = 4, vocabulary: int = 64, context: int = 16
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -58,7 +58,7 @@ class TiedGPT(GPT):
     """The head is the embedding."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers=2)
         self.head.weight = self.tokens.weight
 
 

@@ -86,8 +86,6 @@ def traced(
     named: Mapping[str, Any] = {}
     if kind == "dropped":
         model, given = Dropped(), (torch.ones(4, 8),)
-    elif kind == "gpt":  # three blocks, each of which texts below speak of
-        model, given = models.GPT(layers=3), models.batch(kind, 0, 0)
     elif kind in models.MODELS:
         model, given = models.make(kind), models.batch(kind, 0, 0)
     else:

@@ -194,7 +194,7 @@ def renumbered(traced: Program) -> dict[int, int]:
     ("name", "starts"),
     [
         ("gpt", ["blocks.1"]),
-        ("gpt", ["blocks.0", "blocks.1", "head"]),
+        ("gpt", ["blocks.0", "blocks.2", "head"]),
         ("tied", ["blocks.1"]),
         ("skips", ["down.1", "down.2", "up.0", "up.2"]),
         ("skips", ["up.1"]),
@@ -271,7 +271,7 @@ def test_a_tied_head_counts_where_it_stands() -> None:
 def test_masks_and_positions_are_computed_where_they_are_needed() -> None:
     model, batch = case("gpt")
     traced = trace(model, batch)
-    assert units_in_order(traced) == ["tokens", "blocks.0", "blocks.1", "head"]
+    assert units_in_order(traced) == ["tokens", "blocks.0", "blocks.1", "blocks.2", "head"]
     for stage in cut_stages(traced, starts=["blocks.1", "head"])[1:]:
         received = [end for end in stage.boundary.inputs if isinstance(end, Crossing)]
         assert len(received) == 1, "the activation alone"
