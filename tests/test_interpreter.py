@@ -117,3 +117,7 @@ def most_faults() -> int:
 
 def test_calls_from_a_large_frame_need_no_memory_however_deep_the_stack_is() -> None:
     assert in_large_frame(most_faults) < 500
+
+
+def test_arguments_may_have_any_name() -> None:
+    assert in_large_frame(dict, function=1, args=2) == {"function": 1, "args": 2}
