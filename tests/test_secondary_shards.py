@@ -76,7 +76,7 @@ def test_two_by_two_equals_the_sum_in_order_bit_for_bit(ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_by_two_equals_the_sum_in_order_in_every_stage(ranks: Ranks, kind: str) -> None:
-    assert ranks.run(4, sweep, kind, (2, 2), [*ALL, ("flat", 2, 1)]) == [[]] * 4
+    assert ranks.run(4, sweep, kind, (2, 2), [*ALL, ("flat", 2, 1), ("flat", 3, 2)]) == [[]] * 4
 
 
 @quickly("shape, kind", [((3, 1), "mlp"), ((1, 3), "mlp"), ((4, 1), "conv"), ((1, 4), "conv")], [((3, 1), "mlp")])

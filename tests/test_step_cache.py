@@ -141,15 +141,15 @@ def test_what_is_found_trains_with_the_same_bits(
     ranks.run(world, thrice, str(tmp_path), kind, dict([("stage", stage), option]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("gpt", {"checkpoint": "unit"}),
-        ("mlp", {"arenas": True}),
-        ("gpt", {"offload_activations": "disk:FOLDER"}),
-        ("mlp", {"dtype": torch.bfloat16}),
-    ],
-)
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("gpt", {"checkpoint": "unit"}),
+    ("mlp", {"arenas": True}),
+    ("gpt", {"offload_activations": "disk:FOLDER"}),
+    ("mlp", {"dtype": torch.bfloat16}),
+]
+
+
+@quickly("kind, options", [*ASKED, ("gpt", {"arenas": True}), ("gpt", {"dtype": torch.bfloat16})], ASKED)
 def test_what_is_found_does_what_options_ask_for(
     kind: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -439,7 +439,7 @@ def varying(rank: int, folder: str, kind: str, backend: str) -> None:
 
 @quickly(
     "kind, backend",
-    [("tied", "eager"), ("tied", "inductor"), ("mlp", "inductor"), ("conv", "eager")],
+    [(kind, backend) for kind in ("tied", "mlp", "conv") for backend in ("eager", "inductor")],
     [("tied", "eager"), ("conv", "eager")],
 )
 def test_sizes_may_vary(one: Callable[..., Any], kind: str, backend: str) -> None:
@@ -558,9 +558,9 @@ def test_the_backend_of_torch_compile_finds_its_steps(one: Callable[..., Any]) -
 # -- ranks that find different things ---------------------------------------------------------------------------------
 
 
-def one_finds(rank: int, folder: str, options: dict[str, Any]) -> None:
+def one_finds(rank: int, folder: str, kind: str, options: dict[str, Any]) -> None:
     def once() -> tuple[list[bool], list[torch.Tensor]]:
-        has, _, values = trained(make("mlp"), lambda step: batch("mlp", rank, step), **options)
+        has, _, values = trained(make(kind), lambda step: batch(kind, rank, step), **options)
         return has, values
 
     with cached(f"{folder}/of_{rank}"):
@@ -575,10 +575,11 @@ def one_finds(rank: int, folder: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": "auto"}, {"memory_limit": "1 GiB"}])
+@quickly("kind", ["mlp", "gpt"], ["mlp"])
 def test_ranks_that_find_nothing_train_beside_one_that_does(
-    options: dict[str, Any], ranks: Ranks, tmp_path: Path
+    kind: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
-    ranks.run(3, one_finds, str(tmp_path), options)
+    ranks.run(3, one_finds, str(tmp_path), kind, options)
 
 
 def fills(rank: int, folder: str) -> list[bool]:
