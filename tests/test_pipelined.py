@@ -796,12 +796,12 @@ def test_what_one_rank_alone_has_wrong_is_told_to_the_others(ranks: Ranks) -> No
     assert seconds < AT_ONCE
 
 
-def changes(rank: int, what: str) -> tuple[str, float]:
-    """Rank 0 of two changes something after the first step."""
-    mesh, model, mine = mesh_of(2, 1), model_of("skips"), rank == 0
+def changes(rank: int, what: str, data: int) -> tuple[str, float]:
+    """Rank 0 changes something after the first step."""
+    mesh, model, mine = mesh_of(2, data), model_of("skips"), rank == 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = zcompile.train_step(model, loss_of, optimizer, mesh=mesh, microbatches=MICROBATCHES, backend="eager")
-    step(*batch_of("skips", 0, 0))
+    step(*batch_of("skips", rank % data, 0))
     rows = 2 * MICROBATCHES
     if mine and what == "size":
         rows = MICROBATCHES
@@ -823,7 +823,7 @@ def changes(rank: int, what: str) -> tuple[str, float]:
         globals()["SCALE"] = 0.5
     started = time.perf_counter()
     try:
-        step(*batch_of("skips", 0, 1, rows))
+        step(*batch_of("skips", rank % data, 1, rows))
     except zcompile.ZcompileError as error:
         return f"{type(error).__name__}: {error}", time.perf_counter() - started
     finally:
@@ -845,8 +845,9 @@ def changes(rank: int, what: str) -> tuple[str, float]:
         ("global", "ModelError: Skips: computes something else than at the first step: .*0.5.* in place of .*1.0"),
     ],
 )
-def test_what_was_traced_must_not_change(ranks: Ranks, what: str, message: str) -> None:
-    for rank, (found, seconds) in enumerate(ranks.run(2, changes, what)):
+@quickly("data", [1, 2], [1])
+def test_what_was_traced_must_not_change(ranks: Ranks, what: str, message: str, data: int) -> None:
+    for rank, (found, seconds) in enumerate(ranks.run(2 * data, changes, what, data)):
         assert re.match("AgreementError: the step: rank 0 failed there: " if rank else message, found), found
         assert seconds < AT_ONCE
 
