@@ -565,7 +565,8 @@ def one_finds(rank: int, folder: str, kind: str, options: dict[str, Any]) -> Non
 
     with cached(f"{folder}/of_{rank}"):
         cold = once()
-    with cached(f"{folder}/of_{rank}" if rank == 0 else f"{folder}/empty"):
+    # A folder each: of two ranks that share one, the later finds what the other has just written.
+    with cached(f"{folder}/of_{rank}" if rank == 0 else f"{folder}/empty_{rank}"):
         torch.distributed.barrier()
         mixed = once()
     assert not any(cold[0])
