@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from tests.garbage import Collector
 from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile.engine.interpreter import in_large_frame
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +33,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def threads(without_group: None) -> Threads:
+    """Ranks that are threads of this process, for whatever is not about processes, connections, time or tracing."""
+    return Threads()
 
 
 @pytest.fixture(scope="session")
