@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.models import batch, make
-from tests.ranks import Ranks
 from tests.test_fragments import make as make_broken
+from tests.threads import Threads
 from zcompile import OptionError
 
 MICRO = 3
@@ -66,13 +66,13 @@ def against_ddp(rank: int, kind: str, stage: int, full: bool = False, **options:
 
 
 @diagonal("stage, kind", range(4), ["mlp", "mlp", "gpt", "mlp"])
-def test_micro_batches_sum_as_under_ddp(ranks: Ranks, kind: str, stage: int) -> None:
-    assert ranks.run(2, against_ddp, kind, stage) == [[], []]
+def test_micro_batches_sum_as_under_ddp(threads: Threads, kind: str, stage: int) -> None:
+    assert threads.run(2, against_ddp, kind, stage) == [[], []]
 
 
 @diagonal("stage, kind, prefetch", [2, 3, 3, 2], ["mlp", "gpt", "mlp", "gpt"], [2, 0, 2, 1])
-def test_full_gradients_are_kept_in_every_stage(ranks: Ranks, kind: str, stage: int, prefetch: int) -> None:
-    assert ranks.run(2, full_gradients, kind, stage, prefetch) == [[], []]
+def test_full_gradients_are_kept_in_every_stage(threads: Threads, kind: str, stage: int, prefetch: int) -> None:
+    assert threads.run(2, full_gradients, kind, stage, prefetch) == [[], []]
 
 
 def full_gradients(rank: int, kind: str, stage: int, prefetch: int) -> list[str]:
@@ -91,8 +91,8 @@ def full_on_two_axes(rank: int, shard: str) -> bool:
 
 
 @quickly("shard", ["hsdp", "hfsdp", "hpz"], ["hfsdp"])
-def test_full_gradients_are_kept_over_two_axes(ranks: Ranks, shard: str) -> None:
-    assert ranks.run(4, full_on_two_axes, shard) == [True] * 4
+def test_full_gradients_are_kept_over_two_axes(threads: Threads, shard: str) -> None:
+    assert threads.run(4, full_on_two_axes, shard) == [True] * 4
 
 
 def reduced(rank: int, stage: int) -> list[int]:
@@ -109,8 +109,8 @@ def reduced(rank: int, stage: int) -> list[int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_full_gradients_are_reduced_once(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, reduced, stage) == [[MICRO - 1, True]] * 2
+def test_full_gradients_are_reduced_once(threads: Threads, stage: int) -> None:
+    assert threads.run(2, reduced, stage) == [[MICRO - 1, True]] * 2
 
 
 def broken(rank: int, stage: int) -> bool:
@@ -129,8 +129,8 @@ def broken(rank: int, stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_plain_python_reads_accumulates_too(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, broken, stage) == [True, True]
+def test_what_plain_python_reads_accumulates_too(threads: Threads, stage: int) -> None:
+    assert threads.run(2, broken, stage) == [True, True]
 
 
 class Switch(nn.Module):
@@ -154,8 +154,8 @@ def unreached(rank: int, stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_the_last_micro_batch_reduces_what_it_does_not_reach(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, unreached, stage) == [[3.0, 2.0, 3.0, 2.0]] * 2
+def test_the_last_micro_batch_reduces_what_it_does_not_reach(threads: Threads, stage: int) -> None:
+    assert threads.run(2, unreached, stage) == [[3.0, 2.0, 3.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -224,8 +224,8 @@ def apart(rank: int, stage: int) -> int:
     return sum(len(shards._held) for shards in compiled._engine.runtime.shards.values())
 
 
-def test_ranks_may_hold_back_unequal_numbers_and_keep_nothing_afterwards(ranks: Ranks) -> None:
-    assert ranks.run(2, apart, 0) == [0, 0]
+def test_ranks_may_hold_back_unequal_numbers_and_keep_nothing_afterwards(threads: Threads) -> None:
+    assert threads.run(2, apart, 0) == [0, 0]
 
 
 class Fails(torch.autograd.Function):

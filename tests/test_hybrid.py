@@ -21,6 +21,7 @@ from tests.cases import quickly
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
 from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import AgreementError, GroupError
 from zcompile.engine.calibration import measure
 from zcompile.ir.axis import Axis, AxisKind
@@ -121,8 +122,8 @@ def test_two_by_two_equals_the_sum_in_order_in_every_stage(ranks: Ranks, kind: s
 
 
 @quickly("shape, kind", [((3, 1), "mlp"), ((1, 3), "mlp"), ((4, 1), "conv"), ((1, 4), "conv")], [((3, 1), "mlp")])
-def test_dimensions_of_one_and_worlds_of_three(ranks: Ranks, shape: Shape, kind: str) -> None:
-    found = ranks.run(shape[0] * shape[1], sweep, kind, shape, [(1, 1), (3, 1)])
+def test_dimensions_of_one_and_worlds_of_three(threads: Threads, shape: Shape, kind: str) -> None:
+    found = threads.run(shape[0] * shape[1], sweep, kind, shape, [(1, 1), (3, 1)])
     assert found == [[]] * len(found)
 
 
@@ -162,8 +163,8 @@ def looked_at(rank: int) -> dict[str, object]:
     }
 
 
-def test_shards_repeat_along_one_dimension_and_traffic_is_counted_by_axis(ranks: Ranks) -> None:
-    found = ranks.run(4, looked_at)
+def test_shards_repeat_along_one_dimension_and_traffic_is_counted_by_axis(threads: Threads) -> None:
+    found = threads.run(4, looked_at)
     for one in found:
         assert one["placements"] == one["grad"] == (Replicate(), Shard(0))
         assert one["volumes"]["replicate"] == 0, "a forward gathers inside only"
@@ -200,8 +201,8 @@ def accumulated(rank: int, stage: int, shape: Shape, synchronised: list[bool], s
     ],
     [(1, (2, 2), [True, False, True]), (1, (4, 1), [False, True]), (3, (2, 2), [False, True])],
 )
-def test_gradients_are_accumulated(ranks: Ranks, stage: int, shape: Shape, synchronised: list[bool]) -> None:
-    assert ranks.run(4, accumulated, stage, shape, synchronised) == [[]] * 4
+def test_gradients_are_accumulated(threads: Threads, stage: int, shape: Shape, synchronised: list[bool]) -> None:
+    assert threads.run(4, accumulated, stage, shape, synchronised) == [[]] * 4
 
 
 def stepped(rank: int, **options: Any) -> Values:
@@ -218,8 +219,8 @@ def compare_steps(rank: int, stage: int, prefetch: int, shard: str | None = None
 
 
 @quickly("stage, prefetch", [(stage, prefetch) for stage in (1, 2, 3) for prefetch in (0, 2)], [(3, 2)])
-def test_a_train_step_updates_as_the_loop_does(ranks: Ranks, stage: int, prefetch: int) -> None:
-    assert ranks.run(4, compare_steps, stage, prefetch) == [[]] * 4
+def test_a_train_step_updates_as_the_loop_does(threads: Threads, stage: int, prefetch: int) -> None:
+    assert threads.run(4, compare_steps, stage, prefetch) == [[]] * 4
 
 
 # -- beside other options ---------------------------------------------------------------------------------------------
@@ -278,8 +279,8 @@ def overflowing(rank: int) -> tuple[list[float], bool]:
     return scales, unchanged
 
 
-def test_an_overflow_on_one_rank_is_every_ranks(ranks: Ranks) -> None:
-    assert ranks.run(4, overflowing) == [([512.0, 512.0], True)] * 4
+def test_an_overflow_on_one_rank_is_every_ranks(threads: Threads) -> None:
+    assert threads.run(4, overflowing) == [([512.0, 512.0], True)] * 4
 
 
 class Breaking(nn.Module):
@@ -316,8 +317,8 @@ def broken(rank: int, shard: str | None = None) -> list[str]:
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
-def test_what_runs_as_plain_python_is_averaged_over_both_axes(ranks: Ranks) -> None:
-    assert ranks.run(4, broken) == [[]] * 4
+def test_what_runs_as_plain_python_is_averaged_over_both_axes(threads: Threads) -> None:
+    assert threads.run(4, broken) == [[]] * 4
 
 
 def through_torch_compile(rank: int, shard: str | None = None) -> list[str]:
@@ -389,8 +390,8 @@ def replayed(rank: int, folder: str, **options: Any) -> None:
     compiled.dump(f"{folder}/dump", all_ranks=True)
 
 
-def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(4, replayed, str(tmp_path))
+def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, tmp_path: Path) -> None:
+    threads.run(4, replayed, str(tmp_path))
     assert_proven(tmp_path / "dump")
     assert_replayed(tmp_path, 4)
 
@@ -460,8 +461,8 @@ def refused(rank: int, names: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("names", [("outer", "inner"), ("a_shard", "b_shard"), ("replicate", "pp")])
-def test_dimensions_have_to_say_what_they_are_for(ranks: Ranks, names: tuple[str, str]) -> None:
-    for error in ranks.run(4, refused, names):
+def test_dimensions_have_to_say_what_they_are_for(threads: Threads, names: tuple[str, str]) -> None:
+    for error in threads.run(4, refused, names):
         assert "its dimensions do not say which of them repeats the shards that the other one divides" in error
         assert "mesh_dim_names=('replicate', 'shard')" in error
 
@@ -588,8 +589,8 @@ def whole_ones(rank: int) -> int:
     return called.call_count
 
 
-def test_shards_that_repeat_are_no_whole_gradients(ranks: Ranks) -> None:
-    assert ranks.run(4, whole_ones) == [0] * 4
+def test_shards_that_repeat_are_no_whole_gradients(threads: Threads) -> None:
+    assert threads.run(4, whole_ones) == [0] * 4
 
 
 def flattened_by_lbfgs(rank: int) -> bool:
@@ -613,8 +614,8 @@ def flattened_by_lbfgs(rank: int) -> bool:
     return all(torch.allclose(got[name], want, atol=1e-5) for name, want in plain.named_parameters())
 
 
-def test_lbfgs_flattens_what_the_shards_divide(ranks: Ranks) -> None:
-    assert ranks.run(4, flattened_by_lbfgs) == [True] * 4
+def test_lbfgs_flattens_what_the_shards_divide(threads: Threads) -> None:
+    assert threads.run(4, flattened_by_lbfgs) == [True] * 4
 
 
 def partly(rank: int) -> tuple[str, str]:
@@ -633,7 +634,7 @@ def partly(rank: int) -> tuple[str, str]:
     return said(mesh[names[1:]]), said(two["shard"])
 
 
-def test_a_part_of_a_mesh_is_refused_with_all_of_its_groups_or_the_whole(ranks: Ranks) -> None:
-    for part, shard in ranks.run(4, partly):
+def test_a_part_of_a_mesh_is_refused_with_all_of_its_groups_or_the_whole(threads: Threads) -> None:
+    for part, shard in threads.run(4, partly):
         assert "[mesh['dp_replicate'].get_group(), mesh['dp_shard'].get_group()]" in part
         assert "give that mesh itself, " in shard

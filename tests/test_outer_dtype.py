@@ -22,6 +22,7 @@ from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.rounding import EACH, rounded
 from tests.test_hybrid import STEPS, Shape, Values, adamw, differing, full_values, mean, mesh_of, train
+from tests.threads import Threads
 from zcompile import OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import data
 from zcompile.ir.ops import ReduceOutside
@@ -72,9 +73,9 @@ def averaged(rank: int, wire: torch.dtype, numel: int) -> tuple[torch.Tensor, in
 
 
 @quickly("wire, world", [(wire, world) for wire in WIRES for world in (2, 3, 4)], [(WIRES[0], 2), (WIRES[1], 3)])
-def test_every_rank_gets_the_same_average(ranks: Ranks, wire: torch.dtype, world: int) -> None:
+def test_every_rank_gets_the_same_average(threads: Threads, wire: torch.dtype, world: int) -> None:
     for numel in (1, 255, 1000):
-        found = ranks.run(world, averaged, wire, numel)
+        found = threads.run(world, averaged, wire, numel)
         drawn = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
         each = padded_to_blocks(numel if world == 2 else -(-numel // world))
         want = mean([rounded(torch.cat([one, one.new_zeros(-numel % EACH)]), wire)[:numel] for one in drawn])
@@ -121,9 +122,9 @@ def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[int, int]]) ->
 
 
 @quickly("shape, kind", [((2, 2), "gpt"), ((2, 2), "mlp"), ((3, 1), "mlp")], [((2, 2), "gpt"), ((3, 1), "mlp")])
-def test_bfloat16_between_replicas_is_that_rounding_and_no_other(ranks: Ranks, shape: Shape, kind: str) -> None:
+def test_bfloat16_between_replicas_is_that_rounding_and_no_other(threads: Threads, shape: Shape, kind: str) -> None:
     choices = [(1, 1), (2, 0), (3, 2)] if kind == "mlp" else [(3, 1)]
-    assert ranks.run(shape[0] * shape[1], sweep, kind, shape, choices) == [[]] * (shape[0] * shape[1])
+    assert threads.run(shape[0] * shape[1], sweep, kind, shape, choices) == [[]] * (shape[0] * shape[1])
 
 
 def beside(rank: int, folder: str) -> tuple[float, float, dict[str, int], dict[str, int]]:
@@ -180,8 +181,8 @@ def mistaken(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_program_that_sends_otherwise_is_refused(ranks: Ranks) -> None:
-    for said in ranks.run(2, mistaken):
+def test_a_program_that_sends_otherwise_is_refused(threads: Threads) -> None:
+    for said in threads.run(2, mistaken):
         assert "want torch.int8" in said
 
 
@@ -214,8 +215,8 @@ def with_a_number(rank: int, folder: str) -> list[str]:
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
-def test_what_is_whole_on_every_rank_travels_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, with_a_number, str(tmp_path)) == [[]] * 2
+def test_what_is_whole_on_every_rank_travels_as_it_is(threads: Threads, tmp_path: Path) -> None:
+    assert threads.run(2, with_a_number, str(tmp_path)) == [[]] * 2
     assert_proven(tmp_path)
 
 

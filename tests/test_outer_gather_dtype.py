@@ -27,6 +27,7 @@ from tests.ranks import Ranks
 from tests.rounding import EACH, rounded
 from tests.test_checker import texts_of
 from tests.test_hybrid import PLAN, STEPS, Breaking, Shape, Values, adamw, differing, full_values, mean, mesh_of
+from tests.threads import Threads
 from zcompile import OptionError, ProgramError, ProofError, facts
 from zcompile.cost.memory import live_bytes
 from zcompile.ir.axis import axes_of
@@ -170,9 +171,9 @@ FEW = [("hpz", 3, 1), ("hfsdp", 3, 2), ("hpz", 2, 0), ("hfsdp", 1, 1)]
     [("conv", (3, 1), INT8), ("mlp", (2, 2), BF16)],
 )
 def test_a_step_is_one_at_what_arrives_for_what_was_sent(
-    ranks: Ranks, kind: str, shape: Shape, wire: torch.dtype
+    threads: Threads, kind: str, shape: Shape, wire: torch.dtype
 ) -> None:
-    found = ranks.run(shape[0] * shape[1], sweep, kind, shape, wire, FEW, {})
+    found = threads.run(shape[0] * shape[1], sweep, kind, shape, wire, FEW, {})
     assert found == [[]] * len(found)
 
 
@@ -283,10 +284,10 @@ COMPUTED: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 @pytest.mark.filterwarnings("ignore:zcompile")
 @quickly("kind, wire, options", COMPUTED, [COMPUTED[5]])
 def test_every_rank_computes_with_what_the_others_got(
-    ranks: Ranks, kind: str, wire: torch.dtype, options: dict[str, Any]
+    threads: Threads, kind: str, wire: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Of its own rows, too, in the forward, the backward and an evaluation."""
-    assert ranks.run(4, computed, kind, wire, options) == [[]] * 4
+    assert threads.run(4, computed, kind, wire, options) == [[]] * 4
 
 
 def as_if_not_given(rank: int) -> tuple[bool, bool, str]:
@@ -305,8 +306,8 @@ def as_if_not_given(rank: int) -> tuple[bool, bool, str]:
     return found[0], found[1], text
 
 
-def test_where_nothing_travels_in_fewer_bits_it_does_not_appear(ranks: Ranks) -> None:
-    for low, alone, text in ranks.run(4, as_if_not_given):
+def test_where_nothing_travels_in_fewer_bits_it_does_not_appear(threads: Threads) -> None:
+    for low, alone, text in threads.run(4, as_if_not_given):
         assert low
         assert alone
         assert "wire=" not in text
@@ -372,8 +373,8 @@ def sent_by(rank: int, shard: str, stage: int, wire: torch.dtype) -> dict[str, A
     [(shard, stage, wire) for shard in HYBRIDS for stage in (1, 3) for wire in WIRES],
     [("hpz", 3, INT8)],
 )
-def test_bytes_outside_are_as_foretold_and_by_hand(ranks: Ranks, shard: str, stage: int, wire: torch.dtype) -> None:
-    for one in ranks.run(4, sent_by, shard, stage, wire):
+def test_bytes_outside_are_as_foretold_and_by_hand(threads: Threads, shard: str, stage: int, wire: torch.dtype) -> None:
+    for one in threads.run(4, sent_by, shard, stage, wire):
         first, evaluated, compared, second, *_ = one["counts"]
         kept = shard == "hfsdp" or stage == 1
         assert one["forward"] == by_hand("gpt", wire)
@@ -644,8 +645,8 @@ def all_refused(rank: int) -> list[str]:
     return [*found, refused(rank, "gpt", None, {"outer_gather_dtype": INT8, "shard": "hpz"})]
 
 
-def test_what_cannot_be_meant_is_refused_alike_on_every_rank(ranks: Ranks) -> None:
-    for *errors, one_axis in ranks.run(4, all_refused):
+def test_what_cannot_be_meant_is_refused_alike_on_every_rank(threads: Threads) -> None:
+    for *errors, one_axis in threads.run(4, all_refused):
         for error, (_, _, options, says) in zip(errors, REFUSED, strict=True):
             assert error.startswith("outer_gather_dtype: "), (options, error)
             assert says in error, (options, error)

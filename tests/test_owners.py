@@ -22,6 +22,7 @@ from tests.cases import quickly
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
 from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import OptimizerError, OptionError, ParameterError
 
 STEPS = 3
@@ -197,8 +198,8 @@ WAYS = ("replicas", "micro-batches", "shampoo", "a disk", "arenas", "a bucket", 
 
 
 @quickly("name", WAYS, ["replicas", "shampoo"])
-def test_other_ways_of_training_give_the_same_bits(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    assert ranks.run(4, otherwise, 4, name, str(tmp_path)) == [[]] * 4
+def test_other_ways_of_training_give_the_same_bits(threads: Threads, name: str, tmp_path: Path) -> None:
+    assert threads.run(4, otherwise, 4, name, str(tmp_path)) == [[]] * 4
 
 
 def clipped(rank: int, world: int) -> float:
@@ -206,8 +207,8 @@ def clipped(rank: int, world: int) -> float:
     return max(float((got[name] - want[name]).abs().max()) for name in want)
 
 
-def test_gradients_are_clipped_by_the_norm_of_all(ranks: Ranks) -> None:
-    assert max(ranks.run(3, clipped, 3)) < 1e-6
+def test_gradients_are_clipped_by_the_norm_of_all(threads: Threads) -> None:
+    assert max(threads.run(3, clipped, 3)) < 1e-6
 
 
 def stepped(rank: int, world: int, kind: str, by: type[torch.optim.Optimizer], folder: str) -> list[str]:
@@ -230,9 +231,9 @@ BY = (torch.optim.Muon, Whitening)
 
 @quickly("kind, by", [(kind, by) for kind in ("gpt", "mlp") for by in BY], [("mlp", BY[0]), ("mlp", BY[1])])
 def test_a_train_step_updates_matrices_where_their_gradients_arrive(
-    ranks: Ranks, kind: str, by: type[torch.optim.Optimizer], tmp_path: Path
+    threads: Threads, kind: str, by: type[torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    assert ranks.run(3, stepped, 3, kind, by, str(tmp_path)) == [[]] * 3
+    assert threads.run(3, stepped, 3, kind, by, str(tmp_path)) == [[]] * 3
 
 
 @contextlib.contextmanager
@@ -264,8 +265,8 @@ def counted(rank: int) -> tuple[list[tuple[int, ...]], int, int]:
     return shapes, state, compiled.traffic.payload - before
 
 
-def test_each_matrix_is_orthogonalised_once_and_kept_once(ranks: Ranks) -> None:
-    found = ranks.run(4, counted)
+def test_each_matrix_is_orthogonalised_once_and_kept_once(threads: Threads) -> None:
+    found = threads.run(4, counted)
     want = [tuple(param.shape) for param in make("gpt").parameters() if param.ndim == 2]
     assert sorted(shape for shapes, _, _ in found for shape in shapes) == sorted(want)
     assert sum(state for _, state, _ in found) == sum(height * width for height, width in want)
@@ -313,8 +314,8 @@ def used(rank: int) -> list[str]:
     return problems
 
 
-def test_what_treats_elements_alone_works_on_parameters_with_an_owner(ranks: Ranks) -> None:
-    assert ranks.run(3, used) == [[]] * 3
+def test_what_treats_elements_alone_works_on_parameters_with_an_owner(threads: Threads) -> None:
+    assert threads.run(3, used) == [[]] * 3
 
 
 def refused(rank: int) -> list[str]:
@@ -352,8 +353,8 @@ def refused(rank: int) -> list[str]:
     return []
 
 
-def test_what_needs_rows_of_others_is_refused(ranks: Ranks) -> None:
-    assert ranks.run(2, refused) == [[]] * 2
+def test_what_needs_rows_of_others_is_refused(threads: Threads) -> None:
+    assert threads.run(2, refused) == [[]] * 2
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -423,9 +424,9 @@ def stepped_by_rows(rank: int) -> str:
     return str(raised.value)
 
 
-def test_a_matrix_of_fewer_rows_than_ranks_is_refused_to_muon(ranks: Ranks) -> None:
+def test_a_matrix_of_fewer_rows_than_ranks_is_refused_to_muon(threads: Threads) -> None:
     """As torch divides no such tensor, which it says of no parameter."""
-    for message in ranks.run(3, stepped_by_rows):
+    for message in threads.run(3, stepped_by_rows):
         assert "of shape [1, 5] by rows on 3 ranks" in message
         assert "layers.2.weight: add_ writes" in message
         assert "whole=" in message
@@ -440,8 +441,8 @@ def replayed(rank: int, folder: str) -> None:
     compiled.dump(f"{folder}/dump", all_ranks=True)
 
 
-def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(3, replayed, str(tmp_path))
+def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, tmp_path: Path) -> None:
+    threads.run(3, replayed, str(tmp_path))
     assert_proven(tmp_path / "dump")
     assert_replayed(tmp_path, 3)
 
@@ -482,8 +483,8 @@ def in_one_group(rank: int, world: int) -> list[str]:
     return differing(full_values(compiled), {name: param.detach() for name, param in plain.named_parameters()})
 
 
-def test_an_optimizer_of_elements_takes_both_kinds_in_one_group(ranks: Ranks) -> None:
-    assert ranks.run(3, in_one_group, 3) == [[]] * 3
+def test_an_optimizer_of_elements_takes_both_kinds_in_one_group(threads: Threads) -> None:
+    assert threads.run(3, in_one_group, 3) == [[]] * 3
 
 
 class First(torch.optim.SGD):
@@ -527,8 +528,8 @@ def of_all(rank: int) -> list[str]:
     return found
 
 
-def test_an_optimizer_that_looks_at_all_matrices_is_refused(ranks: Ranks) -> None:
-    for found in ranks.run(4, of_all):
+def test_an_optimizer_that_looks_at_all_matrices_is_refused(threads: Threads) -> None:
+    for found in threads.run(4, of_all):
         assert len(found) == 2
         assert all("steps a parameter otherwise beside others" in said for said in found)
 
@@ -545,8 +546,8 @@ def normed(rank: int) -> list[float]:
     return [float(one) for one in off]
 
 
-def test_the_largest_element_of_what_a_rank_does_not_have(ranks: Ranks) -> None:
-    assert ranks.run(3, normed) == [[0.0, 0.0]] * 3
+def test_the_largest_element_of_what_a_rank_does_not_have(threads: Threads) -> None:
+    assert threads.run(3, normed) == [[0.0, 0.0]] * 3
 
 
 def given_whole(rank: int) -> list[str]:
@@ -564,8 +565,8 @@ def given_whole(rank: int) -> list[str]:
     return differing(*values)
 
 
-def test_a_gradient_may_be_made_whole(ranks: Ranks) -> None:
-    assert ranks.run(2, given_whole) == [[]] * 2
+def test_a_gradient_may_be_made_whole(threads: Threads) -> None:
+    assert threads.run(2, given_whole) == [[]] * 2
 
 
 def both_kinds(rank: int) -> str:
@@ -578,8 +579,8 @@ def both_kinds(rank: int) -> str:
     return str(caught.value)
 
 
-def test_muon_over_whole_matrices_and_rows_is_told_so(ranks: Ranks) -> None:
-    for said in ranks.run(2, both_kinds):
+def test_muon_over_whole_matrices_and_rows_is_told_so(threads: Threads) -> None:
+    for said in threads.run(2, both_kinds):
         assert "beside ones of which each rank has rows" in said
 
 
@@ -592,8 +593,8 @@ def by_rows(rank: int) -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_of_whole_matrices_over_rows_is_told_of_owners(ranks: Ranks) -> None:
-    for said in ranks.run(2, by_rows):
+def test_an_optimizer_of_whole_matrices_over_rows_is_told_of_owners(threads: Threads) -> None:
+    for said in threads.run(2, by_rows):
         assert "whole=" in said
 
 
@@ -611,8 +612,8 @@ def flattening(rank: int) -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_that_flattens_is_refused(ranks: Ranks) -> None:
-    for said in ranks.run(2, flattening):
+def test_an_optimizer_that_flattens_is_refused(threads: Threads) -> None:
+    for said in threads.run(2, flattening):
         assert "leave it out of whole=" in said
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch, make
-from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile.model.own_dtype import OwnDtype
 
 
@@ -81,12 +81,12 @@ def low_traffic(rank: int, stage: int, options: dict[str, Any]) -> tuple[int, in
     return compiled.traffic.payload, sum(param.padded_numel for param in compiled.layout.params)
 
 
-def test_gathers_send_two_bytes_and_reductions_four_or_two(ranks: Ranks) -> None:
-    for (sent, psi), _ in [ranks.run(2, low_traffic, 1, {"dtype": torch.bfloat16})]:
+def test_gathers_send_two_bytes_and_reductions_four_or_two(threads: Threads) -> None:
+    for (sent, psi), _ in [threads.run(2, low_traffic, 1, {"dtype": torch.bfloat16})]:
         assert sent == (2 + 4) * psi
-    for (sent, psi), _ in [ranks.run(2, low_traffic, 1, {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})]:
+    for (sent, psi), _ in [threads.run(2, low_traffic, 1, {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})]:
         assert sent == (2 + 2) * psi
-    for (sent, psi), _ in [ranks.run(2, low_traffic, 0, {"dtype": torch.bfloat16})]:
+    for (sent, psi), _ in [threads.run(2, low_traffic, 0, {"dtype": torch.bfloat16})]:
         assert sent == 2 * 4 * psi, "stage 0 gathers nothing: its casts are local"
 
 
@@ -126,8 +126,8 @@ def low_training(rank: int, stage: int, dtype: torch.dtype, options: dict[str, A
     ],
     ids=str,
 )
-def test_the_loss_curve_is_that_of_ddp_with_autocast(ranks: Ranks, stage: int, dtype: torch.dtype) -> None:
-    for distance, end in ranks.run(2, low_training, stage, dtype, {"backend": "eager"}):
+def test_the_loss_curve_is_that_of_ddp_with_autocast(threads: Threads, stage: int, dtype: torch.dtype) -> None:
+    for distance, end in threads.run(2, low_training, stage, dtype, {"backend": "eager"}):
         assert distance < 0.01
         assert end < 3.0, "it learns"
 
@@ -151,8 +151,8 @@ def overflow(rank: int, stage: int) -> list[tuple[bool, float]]:
 
 
 @quickly("stage", range(4), [0, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(3, overflow, stage) == [[(True, 1024.0), (False, 512.0), (True, 512.0)]] * 3
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(threads: Threads, stage: int) -> None:
+    assert threads.run(3, overflow, stage) == [[(True, 1024.0), (False, 512.0), (True, 512.0)]] * 3
 
 
 class Rows(nn.Module):
@@ -179,8 +179,8 @@ def one_shard_overflows(rank: int) -> tuple[bool, float]:
     return torch.equal(full(compiled.rows.detach()), torch.ones(6)), scaler.get_scale()
 
 
-def test_an_overflow_in_one_shard_is_seen_by_all_ranks(ranks: Ranks) -> None:
-    assert ranks.run(3, one_shard_overflows) == [(True, 512.0)] * 3
+def test_an_overflow_in_one_shard_is_seen_by_all_ranks(threads: Threads) -> None:
+    assert threads.run(3, one_shard_overflows) == [(True, 512.0)] * 3
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -282,8 +282,8 @@ def other_modules(rank: int) -> str:
     return str(refused.value)
 
 
-def test_ranks_agree_on_the_modules_that_keep_their_dtype(ranks: Ranks) -> None:
-    assert all("keep_dtype=" in said for said in ranks.run(2, other_modules))
+def test_ranks_agree_on_the_modules_that_keep_their_dtype(threads: Threads) -> None:
+    assert all("keep_dtype=" in said for said in threads.run(2, other_modules))
 
 
 def kept_copies(rank: int, stage: int) -> bool:
@@ -302,8 +302,8 @@ def kept_copies(rank: int, stage: int) -> bool:
 
 
 @quickly("stage", range(3), [0, 2])
-def test_kept_casts_are_renewed(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, kept_copies, stage) == [True, True]
+def test_kept_casts_are_renewed(threads: Threads, stage: int) -> None:
+    assert threads.run(2, kept_copies, stage) == [True, True]
 
 
 class Breaks(nn.Module):

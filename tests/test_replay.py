@@ -20,6 +20,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import OptionError, ReplayError
 from zcompile.recording.archive import Archive
 from zcompile.recording.recording import INDEX, Recording
@@ -106,16 +107,16 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @quickly("way", list(WAYS), ["dropout, recomputed, bf16, arenas"])
-def test_every_way_to_train_is_replayed(ranks: Ranks, tmp_path: Path, way: str) -> None:
+def test_every_way_to_train_is_replayed(threads: Threads, tmp_path: Path, way: str) -> None:
     kind, options = WAYS[way]
-    ranks.run(2, one_step, tmp_path, kind, options)
+    threads.run(2, one_step, tmp_path, kind, options)
     for rank in range(2):
         assert_equal_bits(tmp_path, rank, *STEP)
 
 
 @quickly("what", ["offload_activations", "offload_parameters"], ["offload_activations"])
-def test_what_is_on_a_disk_is_replayed(ranks: Ranks, tmp_path: Path, what: str) -> None:
-    ranks.run(2, one_step, tmp_path / "record", "gpt", {what: f"disk:{tmp_path}"})
+def test_what_is_on_a_disk_is_replayed(threads: Threads, tmp_path: Path, what: str) -> None:
+    threads.run(2, one_step, tmp_path / "record", "gpt", {what: f"disk:{tmp_path}"})
     for rank in range(2):
         assert_equal_bits(tmp_path / "record", rank, *STEP)
 
@@ -131,8 +132,8 @@ def train_steps(rank: int, folder: Path, stage: int) -> None:
 
 
 @quickly("stage", range(4), [2])
-def test_train_steps_are_replayed_with_what_was_gathered_ahead(ranks: Ranks, tmp_path: Path, stage: int) -> None:
-    ranks.run(2, train_steps, tmp_path, stage)
+def test_train_steps_are_replayed_with_what_was_gathered_ahead(threads: Threads, tmp_path: Path, stage: int) -> None:
+    threads.run(2, train_steps, tmp_path, stage)
     for rank in range(2):
         assert_equal_bits(tmp_path, rank, *STEP, *STEP)
 
@@ -172,8 +173,8 @@ def of_sizes(rank: int, folder: Path, backend: str) -> None:
 
 
 @quickly("backend", ["eager", "inductor"], [])
-def test_sizes_that_vary_are_replayed(ranks: Ranks, tmp_path: Path, backend: str) -> None:
-    ranks.run(2, of_sizes, tmp_path, backend)
+def test_sizes_that_vary_are_replayed(threads: Threads, tmp_path: Path, backend: str) -> None:
+    threads.run(2, of_sizes, tmp_path, backend)
     for rank in range(2):
         assert_equal_bits(tmp_path, rank, *STEP, *STEP)
 
@@ -365,8 +366,8 @@ def not_finite(rank: int, folder: Path, where: str, backend: str) -> None:
 
 
 @quickly("backend", ["eager", "inductor"], ["eager"])
-def test_an_operation_that_makes_nan_is_found(ranks: Ranks, tmp_path: Path, backend: str) -> None:
-    ranks.run(2, not_finite, tmp_path, "layer", backend)
+def test_an_operation_that_makes_nan_is_found(threads: Threads, tmp_path: Path, backend: str) -> None:
+    threads.run(2, not_finite, tmp_path, "layer", backend)
     code, text = command("replay", tmp_path, "--rank", 0)
     assert code == 0, text
     told = text[text.index("The first NaN") :]
@@ -378,16 +379,16 @@ def test_an_operation_that_makes_nan_is_found(ranks: Ranks, tmp_path: Path, back
     assert text.count("first NaN") == 2
 
 
-def test_a_parameter_that_was_nan_is_found_with_the_rank_that_keeps_it(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, not_finite, tmp_path, "parameter", "eager")
+def test_a_parameter_that_was_nan_is_found_with_the_rank_that_keeps_it(threads: Threads, tmp_path: Path) -> None:
+    threads.run(2, not_finite, tmp_path, "parameter", "eager")
     _, text = command("replay", tmp_path, "--rank", 0)
     assert "blocks.1.mlp.0.weight has it in the rows of rank 1: it was not finite before this step." in text
     _, text = command("replay", tmp_path, "--rank", 1)
     assert "It is in this rank's part of the parameter, which was not finite before this run." in text
 
 
-def test_nan_of_another_rank_is_told_from_ones_own(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, not_finite, tmp_path, "loss", "eager")
+def test_nan_of_another_rank_is_told_from_ones_own(threads: Threads, tmp_path: Path) -> None:
+    threads.run(2, not_finite, tmp_path, "loss", "eager")
     _, text = command("replay", tmp_path, "--rank", 0)
     assert "it is of another rank's gradients" in text
     _, text = command("replay", tmp_path, "--rank", 1)

@@ -45,6 +45,7 @@ from tests.test_hybrid import (
     through_torch_compile,
     train,
 )
+from tests.threads import Threads
 from zcompile import GroupError, OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import Data, Phase, op_of
 from zcompile.ir.ops import AllGather, GatherInside, GatherOutside, Group, ReduceOutside, Release, Update, WaitGather
@@ -80,8 +81,8 @@ def test_two_by_two_equals_the_sum_in_order_in_every_stage(ranks: Ranks, kind: s
 
 
 @quickly("shape, kind", [((3, 1), "mlp"), ((1, 3), "mlp"), ((4, 1), "conv"), ((1, 4), "conv")], [((3, 1), "mlp")])
-def test_dimensions_of_one_and_worlds_of_three(ranks: Ranks, shape: Shape, kind: str) -> None:
-    found = ranks.run(shape[0] * shape[1], sweep, kind, shape, [("hfsdp", 3, 1), ("hpz", 3, 1), ("hpz", 1, 1)])
+def test_dimensions_of_one_and_worlds_of_three(threads: Threads, shape: Shape, kind: str) -> None:
+    found = threads.run(shape[0] * shape[1], sweep, kind, shape, [("hfsdp", 3, 1), ("hpz", 3, 1), ("hpz", 1, 1)])
     assert found == [[]] * len(found)
 
 
@@ -105,8 +106,8 @@ def test_six_ranks(shape: Shape) -> None:
     ],
     [(1, [True, False, True], "hpz"), (3, [False, True], "hfsdp"), (3, [True, True], "hpz")],
 )
-def test_gradients_are_accumulated(ranks: Ranks, stage: int, synchronised: list[bool], shard: str) -> None:
-    assert ranks.run(4, accumulated, stage, (2, 2), synchronised, shard) == [[]] * 4
+def test_gradients_are_accumulated(threads: Threads, stage: int, synchronised: list[bool], shard: str) -> None:
+    assert threads.run(4, accumulated, stage, (2, 2), synchronised, shard) == [[]] * 4
 
 
 @quickly(
@@ -114,8 +115,8 @@ def test_gradients_are_accumulated(ranks: Ranks, stage: int, synchronised: list[
     [(stage, prefetch, shard) for stage in (1, 2, 3) for prefetch in (0, 2) for shard in HYBRIDS],
     [(3, 2, "hfsdp")],
 )
-def test_a_train_step_updates_as_the_loop_does(ranks: Ranks, stage: int, prefetch: int, shard: str) -> None:
-    assert ranks.run(4, compare_steps, stage, prefetch, shard) == [[]] * 4
+def test_a_train_step_updates_as_the_loop_does(threads: Threads, stage: int, prefetch: int, shard: str) -> None:
+    assert threads.run(4, compare_steps, stage, prefetch, shard) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -132,8 +133,8 @@ def test_shards_and_activations_may_be_on_a_disk(ranks: Ranks, shard: str, tmp_p
 
 
 @quickly("shard", HYBRIDS, ["hpz"])
-def test_what_runs_as_plain_python_is_averaged_over_both_axes(ranks: Ranks, shard: str) -> None:
-    assert ranks.run(4, broken, shard) == [[]] * 4
+def test_what_runs_as_plain_python_is_averaged_over_both_axes(threads: Threads, shard: str) -> None:
+    assert threads.run(4, broken, shard) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -189,8 +190,8 @@ def sent_by(rank: int, shard: str, stage: int) -> dict[str, Any]:
 
 
 @quickly("shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 3)])
-def test_what_goes_over_each_axis_is_as_predicted(ranks: Ranks, shard: str, stage: int) -> None:
-    for one in ranks.run(4, sent_by, shard, stage):
+def test_what_goes_over_each_axis_is_as_predicted(threads: Threads, shard: str, stage: int) -> None:
+    for one in threads.run(4, sent_by, shard, stage):
         step, forward = one["step"], one["forward"]
         first, stale, current, second, *_ = one["counts"]
         kept = shard == "hfsdp" or stage == 1  # what the evaluation has gathered outside serves the second step
@@ -233,8 +234,8 @@ def written(rank: int, shard: str) -> list[str]:
 
 
 @pytest.mark.parametrize("shard", HYBRIDS)
-def test_writes_to_parameters_are_noticed(ranks: Ranks, shard: str) -> None:
-    assert ranks.run(4, written, shard) == [[]] * 4
+def test_writes_to_parameters_are_noticed(threads: Threads, shard: str) -> None:
+    assert threads.run(4, written, shard) == [[]] * 4
 
 
 WAYS: Mapping[str, Callable[[DTensor], object]] = {
@@ -268,8 +269,8 @@ def written_by(rank: int, shard: str | None, stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("hsdp", 2)])
-def test_writes_to_what_a_parameter_shows_are_noticed(ranks: Ranks, shard: str, stage: int) -> None:
-    assert ranks.run(4, written_by, shard, stage) == [[]] * 4
+def test_writes_to_what_a_parameter_shows_are_noticed(threads: Threads, shard: str, stage: int) -> None:
+    assert threads.run(4, written_by, shard, stage) == [[]] * 4
 
 
 def exposed_by(rank: int, folder: str) -> list[str]:
@@ -293,8 +294,8 @@ def exposed_by(rank: int, folder: str) -> list[str]:
     return found
 
 
-def test_who_only_reads_makes_nobody_compare(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(4, exposed_by, str(tmp_path)) == [[]] * 4
+def test_who_only_reads_makes_nobody_compare(threads: Threads, tmp_path: Path) -> None:
+    assert threads.run(4, exposed_by, str(tmp_path)) == [[]] * 4
 
 
 def outgrown(rank: int) -> tuple[int, int, int]:
@@ -312,8 +313,8 @@ def outgrown(rank: int) -> tuple[int, int, int]:
         return len(memory), sum(one() is not None for one in memory), compare.call_count
 
 
-def test_a_step_frees_kept_secondary_shards_and_leaves_none_to_compare(ranks: Ranks) -> None:
-    for kept, left, comparisons in ranks.run(4, outgrown):
+def test_a_step_frees_kept_secondary_shards_and_leaves_none_to_compare(threads: Threads) -> None:
+    for kept, left, comparisons in threads.run(4, outgrown):
         assert kept > 0
         assert left == comparisons == 0
 
@@ -333,8 +334,8 @@ def written_by_state(rank: int, shard: str, stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("shard", "stage"), [("hfsdp", 3), ("flat", 2)])
-def test_writes_to_what_state_dict_gives_are_noticed(ranks: Ranks, shard: str, stage: int) -> None:
-    assert ranks.run(4, written_by_state, shard, stage) == [[]] * 4
+def test_writes_to_what_state_dict_gives_are_noticed(threads: Threads, shard: str, stage: int) -> None:
+    assert threads.run(4, written_by_state, shard, stage) == [[]] * 4
 
 
 def late(rank: int, shard: str) -> list[str]:
@@ -399,8 +400,8 @@ def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, shard: str, tmp_path:
 
 
 @quickly("shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (2, 3)], [("hpz", 3), ("hfsdp", 3)])
-def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, shard: str, stage: int, tmp_path: Path) -> None:
-    ranks.run(4, replayed_with, str(tmp_path), shard, stage)
+def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, shard: str, stage: int, tmp_path: Path) -> None:
+    threads.run(4, replayed_with, str(tmp_path), shard, stage)
     assert_proven(tmp_path / "dump")
     assert_replayed(tmp_path, 4)
 
@@ -431,8 +432,10 @@ def refused(rank: int, options: dict[str, Any], shape: Shape | None) -> str:
         ({"shard": "hfsdp", "whole": ["layers.0.weight"]}, (2, 2), "and whole= keeps some with one rank"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(ranks: Ranks, options: dict[str, Any], shape: Shape | None, says: str) -> None:
-    for error in ranks.run(4, refused, options, shape):
+def test_what_cannot_be_meant_is_refused(
+    threads: Threads, options: dict[str, Any], shape: Shape | None, says: str
+) -> None:
+    for error in threads.run(4, refused, options, shape):
         assert says in error
 
 
@@ -449,13 +452,13 @@ def sharding_outside(rank: int, shard: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("shard", HYBRIDS)
-def test_shards_must_be_inside_to_be_divided_further(ranks: Ranks, shard: str) -> None:
-    for said, _ in ranks.run(4, sharding_outside, shard):
+def test_shards_must_be_inside_to_be_divided_further(threads: Threads, shard: str) -> None:
+    for said, _ in threads.run(4, sharding_outside, shard):
         assert f"whose shards are not inside of its replicas, as shard='{shard}' wants them" in said
 
 
-def test_where_shards_are_not_inside_only_what_can_be_is_chosen(ranks: Ranks) -> None:
-    for said, wrong in ranks.run(4, sharding_outside, "auto"):
+def test_where_shards_are_not_inside_only_what_can_be_is_chosen(threads: Threads) -> None:
+    for said, wrong in threads.run(4, sharding_outside, "auto"):
         assert 'shard="auto" is' in said
         assert "flat" in said
         assert "hpz" not in said
@@ -566,5 +569,5 @@ def mistaken(rank: int, shard: str) -> list[str]:
 
 
 @pytest.mark.parametrize("shard", HYBRIDS)
-def test_wrong_programs_are_refused_with_their_lines(ranks: Ranks, shard: str) -> None:
-    assert ranks.run(2, mistaken, shard) == [[]] * 2
+def test_wrong_programs_are_refused_with_their_lines(threads: Threads, shard: str) -> None:
+    assert threads.run(2, mistaken, shard) == [[]] * 2

@@ -17,6 +17,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import batch, fit, make
 from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import Pass
 from zcompile.facts import UNITS_ASSIGNED
 from zcompile.ir.operation import op_of
@@ -118,8 +119,8 @@ def test_weights_that_are_computed_last_train_as_ddp(ranks: Ranks, stage: int) -
 
 
 @quickly("kind, world", list(itertools.product(["gpt", "mlp", "conv"], [1, 3, 4])), [("mlp", 3)])
-def test_other_worlds_agree_to_rounding(ranks: Ranks, kind: str, world: int) -> None:
-    assert max(ranks.run(world, compare_rounding, kind, world)) < 2e-6
+def test_other_worlds_agree_to_rounding(threads: Threads, kind: str, world: int) -> None:
+    assert max(threads.run(world, compare_rounding, kind, world)) < 2e-6
 
 
 class Shift(nn.Module):
@@ -141,8 +142,8 @@ def input_gradient(rank: int, stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_gradient_of_an_input_is_this_ranks_own(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, input_gradient, stage) == [True, True]
+def test_the_gradient_of_an_input_is_this_ranks_own(threads: Threads, stage: int) -> None:
+    assert threads.run(2, input_gradient, stage) == [True, True]
 
 
 class Summed(nn.Module):
@@ -169,9 +170,9 @@ def summed_twice(rank: int, world: int, stage: int, bucket: int | None, held: bo
 
 
 @quickly("stage, world", [*itertools.product(range(4), [1, 2])], [(0, 2), (3, 2)])
-def test_a_gradient_that_is_one_number_expanded(ranks: Ranks, world: int, stage: int) -> None:
+def test_a_gradient_that_is_one_number_expanded(threads: Threads, world: int, stage: int) -> None:
     for bucket, held in ((None, False), (16, False), (None, True)):
-        assert ranks.run(world, summed_twice, world, stage, bucket, held) == [True] * world
+        assert threads.run(world, summed_twice, world, stage, bucket, held) == [True] * world
 
 
 def inference_first(rank: int) -> bool:

@@ -12,6 +12,7 @@ numbers, and its collectives meet by a name that groups of a mesh may share.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import sys
 import threading
@@ -39,7 +40,9 @@ from zcompile.runtime.waits import Waits
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 HANGS = 10.0
-"""Seconds that a rank waits for the others."""
+"""Seconds that ranks wait for each other while none goes on."""
+KEEPS = 200.0
+"""Seconds that a rank may have the turn, and that those who agree on something wait for it."""
 
 
 class Ended(BaseException):
@@ -56,6 +59,8 @@ class Turns:
         self.changed = threading.Condition()
         self.left = list(range(world))
         self.now, self.failed = 0, False
+        self._waiting, self._moved = set[int | None](), time.monotonic()
+        """The ranks that wait, and when one of them last went on."""
         self._of_thread = threading.local()
         self._numbers: list[Any] = [_random_numbers()] * world
 
@@ -77,13 +82,16 @@ class Turns:
                 self.left = others
                 self.changed.notify_all()
 
-    def wait(self, ready: Callable[[], bool], seconds: float = HANGS) -> bool:
-        """Give the turn to others until `ready`; False if it is not within `seconds`."""
+    def wait(self, ready: Callable[[], bool], seconds: float = math.inf) -> bool:
+        """Give the turn to others until `ready`; False if it is not within `seconds`, or if all ranks wait in vain."""
         rank, end = getattr(self._of_thread, "rank", None), time.monotonic() + seconds
+        self._waiting |= {rank}
+        self._moved = self._moved if rank is None else time.monotonic()
         while not ready():
             if self.failed:
                 raise Ended
-            if time.monotonic() > end:
+            if time.monotonic() > min(end, self._moved + HANGS if self._waiting.issuperset(self.left) else math.inf):
+                self._waiting -= {rank}
                 return False
             with self.changed:
                 if rank is None or len(self.left) == 1:  # a progress thread, which has no turn; or nobody to give it to
@@ -93,13 +101,15 @@ class Turns:
                 self.now = self._behind(rank)
                 self.changed.notify_all()
                 self._take(rank)
+        self._waiting -= {rank}
+        self._moved = time.monotonic()
         return True
 
     def _behind(self, rank: int) -> int:
         return min(self.left, key=lambda other: (other - rank - 1) % (max(self.left) + 1))
 
     def _take(self, rank: int) -> None:
-        if not self.changed.wait_for(lambda: self.now == rank or self.failed, HANGS):
+        if not self.changed.wait_for(lambda: self.now == rank or self.failed, KEEPS):
             self.failed = True
             raise RankError(f"rank {self.now} neither ends nor waits for another rank:\n{_stacks()}")
         if self.failed:
@@ -144,9 +154,8 @@ class Work:
         return self._done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        seconds = HANGS if timeout is None else timeout.total_seconds()
-        if not self._turns.wait(self.is_completed, seconds):
-            raise RuntimeError(f"Timed out waiting {seconds} s for a message")
+        if not self._turns.wait(self.is_completed, math.inf if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Timed out waiting for a message")
         return True
 
 
@@ -184,7 +193,7 @@ class World:
         """What all ranks of a group have given to one of its collectives, once all have."""
         self.given[key][rank] = given
         if not self.turns.wait(lambda: len(self.given[key]) == size):
-            raise RuntimeError(f"Timed out waiting {HANGS} s for a collective:\n{_stacks()}")
+            raise RuntimeError(f"Timed out waiting for a collective:\n{_stacks()}")
         return [self.given[key][rank] for rank in range(size)]
 
 
@@ -376,7 +385,7 @@ class Threads:
         def begin(rank: int) -> None:
             try:
                 with shared.turns.of(rank):
-                    dist.init_process_group(_BACKEND, store=shared.store, rank=rank, world_size=world)
+                    dist.init_process_group(_BACKEND, store=shared.store, rank=rank, world_size=world, timeout=_TIMEOUT)
                     results[rank] = in_large_frame(function, rank, *args)
                     shared.turns.wait(lambda: len(results) == world)
             except Ended:
@@ -400,6 +409,7 @@ class Threads:
 
 
 _BACKEND = "threads"
+_TIMEOUT = timedelta(seconds=KEEPS)
 _WORLDS: list[World] = []
 """The one that runs: torch makes groups by a function that knows nothing of it."""
 
