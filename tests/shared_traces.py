@@ -9,7 +9,6 @@ trace depends on is traced: models with hooks, buffers, sizes that vary or attri
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -244,7 +243,6 @@ def described(module: nn.Module) -> Any:
     return None if reads is None else (type(module).__qualname__, str(own), reads)
 
 
-@functools.cache
 def constants_of(kind: type[nn.Module]) -> list[str] | None:
     """The constants that a class's code reads outside of itself; None if it reads anything else."""
     reads = set[str]()
