@@ -1,9 +1,10 @@
 """Steps of tests' own models, traced once in a process and not by every rank of every test.
 
-Within `sharing`, the first call of a compiled model is traced as ever, and what Dynamo and AOTAutograd have found is
-kept: another call of an equal model with equal arguments goes on from there. Its passes run, unless a rank before has
-run the same ones, and its program is loaded, run and differentiated as any other. What is not known to be all that a
-trace depends on is traced: models with hooks, buffers, sizes that vary or attributes that are no plain values.
+Within `sharing`, the first call of a compiled model is traced without running, and what Dynamo and AOTAutograd have
+found is kept: that call, and others of an equal model with equal arguments, go on from there. Its passes run, unless a
+rank before has run the same ones, and its program is loaded, run and differentiated as any other. What is not known to
+be all that a trace depends on is traced: models with hooks, buffers, sizes that vary or attributes that are no plain
+values.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class Sharing:
         self.bound: dict[Key, Callable[..., Any]] = {}
 
     def __call__(self, watched: str, *args: Any, **kwargs: Any) -> Any:
-        key = None if self.fragment.path or "hooks " not in watched + " " else self.key(watched, args, kwargs)
+        key = None if self.fragment.path else self.key(watched, args, kwargs)
         if key is not None and key not in _TRACES:
-            _TRACES[key] = self.record(key, watched, args, kwargs)
+            _TRACES[key] = self.record(watched, args, kwargs)
         if key is None or (trace := _TRACES[key]) is None:
             return self.traced(watched, *args, **kwargs)
         return self.call(key, trace, given_in(args, kwargs))
@@ -106,7 +107,7 @@ class Sharing:
 
     # -- the first call -------------------------------------------------------------------------------------------
 
-    def record(self, key: Key, watched: str, args: Any, kwargs: Any) -> Trace | None:
+    def record(self, watched: str, args: Any, kwargs: Any) -> Trace | None:
         """The trace of a call, in which nothing runs and nobody is waited for; None if it cannot be shared."""
         fragment, inputs, found = self.fragment, list[Any](), list[Program]()
         outputs = list[torch.Tensor]()
@@ -172,7 +173,7 @@ class Sharing:
         trainable = {site.name: site.shard.requires_grad for site in fragment.tree.sites}
         traced = replace(trace.program, layout=runtime.layout.with_trainable(trainable))
         request = compiler._request(traced, updater)
-        shared = (*key, str(runtime.layout), str(request), updater is not None)
+        shared = (*key, repr(runtime.layout), repr(request), updater is not None)
 
         def rewritten(journal: Journal) -> Rewritten:
             if compiler.options.passes or compiler._undecided(request, traced):
@@ -244,13 +245,13 @@ def described(module: nn.Module) -> Any:
 
 
 def constants_of(kind: type[nn.Module]) -> list[str] | None:
-    """The constants that a class's code reads outside of itself; None if it reads anything else."""
+    """The code of a class, and the constants that it reads outside of itself; None if it reads anything else."""
     reads = set[str]()
     return sorted(reads) if reads_of(kind, reads, set()) else None
 
 
 def reads_of(value: Any, reads: set[str], seen: set[int]) -> bool:
-    """Add to `reads` the constants that code reads outside of itself; False if what it reads is no constant.
+    """Add to `reads` code, and the constants that it reads outside of itself; False if what it reads is no constant.
 
     `value`: a class, a function, or what a name of a module stands for.
     """
@@ -264,15 +265,19 @@ def reads_of(value: Any, reads: set[str], seen: set[int]) -> bool:
     if (getattr(value, "__module__", None) or "").partition(".")[0] in ("torch", "typing", "math", "functools"):
         return True
     if isinstance(value, type):
-        parts = [one for base in value.__mro__ for one in vars(base).values() if isinstance(one, types.FunctionType)]
+        held = (one for base in value.__mro__ for one in vars(base).values())
+        found = (getattr(one, "__func__", getattr(one, "fget", one)) for one in held)  # of methods and properties
+        parts = [one for one in found if isinstance(one, types.FunctionType)]
         of_tests = [base for base in value.__mro__ if base.__module__.partition(".")[0] == "tests"]
         return bool(of_tests) and all(reads_of(one, reads, seen) for one in parts)
     if isinstance(value, types.FunctionType):
-        if set(value.__code__.co_freevars) - {"__class__"}:
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if set(value.__code__.co_freevars) - {"__class__"} or not all(isinstance(one, PLAIN) for one in defaults):
             return False
-        found = value.__globals__.keys() & names_in(value.__code__)
-        reads |= {f"{name}={value.__globals__[name]!r}" for name in found if isinstance(value.__globals__[name], PLAIN)}
-        return all(reads_of(value.__globals__[name], reads, seen) for name in found)
+        reads.add(f"{value.__module__}.{value.__qualname__} {hash(value.__code__)} {defaults}")
+        named = {name: value.__globals__[name] for name in value.__globals__.keys() & names_in(value.__code__)}
+        reads |= {f"{name}={one!r}" for name, one in named.items() if isinstance(one, PLAIN)}
+        return all(reads_of(one, reads, seen) for one in named.values())
     return isinstance(value, PLAIN)
 
 

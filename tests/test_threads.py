@@ -194,6 +194,19 @@ def test_what_is_traced_follows_attributes_and_constants(threads: Threads) -> No
     assert len(list(filter(None, shared_traces._TRACES.values()))) == 3
 
 
+class Twice(Reads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+Twice.__qualname__ = "Reads"  # as a class of another file
+
+
+def test_what_is_traced_follows_the_code(threads: Threads) -> None:
+    (once, _), (twice, _) = (threads.run(2, read, kind, 1.0) for kind in (Reads, Twice))
+    assert twice == 2 * once
+
+
 def test_what_is_not_known_to_be_constant_is_traced_by_every_rank(threads: Threads) -> None:
     shared_traces._TRACES.clear()
     assert count_traces(threads, (read, ReadsMore, 1.0)) == 0

@@ -202,10 +202,10 @@ class LocalGroup(dist.ProcessGroup):
 
     def __init__(self, world: World, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._world, self._timeout, self._rank, self._size = world, timeout, rank, size
+        self._world, self._rank, self._size = world, rank, size
         self._calls = 0
         # All ranks of a group, and no others, have its store: a place in it is what they have in common.
-        self._key = _key_of(store, world, rank, size)
+        self._key = _key_of(store, world)
         self.options = SimpleNamespace(_timeout=timeout)
 
     def name(self) -> str:
@@ -327,7 +327,7 @@ class LocalGroup(dist.ProcessGroup):
         return self._together(inputs, lambda all_: _copy(outputs, [all_[opts.rootRank][0][self._rank]]))
 
 
-def _key_of(store: dist.Store, world: World, rank: int, size: int) -> str:
+def _key_of(store: dist.Store, world: World) -> str:
     """A name that the ranks of a group have in common, and no other group has: in its store a number is kept."""
     with world.lock:
         if not store.check(["local ranks"]):
