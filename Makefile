@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV   ?= .venv$(TORCH:%=-torch-%)
 RANKS  ?= 2
 JOBS   ?= 2
+PARTS  ?= 1
 ARGS   ?=
 
 # Without TORCH it is the torch of constraints.txt; each other one has an environment of its own.
@@ -43,12 +44,16 @@ demo: $(READY) ## Train a small GPT on RANKS processes; ARGS goes to examples/tr
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 .PHONY: test
-test: $(READY) ## Run all but the slow tests, JOBS at a time; ARGS goes to pytest
+test: $(READY) ## Run the quick tests, JOBS at a time; ARGS goes to pytest
 	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: test-all
-test-all: $(READY) test-integrations ## Run every test; ARGS goes to pytest
-	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "" $(ARGS)
+test-all: $(READY) ## Run the slow tests, too; ARGS goes to pytest
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "not nightly" $(ARGS)
+
+.PHONY: test-nightly
+test-nightly: $(READY) test-integrations ## Run what test-all leaves out, or a part of it, PARTS=8, that is another one for each commit
+	$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m nightly --part $$(git rev-list --count HEAD)/$(PARTS) $(ARGS)
 
 .PHONY: test-integrations
 test-integrations: $(LIBRARIES_READY) ## Run the tests with Transformers, Accelerate, Lightning, trl and Ray, in an environment of their own

@@ -83,9 +83,8 @@ def _wrongly(task: Task, error: Exception) -> bool:
     case, spec = task.case, repr(task.case.spec)
     may_differ = "kind='routed'" in spec or (case.lopsided and any(kind in spec for kind in BREAKING))
     if isinstance(error, zcompile.AgreementError):
-        return (
-            not may_differ and "has none" not in error.problem
-        )  # told by a rank that has refused, whose verdict counts
+        # These two tell of a rank that has refused: its own verdict counts.
+        return not may_differ and "has none" not in error.problem and "failed there" not in error.problem
     return isinstance(error, (zcompile.GroupError, zcompile.PipelineError, zcompile.ProgramError))
 
 

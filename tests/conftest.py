@@ -74,6 +74,7 @@ def browser() -> Iterator[Any]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--within", type=float, metavar="SECONDS", help="start no test later: what is left is skipped")
     parser.addoption("--order", metavar="TEXT", help="run the tests in an order of TEXT's own")
+    parser.addoption("--part", metavar="K/N", help="run one of N parts of the tests, the one for the number K")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,11 +89,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if order := config.getoption("--order"):
-        items.sort(key=lambda item: hashlib.sha256(f"{order} {item.nodeid}".encode()).digest())
+        items.sort(key=lambda item: number_of(f"{order} {item.nodeid}"))
+    if part := config.getoption("--part"):
+        k, n = map(int, part.split("/"))
+        chosen = [item for item in items if (number_of(item.nodeid) - k) % n == 0]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def number_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest())
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from tests.cases import quickly
 from zcompile import OptionError
 from zcompile._torch import pipeline_order
 from zcompile.ir.actions import Action, ActionKind, ActionTable
@@ -32,9 +31,13 @@ def joined(row: list[str]) -> list[str]:
     return text.split()
 
 
-@quickly("ranks, microbatches", SIZES, [(2, 4), (4, 8), (8, 16), (3, 7)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_tables_are_torchs(name: str, ranks: int, microbatches: int) -> None:
+def test_tables_are_torchs(name: str) -> None:
+    for ranks, microbatches in SIZES:
+        check_against_torch(name, ranks, microbatches)
+
+
+def check_against_torch(name: str, ranks: int, microbatches: int) -> None:
     torch_name, stages = TORCH[name]
     if name == "1f1b" and microbatches < ranks:  # torch refuses this, though nothing is wrong with it
         table = action_table(name, ranks, microbatches)

@@ -125,7 +125,7 @@ QUICK = [(name, COLUMNS[index % len(COLUMNS)]) for index, name in enumerate(OF_T
 
 
 @pytest.mark.filterwarnings("ignore")  # libraries warn of torch's own deprecations
-@quickly("name, column", CELLS, QUICK)
+@quickly("name, column", CELLS, QUICK, slow=())
 def test_an_optimizer_gives_what_the_table_says(ranks: Ranks, name: str, column: str) -> None:
     case = next(case for case in CASES if case.name == name)
     pytest.importorskip(case.package)

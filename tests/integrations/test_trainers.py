@@ -24,7 +24,7 @@ OPTIONS = 'stage=3, backend="eager"'
 AS_DICT = '{"stage": 3, "backend": "eager"}'
 Result = dict[str, Any]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ def test_its_line_is_there_once(mutation: Mutation) -> None:
     assert (ROOT / mutation.file).read_text().count(mutation.line) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable())
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_it_is_found_unless_nothing_depends_on_it(mutation: Mutation) -> None:
