@@ -90,6 +90,7 @@ def full_on_two_axes(rank: int, shard: str) -> bool:
     return all(torch.allclose(grad, found[1][name], rtol=1e-5, atol=1e-7) for name, grad in found[0].items())
 
 
+@pytest.mark.slow
 @quickly("shard", ["hsdp", "hfsdp", "hpz"], ["hfsdp"])
 def test_full_gradients_are_kept_over_two_axes(threads: Threads, shard: str) -> None:
     assert threads.run(4, full_on_two_axes, shard) == [True] * 4
@@ -108,6 +109,7 @@ def reduced(rank: int, stage: int) -> list[int]:
     return [(sent[1] - sent[0]) // psi, sent[0] < sent[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_full_gradients_are_reduced_once(threads: Threads, stage: int) -> None:
     assert threads.run(2, reduced, stage) == [[MICRO - 1, True]] * 2
@@ -128,6 +130,7 @@ def broken(rank: int, stage: int) -> bool:
                ((got[name], want[name]) for name in want))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_plain_python_reads_accumulates_too(threads: Threads, stage: int) -> None:
     assert threads.run(2, broken, stage) == [True, True]

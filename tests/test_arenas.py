@@ -197,6 +197,7 @@ def with_checkpoints_of_the_user(rank: int, backend: str, folder: str) -> list[l
     return [[name for name, gradient in found[0].items() if not torch.equal(gradient, other[name])] for other in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_states_that_the_users_checkpoint_saves_stay_where_they_are(ranks: Ranks, backend: str, tmp_path: Path) -> None:
     assert ranks.run(1, with_checkpoints_of_the_user, backend, str(tmp_path)) == [[[], [], []]]

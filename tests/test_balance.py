@@ -105,6 +105,7 @@ def cut_within(rank: int, limit: int | None) -> tuple[int, int] | str:
     return sum(not block.scale.is_meta for block in model.blocks), peak_bytes(step.program)
 
 
+@pytest.mark.slow
 def test_stages_are_cut_elsewhere_where_the_memory_wants_it(ranks: Ranks) -> None:
     (blocks, peak), _ = ranks.run(2, cut_within, None)
     (fewer, less), (more, _) = ranks.run(2, cut_within, int(0.95 * peak))

@@ -84,6 +84,7 @@ def test_batch_norm_statistics_are_those_of_eager_training(stage: int) -> None:
 LENGTHS = [(4, 16), (2, 16), (7, 9), (3, 5), (5, 12), (6, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "lengths"), [("eager", LENGTHS[:4]), pytest.param("inductor", LENGTHS, marks=pytest.mark.slow)]
 )
@@ -121,6 +122,7 @@ def test_keyword_arguments_and_input_gradients() -> None:
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.slow
 def test_two_forwards_before_their_backwards_in_any_order() -> None:
     compiled, reference = pair("gpt")
     for model in (compiled, reference):
@@ -189,6 +191,7 @@ class Packed(nn.Module):
         return (x * second[1]).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_parameters_read_in_pieces(stage: int) -> None:
     torch.manual_seed(0)
@@ -245,6 +248,7 @@ def test_a_hook_that_would_not_run_is_refused() -> None:
         compiled(*batch("mlp", 0, 0))
 
 
+@pytest.mark.slow
 def test_units_by_pattern() -> None:
     compiled = zcompile.compile(make("gpt"), units=["blocks.*.attention", "blocks.*.mlp"], backend="eager")
     assert "blocks.0.mlp" in [unit.name for unit in compiled.layout.units]
@@ -530,6 +534,7 @@ def test_a_sharded_model_is_not_moved() -> None:
 # -- looking inside ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_explain_and_dump_tell_of_every_unit_and_pass(tmp_path: Any) -> None:
     compiled = zcompile.compile(GPT(layers=2), backend="eager", dump=tmp_path)
     assert "No program yet" in compiled.explain()

@@ -284,6 +284,7 @@ class Sized(nn.Module):
         return x.view(x.shape[1], x.shape[0]).square().sum()
 
 
+@pytest.mark.slow
 def test_sizes_that_vary_are_saved_beside_bundles() -> None:
     torch.manual_seed(0)
     plain, given = Sized(), Sized()
@@ -310,6 +311,7 @@ def finished(model: nn.Module, args: tuple[torch.Tensor, ...], **kwargs: torch.T
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_block_of_a_llama_is_a_few_lines_and_none_is_long() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

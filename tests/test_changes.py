@@ -90,6 +90,7 @@ def test_an_attribute_that_is_set_is_the_models(name: str, values: tuple[Any, ..
         equal(plain, compiled)
 
 
+@pytest.mark.slow
 def test_an_attribute_of_a_submodule_counts_and_one_may_be_deleted() -> None:
     plain, compiled = both()
     for model in (plain, compiled):
@@ -323,6 +324,7 @@ def test_late_hooks_and_attributes_count_on_several_ranks(ranks: Ranks, stage: i
         assert max(found) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_train_step_sees_late_hooks_and_attributes() -> None:
     torch.manual_seed(0)
     plain = Model()

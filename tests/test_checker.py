@@ -196,6 +196,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_inference_and_varying_sizes_are_proven_as_dumped(dumped: Path) -> None:
     verdicts = list(prove_dump(dumped))
     assert [verdict.error for verdict in verdicts] == [None] * 3
@@ -673,6 +674,7 @@ def dumped_by_ranks(rank: int, folder: str) -> None:
     compiled.dump(folder, all_ranks=True)
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_shards_is_the_same_on_all_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, dumped_by_ranks, str(tmp_path))
     dumps = rank_folders(tmp_path)
@@ -712,6 +714,7 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new, 1))
 
 
+@pytest.mark.slow
 def test_an_edited_line_is_named_whatever_it_means(dump: Path) -> None:
     edit(dump / "program_0" / FORWARD, "    release(", "    release (")
     (said,) = errors(dump)

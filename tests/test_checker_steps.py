@@ -58,6 +58,7 @@ def made(name: str, schedule: str, columns: int = 1, replicas: int = 1, **given:
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
+@pytest.mark.slow
 @quickly(
     "name, schedule, stage, columns",
     [
@@ -152,6 +153,7 @@ def test_a_step_that_computes_something_else_is_refused(name: str, place: int, o
     assert "step.py" in error.value.subject
 
 
+@pytest.mark.slow
 def test_a_value_that_several_stages_of_a_rank_need_is_received_for_each() -> None:
     steps, *_ = program("interleaved1f1b, stage 2")
     assert len(re.findall(r"= recv\(.*message='m0_tanh'\)", steps.texts[1][STEP])) == 2

@@ -94,7 +94,7 @@ class Scale(nn.Module):
         return nn.functional.dropout(x * self.weight, 0.2)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@quickly("backend", ["eager", "inductor"], ["eager"])
 def test_recomputed_dropout_draws_the_same_numbers(backend: str) -> None:
     torch.manual_seed(0)
     compiled = zcompile.compile(Dropping(), checkpoint="unit", backend=backend)
@@ -146,6 +146,7 @@ def test_a_budget_is_kept_and_recomputation_falls_as_it_grows() -> None:
     assert flops[0] > flops[-1] == again_flops(traced(gpt(), *inputs))
 
 
+@pytest.mark.slow
 def test_a_share_is_one_of_the_peak() -> None:
     inputs = batch("gpt", 0, 0, size=8)
     most = peak_bytes(traced(gpt(), *inputs))
@@ -168,6 +169,7 @@ def activations(**options: object) -> Program:
     return traced(nn.Sequential(*parts), torch.ones(64, 8), units=["*"], **options)
 
 
+@pytest.mark.slow
 def test_what_costs_no_flops_is_computed_again_only_as_far_as_it_must() -> None:
     most = activations()
     program = activations(checkpoint=peak_bytes(most) - 1)
@@ -175,6 +177,7 @@ def test_what_costs_no_flops_is_computed_again_only_as_far_as_it_must() -> None:
     assert again_flops(program) == again_flops(most)
 
 
+@pytest.mark.slow
 def test_auto_takes_what_the_device_has() -> None:
     inputs = batch("gpt", 0, 0)
     assert str(traced(gpt(), *inputs, checkpoint="auto")) == str(traced(gpt(), *inputs))
@@ -263,6 +266,7 @@ def test_no_choice_within_the_budget_is_cheaper(kinds: list[tuple[int, int]], sh
     assert max(held + beside[run] for run, held in problem.held(smallest).items()) <= least + 1
 
 
+@pytest.mark.slow
 def test_nothing_runs_twice_where_one_run_is_enough() -> None:
     program = traced(gpt(), *batch("gpt", 0, 0), checkpoint="unit")
     for region in program.regions.values():

@@ -162,6 +162,7 @@ def test_a_limit_that_nothing_meets_ends_with_1(run: Run) -> None:
     assert "error: memory_limit: 1e-06 GB holds nothing on 2 ranks" in err
 
 
+@pytest.mark.slow
 def test_a_plan_over_meshes_ends_in_lines_to_write(run: Run) -> None:
     options = ["-w", "4", "--mesh", "auto", "--stage", "1", "--dtype", "float32", "--checkpoint", "none"]
     code, out, _ = run("plan", "fac.py:trained", *options)
@@ -203,6 +204,7 @@ def test_inspect_writes_the_program_after_every_pass(run: Run, tmp_path: Path) -
     assert zcompile.parse(text).text(regions=True) == text
 
 
+@pytest.mark.slow
 def test_inspect_writes_the_steps_of_all_stages_of_a_pipeline(run: Run, tmp_path: Path) -> None:
     asked = ("--mesh", "2x1", "--microbatches", "4", "--stage", "1", "-s", "16", "--schedule", "interleavedzerobubble")
     code, out, _ = run("inspect", "gpt:4x64", *asked, "--split", "blocks.2", "-o", "dump")
@@ -321,6 +323,7 @@ def test_what_is_no_size_has_none_that_is_near(run: Run) -> None:
     assert "Fix: choose from '8b', '70b', '405b'; or LAYERSxWIDTH" in run("plan", "llama:small")[2]
 
 
+@pytest.mark.slow
 def test_a_dump_takes_the_place_of_another(run: Run, tmp_path: Path) -> None:
     assert run("inspect", "gpt:2x64", "-s", "16", "-o", "dump")[0] == 0
     assert run("inspect", "fac.py:make", "-o", "dump", "--stage", "0")[0] == 0
@@ -382,6 +385,7 @@ def test_prove_says_what_it_has_not_read(run: Run, tmp_path: Path) -> None:
     assert (code, f"{last.name} line " in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_prove_reads_the_steps_of_a_pipeline(run: Run, tmp_path: Path) -> None:
     asked = ("gpt:2x64", "--mesh", "2x1", "--schedule", "gpipe", "--microbatches", "2", "-s", "8", "-o", "dump")
     assert run("inspect", *asked)[0] == 0
@@ -401,6 +405,7 @@ def test_prove_reads_the_steps_of_a_pipeline(run: Run, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_plan_fits_a_narrow_terminal() -> None:
     subject = subject_of("gpt:2x64", batch=1, sequence=16)
     made = zcompile.plan(subject.model, subject.args, stages=[3], prefetches=[1], dtypes=[None])
@@ -559,6 +564,7 @@ def trained_alone(rank: int) -> float:
     return next(compiled.parameters()).grad.sum().item()
 
 
+@pytest.mark.slow
 def test_a_rank_of_the_doctor_trains_alone(ranks: Ranks) -> None:
     first, second = ranks.run(2, trained_alone)
     assert first != second

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zcompile
-from tests.cases import diagonal
+from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 
@@ -76,11 +76,12 @@ def both(rank: int, kind: str, stage: int, way: str) -> list[str]:
     return found + ["a loss" for one, other in zip(losses, wanted, strict=True) if not torch.equal(one, other)]
 
 
-@diagonal("kind, stage", CONVERSIONS, [0, 1, 2, 3])
+@quickly("kind, stage", [(kind, stage) for kind in CONVERSIONS for stage in range(4)], [("bfloat16", 3)])
 def test_a_compiled_model_is_converted_as_the_model_would_be(ranks: Ranks, kind: str, stage: int) -> None:
     assert ranks.run(2, both, kind, stage, "plain") == [[]] * 2
 
 
+@pytest.mark.slow
 @diagonal("way, kind", [way for way in OPTIONS if way != "plain"], ["double", "bfloat16"])
 def test_options_go_by_the_dtypes_that_it_is_converted_to(ranks: Ranks, way: str, kind: str) -> None:
     world = 4 if way == "hybrid" else 3

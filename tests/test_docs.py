@@ -44,6 +44,7 @@ def printed() -> ModuleType:
 STALE = "run `python -m docs.printed` and read the diff"
 
 
+@pytest.mark.slow
 def test_the_stages_side_by_side_are_as_printed(printed: ModuleType) -> None:
     assert printed.STAGES_PAGE.read_text() == printed.stages_page(), STALE
 
@@ -91,6 +92,7 @@ def train(rank: int, own: bool) -> tuple[list[str], list[torch.Tensor], list[int
     return sent, [p.full_tensor().detach() for p in compiled.parameters()], waits
 
 
+@pytest.mark.slow
 def test_the_own_pass_waits_at_the_end_and_changes_no_number(ranks: Ranks) -> None:
     plain, own = (ranks.run(2, train, own)[0] for own in (False, True))
     assert min(plain[2]) < 0 < min(own[2])
@@ -195,6 +197,7 @@ def test_a_pass_is_tested_as_it_is_shown() -> None:
         zcompile.computes(names["program"])
 
 
+@pytest.mark.slow
 def test_a_unit_is_kept_full_as_it_is_shown() -> None:
     (code,) = blocks(PASSES, "Keeping a unit full")
     names: dict[str, Any] = {"model": Net(6), "zcompile": zcompile}

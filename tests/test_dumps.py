@@ -54,6 +54,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_touched(
         torch.compile(model, backend=zcompile.backend(dump=tmp_path / folder))(*batch("mlp", 0, 0))
 
 
+@pytest.mark.slow
 def test_differences_lead_from_the_first_text_to_the_last(dumped: Path) -> None:
     texts = sorted((dumped / "program_0").glob("[0-9]*.py"))
     diffs = sorted((dumped / "program_0").glob("[0-9]*.diff"))
@@ -161,6 +162,7 @@ def lanes_of(events: list[dict[str, Any]], process: int) -> set[str]:
     return {e["args"]["name"] for e in events if e["pid"] == process and e["name"] == "thread_name"}
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_predicted_step_beside_measured_ones(tmp_path: Path) -> None:
     compiled = zcompile.compile(make("gpt"), backend="eager")
     steps(compiled, 1)

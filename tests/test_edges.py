@@ -175,6 +175,7 @@ def test_a_broken_module_under_a_checkpoint(reentrant: bool) -> None:
     assert_as_plain(Outer(reentrant), lambda model: model(X.clone().requires_grad_()).sum().backward())
 
 
+@pytest.mark.slow
 def test_a_submodule_of_a_broken_model_called_by_itself() -> None:
     def use(model: nn.Module) -> None:
         model(X.clone().requires_grad_()).sum().backward()
@@ -219,6 +220,7 @@ def test_a_module_that_calls_itself() -> None:
     assert_as_plain(Recursive(), lambda model: model(X).sum().backward())
 
 
+@pytest.mark.slow
 def test_the_backward_of_another_model_is_none_of_its_business() -> None:
     generator, critic = (zcompile.compile(made, backend="eager") for made in (nn.Linear(4, 4), Own()))
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)

@@ -36,17 +36,20 @@ def doubled(rank: int, family: str) -> Outcome:
     return run(Task(family, "stage3", rank, Path(), 60.0), other, references)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gan", "dlrm"])
 def test_a_cell_has_the_bits_of_distributed_data_parallel(ranks: Ranks, family: str) -> None:
     assert [one.kind for one in ranks.run(2, cell, family, "stage3")] == ["bits", "bits"]
 
 
+@pytest.mark.slow
 def test_a_refusal_is_kept_with_its_sentence(ranks: Ranks) -> None:
     for outcome in ranks.run(2, cell, "wgan_gp", "stage3"):
         assert outcome.kind == "refused"
         assert "create_graph" in outcome.said
 
 
+@pytest.mark.slow
 def test_another_loss_is_a_distance(ranks: Ranks) -> None:
     for outcome in ranks.run(2, doubled, "deeponet"):
         assert outcome.kind == "distance"

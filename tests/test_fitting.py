@@ -25,6 +25,7 @@ GUESS = replace(Hardware.of(flops=1e11, memory_bandwidth=2e10), functions=1e9, l
 TRUTH = replace(GUESS, flops=dict.fromkeys(GUESS.flops, 4e10), elementwise=0.5, attention=0.6, functions=3e8)
 
 
+@pytest.mark.slow
 def test_rates_are_found_with_which_regions_take_what_they_took() -> None:
     compiled = zcompile.compile(make("gpt"), backend="eager")
     compiled(*batch("gpt", 0, 0)).backward()
@@ -42,6 +43,7 @@ def test_rates_stay_within_reach_of_what_was_measured() -> None:
     assert fit(GUESS, observations).flops["float32"] >= GUESS.flops["float32"] / 8.001
 
 
+@pytest.mark.slow
 def test_regions_of_a_reference_are_seen_with_their_times() -> None:
     zcompile.compile(make("mlp"), backend="eager")  # which makes a group, where there is none
     mesh = init_device_mesh("cpu", (1,))

@@ -177,6 +177,7 @@ def test_writes_between_forwards_are_seen(stage: int) -> None:
     assert len(set(found[0])) == len(found[0])
 
 
+@pytest.mark.slow
 def test_alone_a_gather_takes_the_memory_of_its_unit() -> None:
     peaks = []
     for away in (False, True):

@@ -45,6 +45,7 @@ def trained(rank: int, kind: str, optimizer: str, stage: int, host: bool) -> tup
     return list(step.model.full_state_dict(rank0_only=False).values()), len(states._host) if states else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer", "stage"),
     [("gpt", "adamw", 3), pytest.param("mlp", "momentum", 0, marks=pytest.mark.slow)],
@@ -57,6 +58,7 @@ def test_training_is_that_without(ranks: Ranks, kind: str, optimizer: str, stage
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 def test_what_the_next_units_need_comes_before_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("gpt")
     step = zcompile.train_step(model, None, torch.optim.AdamW(model.parameters()), backend="eager")
@@ -75,6 +77,7 @@ def test_what_the_next_units_need_comes_before_their_turn(monkeypatch: pytest.Mo
     assert all(count > 0 for _, count in here)
 
 
+@pytest.mark.slow
 def test_the_updates_of_a_step_that_fails_are_ended() -> None:
     model = make("gpt")
     step = zcompile.train_step(model, None, torch.optim.AdamW(model.parameters()), backend="eager")

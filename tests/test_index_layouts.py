@@ -122,12 +122,14 @@ def run(case: Case) -> list[str]:
     return [f"rank {rank}: {problem}" for rank, problems in enumerate(found) for problem in problems]
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_every_element_arrives_where_it_belongs(case: Case) -> None:
     assert run(case) == []
 
 
+@pytest.mark.slow
 @given(cases(levels=True))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_every_element_arrives_over_two_axes(case: Case) -> None:
@@ -142,6 +144,7 @@ def test_every_element_of_many_cases_arrives_over_two_axes(case: Case) -> None:
     assert run(case) == []
 
 
+@pytest.mark.slow
 @given(cases(levels=True).filter(lambda case: case.hot is None))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_packed_at_once_as_on_gpus_arrives_over_two_axes(case: Case) -> None:
@@ -156,6 +159,7 @@ def test_every_element_of_many_cases_arrives_where_it_belongs(case: Case) -> Non
     assert run(case) == []
 
 
+@pytest.mark.slow
 @given(cases().filter(lambda case: case.hot is None))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_packed_at_once_as_on_gpus_arrives_where_it_belongs(case: Case) -> None:
@@ -256,6 +260,7 @@ class Odd(nn.Module):
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 8), SHAPES)
 @settings(max_examples=60)
 def test_a_model_is_sharded_as_torch_divides_with_the_values_of_the_first_rank(
@@ -423,6 +428,7 @@ def compared(found: Mapping[str, torch.Tensor], shapes: list[tuple[int, ...]]) -
     ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_every_element_once_whatever_the_worlds(ranks: Ranks, tmp_path: Path) -> None:
     shapes = [(7, 3), (2, 5), (1,), (300, 70)]
     for world, stage in ((3, 3), (2, 1)):

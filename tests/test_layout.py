@@ -243,6 +243,7 @@ def test_two_units_of_one_name_are_refused() -> None:
         Layout((Unit("a", ()), Unit("a", ())))
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1, max_size=8))
 def test_every_name_has_an_identifier(name: str) -> None:
     assert identifier(name).isidentifier() or not name.isascii()

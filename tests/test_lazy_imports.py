@@ -61,6 +61,7 @@ def test_public_names_are_imported_where_type_checkers_read_them() -> None:
     assert sorted(read) == zcompile.__all__
 
 
+@pytest.mark.slow
 def test_a_public_name_is_there_whatever_was_imported_before() -> None:
     """Where a module has the name of a function, importing the module would put it in the function's place."""
     names = "\n".join(f"assert zcompile.{name} is not None" for name in zcompile.__all__)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import zcompile
+from tests.cases import diagonal
 from tests.ranks import Ranks
 from zcompile._torch import TorchDispatchMode, tree_map_only
 
@@ -58,6 +59,7 @@ def test_conversions_that_would_change_what_runs_are_refused(convert: Callable[[
     assert torch.equal(compiled(X), reference(X))
 
 
+@pytest.mark.slow
 def test_it_is_of_the_models_class_and_a_container_as_the_model_is() -> None:
     compiled, model = made(), plain()
     assert isinstance(compiled, nn.Sequential)
@@ -72,6 +74,7 @@ def test_it_is_of_the_models_class_and_a_container_as_the_model_is() -> None:
         len(single)
 
 
+@pytest.mark.slow
 def test_a_module_that_is_replaced_is_noticed() -> None:
     compiled, model = made(), plain()
     compiled(X)
@@ -122,8 +125,7 @@ def test_it_is_not_pickled() -> None:
         pickle.dumps(made())
 
 
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("how", ["compile", "method", "around", "pieces"])
+@diagonal("how, warm", ["compile", "method", "around", "pieces"], [False, True])
 def test_torch_compile_finds_it_compiled_already(how: str, warm: bool) -> None:
     model = plain()
     compiled: Any = zcompile.compile(model, backend="eager")
@@ -166,6 +168,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", [False, True])
 def test_dispatch_modes_see_what_is_computed(warm: bool) -> None:
     compiled, model, flops = made(), plain(), []

@@ -424,6 +424,7 @@ def orthogonal(rank: int) -> None:
     torch.testing.assert_close(next(compiled.parameters()).full_tensor(), reference.weight, rtol=0, atol=2e-3)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_muon_which_communicates_through_dtensor_steps_shards(ranks: Ranks) -> None:
     ranks.run(2, orthogonal)
 
@@ -455,5 +456,6 @@ def nested(rank: int, folder: str) -> None:
             compiled.save_checkpoint(folder, optimizer)
 
 
+@pytest.mark.slow
 def test_state_that_nobody_knows_how_to_divide_is_not_saved(ranks: Ranks, tmp_path: Any) -> None:
     ranks.run(2, nested, str(tmp_path / "saved"))

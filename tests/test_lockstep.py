@@ -87,6 +87,7 @@ def all_ranks_name(answers: list[tuple[str, list[bool], float]], culprit: int) -
             assert all(without), "no gradient was delivered"
 
 
+@pytest.mark.slow
 @diagonal("what, stage", ["backward", "step"], [0, 3])
 def test_one_more_on_a_rank(ranks: Ranks, stage: int, what: str) -> None:
     all_ranks_name(ranks.run(2, out_of_step, stage, 0, what, group=60), 0)
@@ -104,6 +105,7 @@ def test_one_more_of_anything_on_the_last_rank(ranks: Ranks, world: int, stage: 
         all_ranks_name(answers, world - 1)
 
 
+@pytest.mark.slow
 def test_one_evaluation_more_on_a_rank(ranks: Ranks) -> None:
     all_ranks_name(ranks.run(3, out_of_step, 3, 1, "evaluation", group=60), 1)
 
@@ -123,6 +125,7 @@ def evaluates_while_others_train_for_the_first_time(rank: int) -> tuple[str, lis
     return "", [], 0.0
 
 
+@pytest.mark.slow
 def test_a_program_that_is_new_on_one_rank_is_not_waited_for(ranks: Ranks) -> None:
     all_ranks_name(ranks.run(2, evaluates_while_others_train_for_the_first_time, group=60), 0)
 
@@ -136,6 +139,7 @@ def first_evaluation_alone(rank: int) -> float:
     return float(compiled.layers[0].weight.grad.sum())
 
 
+@pytest.mark.slow
 def test_stage_0_evaluates_on_one_rank_alone(ranks: Ranks) -> None:
     first, second = ranks.run(2, first_evaluation_alone)
     assert first == second
@@ -155,6 +159,7 @@ def two_models_in_another_order(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_two_models_called_in_another_order_on_a_rank(ranks: Ranks) -> None:
     for message in ranks.run(2, two_models_in_another_order):
         assert "model 1" in message
@@ -173,6 +178,7 @@ def step_of_one_rank_is_skipped(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_train_step_more_updates_nothing(ranks: Ranks) -> None:
     for message in ranks.run(2, step_of_one_rank_is_skipped):
         assert "rank 0: run" in message
@@ -222,7 +228,7 @@ def routes_apart(rank: int, stage: int) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@quickly("stage", [1, 2, 3], [2, 3])
+@quickly("stage", [1, 2, 3], [2])
 def test_an_expert_that_one_rank_leaves_out(ranks: Ranks, stage: int) -> None:
     for message, seconds in ranks.run(2, routes_apart, stage):
         assert message.startswith("the ranks are out of step: ")
@@ -308,13 +314,7 @@ def set_apart(rank: int, stage: int, change: str, at: tuple[int, str], nodes: bo
 @quickly(
     "stage, change, place",
     [(stage, change, place) for stage in range(4) for change in SETTINGS for place in ("first", "within")],
-    [
-        (0, "rate", "within"),
-        (1, "betas", "first"),
-        (2, "moved", "first"),
-        (3, "plateau", "first"),
-        (3, "tensor", "within"),
-    ],
+    [(0, "rate", "within"), (1, "betas", "first")],
 )
 def test_a_rank_that_is_set_otherwise_is_named_before_anything_is_updated(
     ranks: Ranks, stage: int, change: str, place: str
@@ -324,6 +324,7 @@ def test_a_rank_that_is_set_otherwise_is_named_before_anything_is_updated(
         assert same
 
 
+@pytest.mark.slow
 @quickly("stage", range(4), [3])
 def test_settings_are_compared_at_the_first_step(ranks: Ranks, stage: int) -> None:
     for said, same in ranks.run(2, set_apart, stage, "decay", (0, "first"), group=60):
@@ -366,6 +367,7 @@ def changed_by_all(rank: int) -> list[float]:
     return [float(value.full_tensor().sum()) for value in compiled.parameters()]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_what_all_ranks_change_is_no_difference(ranks: Ranks) -> None:
     first, second = ranks.run(2, changed_by_all, group=60)
     assert first == second
@@ -409,6 +411,7 @@ def pipelines_apart(rank: int, culprits: list[int]) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_settings_along_the_data_parallel_axis_of_a_pipeline(ranks: Ranks) -> None:
     for said in ranks.run(4, pipelines_apart, [3], group=60):
         assert said.startswith("SGD, group 0, lr: is 0.1 on rank 2, and 0.2 on rank 3")

@@ -211,6 +211,7 @@ class WithBuffers(Stack):
         return super().forward(x * self.rotary.frequencies * self.layers[1].rotary.frequencies)
 
 
+@pytest.mark.slow
 def test_buffers_of_units_and_of_modules_without_parameters_are_those_of_construction() -> None:
     compiled = compiled_from_meta(WithBuffers)
     wanted = dict(WithBuffers().named_buffers())
@@ -600,6 +601,7 @@ def train(rank: int, meta: bool, stage: int, backend: str) -> Values:
     return values_of(compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_training_after_a_start_on_meta_is_that_after_an_ordinary_start(ranks: Ranks, stage: int) -> None:
     wanted = ranks.run(2, train, False, stage, "eager")[0]
@@ -607,6 +609,7 @@ def test_training_after_a_start_on_meta_is_that_after_an_ordinary_start(ranks: R
         assert_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_an_optimizer_over_parameters_on_meta_is_refused() -> None:
     for stage in (0, 3):
         model = on_meta(Stack)

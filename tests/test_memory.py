@@ -181,7 +181,7 @@ def psi(compiled: zcompile.CompiledModule) -> int:
     return sum(param.nbytes for param in compiled.layout.params)
 
 
-@quickly("stage", range(4), [0, 3])
+@quickly("stage", range(4), [3])
 def test_collectives_send_exactly_the_stages_volume(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(WORLD, measure_bytes, stage, 3):
         assert found["counted"] == found["metered"] == found["declared"] == found["expected"]
@@ -202,6 +202,7 @@ def accumulate(rank: int, stage: int) -> list[int]:
     return [*sent, psi(compiled)]
 
 
+@pytest.mark.slow
 @quickly("stage", [1, 2], [2])
 def test_stages_1_and_2_gather_only_after_a_step(ranks: Ranks, stage: int) -> None:
     for first, second, third, fourth, full in ranks.run(WORLD, accumulate, stage):
@@ -226,6 +227,7 @@ def measure_kept(rank: int, stage: int) -> dict[str, Any]:
     return {"places": places, "stale": stale, "left": sum(len(held.kept) for held in shards)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_kept_copies_are_gathered_anew_into_the_same_memory(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(WORLD, measure_kept, stage):
@@ -250,6 +252,7 @@ def measure_state(rank: int, stage: int) -> tuple[int, int, int]:
     return found, state.nbytes, sum(p.numel for p in compiled.layout.params)
 
 
+@pytest.mark.slow
 @quickly("stage", range(4), [3])
 def test_the_model_state_is_what_explain_says_and_the_formula_allows(ranks: Ranks, stage: int) -> None:
     for found, predicted, psi in ranks.run(WORLD, measure_state, stage):

@@ -121,6 +121,7 @@ MANY += [("llama", "zbvzerobubble", 2, 6, stage, False, 4) for stage in range(4)
 MANY += [("tied", "1f1b", 2, 4, stage, True, 4) for stage in range(4)]
 
 
+@pytest.mark.slow
 @quickly("case", [*CASES, *MANY], CASES[::3])
 def test_a_forecast_is_near_what_the_programs_take(case: Case) -> None:
     programs, pipeline = programs_of(case), divided(case)
@@ -134,6 +135,7 @@ def test_a_forecast_is_near_what_the_programs_take(case: Case) -> None:
     assert forecast_bytes(pipeline) == found.nbytes >= state_bytes(pipeline)
 
 
+@pytest.mark.slow
 def test_a_limit_is_seen_as_soon_as_it_is_passed() -> None:
     pipeline = divided(CASES[0])
     most = forecast_bytes(pipeline)
@@ -149,6 +151,7 @@ def units_of(model: nn.Module, args: tuple[Any, ...], plan: Any = None) -> Trace
     return TracedUnits(model, args, {}, torch.bfloat16, None, H100, plan)
 
 
+@pytest.mark.slow
 def test_a_few_units_stand_for_all_that_are_equal() -> None:
     model, args = llama()
     few = units_of(model, args)
@@ -187,6 +190,7 @@ def test_a_model_is_traced_as_a_whole_where_few_of_its_blocks_are_not_the_same(k
     assert traced_as == {6}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_group")
 def test_checkpoints_save_no_more_than_the_input_of_a_divided_unit() -> None:
     model, args = llama(LlamaShape(2, 256, 512, 4, 2))
@@ -249,6 +253,7 @@ def test_meshes_are_all_divisions_of_the_ranks() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_group")
 def test_tensor_parallelism_stays_within_the_innermost_links() -> None:
     near = replace(H100, links=(Link("inside", 1e-6, 4e11, members=2), Link("outside", 1e-5, 5e10)))
@@ -319,6 +324,7 @@ def test_what_is_printed_runs(ranks: Ranks, mesh: tuple[int, int, int]) -> None:
         assert losses[2] < losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
     plan = found(memory_limit="1 MB", schedules=["1f1b"])
     assert plan.forecasts == []
@@ -361,6 +367,7 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) 
         found(**options)
 
 
+@pytest.mark.slow
 def test_a_batch_that_nothing_divides_is_said() -> None:
     with pytest.raises(OptionError, match="global_batch: 8 ranks have no mesh on which 3 samples are micro-batches"):
         found(global_batch=3, times=[2]).best()
@@ -436,6 +443,7 @@ def test_what_is_no_loss_is_refused_and_a_function_may_give_it() -> None:
     assert line.endswith(", units=['blocks.*'])")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_group")
 def test_a_plan_that_was_given_is_in_the_lines() -> None:
     plan = found(world=2, schedules=["1f1b"], stages=[1], tensor_parallel=Llama.tp_plan)
@@ -443,6 +451,7 @@ def test_a_plan_that_was_given_is_in_the_lines() -> None:
     assert plan.lines(divided_in_two)[1] == 'parallelize_module(model, mesh["tp"], tensor_parallel)'
 
 
+@pytest.mark.slow
 def test_without_bfloat16_the_dtype_is_the_models_own() -> None:
     old = replace(H100, flops={"float32": 1e13, "float16": 1e14})
     plan = found(hardware=old, schedules=["1f1b"])

@@ -84,6 +84,7 @@ def whole(rank: int) -> list[list[float]]:
     return [trained(rank, small(), one) for one in (None, flat, narrow["dp"])]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_all_ranks_flattened_or_beside_dimensions_of_one_train_together(ranks: Ranks) -> None:
     want = plainly(4)
@@ -98,6 +99,7 @@ def of_groups(rank: int) -> list[float]:
     return trained(rank, small(), DeviceMesh.from_group(mesh["dp"].get_group(), "cpu"))
 
 
+@pytest.mark.slow
 def test_groups_that_are_meant_train_by_themselves(ranks: Ranks) -> None:
     for found in ranks.run(4, of_groups):
         assert found == pytest.approx(plainly(2), abs=1e-6)
@@ -139,6 +141,7 @@ def stages(rank: int) -> list[float]:
     return trained(rank, parallelize_module(small(), own["tp_d"], PLAN), own["dp_d"])
 
 
+@pytest.mark.slow
 def test_pipeline_stages_of_tensor_parallel_models_have_meshes_of_their_own(ranks: Ranks) -> None:
     for found in ranks.run(4, stages):
         assert found == pytest.approx(plainly(1), abs=1e-6)
@@ -161,5 +164,6 @@ def made_again(rank: int, store: str) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_a_process_group_that_was_made_again(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(4, made_again, str(tmp_path / "store")) == [[]] * 4

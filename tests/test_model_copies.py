@@ -132,11 +132,12 @@ QUICK = [
 
 
 @pytest.mark.filterwarnings("ignore:zcompile. graph break")  # update_bn lets batch normalization read a number
-@quickly("world, kind, stage", CASES, QUICK)
+@quickly("world, kind, stage", CASES, QUICK[1:2])
 def test_averages_of_shards_have_the_bits_of_plain_ones(ranks: Ranks, world: int, kind: str, stage: int) -> None:
     assert ranks.run(world, against_plain, kind, {"stage": stage}) == [[]] * world
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:zcompile. graph break")
 def test_averages_of_matrices_with_owners(ranks: Ranks) -> None:
     options = {"whole": ["first.weight", "last.weight"]}
@@ -181,6 +182,7 @@ def ways(rank: int, way: str, folder: str) -> list[str]:
     )
 
 
+@pytest.mark.slow
 @quickly("way", ["plain", "hybrid", "disk", "bfloat16", "frozen"], ["hybrid", "frozen"])
 def test_a_copy_trains_apart_from_its_original_and_as_it(ranks: Ranks, way: str, tmp_path: Any) -> None:
     world = 4 if way == "hybrid" else 2
@@ -208,6 +210,7 @@ def parallel(rank: int) -> list[str]:
     return differing(state_of(average.module), want)
 
 
+@pytest.mark.slow
 def test_averages_beside_tensor_parallelism(ranks: Ranks) -> None:
     assert ranks.run(4, parallel) == [[]] * 4
 
@@ -223,10 +226,12 @@ def saved(rank: int, folder: str) -> list[str]:
     return differing(state_of(other.module), state_of(average.module)) + differing(state_of(fresh), state_of(average))
 
 
+@pytest.mark.slow
 def test_an_average_is_saved_as_any_compiled_model(ranks: Ranks, tmp_path: Any) -> None:
     assert ranks.run(2, saved, str(tmp_path / "average")) == [[], []]
 
 
+@pytest.mark.slow
 def test_hooks_attributes_and_the_mode_are_copied() -> None:
     model = normed()
     model.note = {"kept": [1]}
@@ -273,6 +278,7 @@ def alone(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_copy_that_one_rank_makes_alone_is_an_error_with_its_name(ranks: Ranks) -> None:
     found, _ = ranks.run(2, alone, group=4)
     assert "rank 1" in found

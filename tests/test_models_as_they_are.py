@@ -240,6 +240,7 @@ def payload(rank: int, stage: int, learnt: bool) -> int:
     return compiled.traffic.payload - before
 
 
+@pytest.mark.slow
 @every
 def test_frozen_parameters_are_gathered_but_not_reduced(ranks: Ranks, stage: int) -> None:
     """A gradient is sent once by a scatter, whose rows are padded, and counts twice in an all_reduce."""
@@ -270,6 +271,7 @@ def statistics(rank: int, stage: int) -> list[str]:
     return found + differing(dict(compiled.named_buffers()), dict(reference.named_buffers()), 0)
 
 
+@pytest.mark.slow
 @diagonal("stage, world", [0, 3], [3, 2])
 def test_buffers_begin_as_rank_0s_and_follow_the_ranks_own_data(ranks: Ranks, stage: int, world: int) -> None:
     assert ranks.run(world, statistics, stage) == [[]] * world
@@ -305,6 +307,7 @@ def twin(compiled: nn.Module) -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.slow
 @quickly("stage", [0, 3], [3])
 def test_evaluation_between_steps_leaves_training_alone(ranks: Ranks, stage: int) -> None:
     for names, worst in ranks.run(2, evaluate_between, stage):
@@ -490,6 +493,7 @@ def undisturbed(rank: int, stage: int, kind: str) -> list[str]:
     return differing(*ends, 0)
 
 
+@pytest.mark.slow
 @diagonal("stage, kind", [0, 3], FAULTS)
 def test_after_an_exception_on_all_ranks_training_goes_on(ranks: Ranks, stage: int, kind: str) -> None:
     assert ranks.run(2, undisturbed, stage, kind) == [[], []]
@@ -519,6 +523,7 @@ def autocast_ddp(rank: int, stage: int, kind: str) -> tuple[list[str], torch.dty
     return differing(*found, 0), dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_autocast_computes_in_bfloat16_the_bits_of_ddp(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, autocast_ddp, stage, "gpt") == [([], torch.bfloat16)] * 2
@@ -610,6 +615,7 @@ def same_bits(rank: int, stage: int) -> dict[str, Any]:
     return {name: names for name, names in found.items() if names}
 
 
+@pytest.mark.slow
 @quickly("stage", range(4), [3])
 def test_any_optimizer_and_schedule_gives_the_bits_of_ddp(ranks: Ranks, stage: int) -> None:
     """The shards of 13 and 5 rows over two ranks are uneven, the last layer's row is on one rank, a scalar on both."""
@@ -635,6 +641,7 @@ def clipped(rank: int, kind: str, stage: int, norm: float) -> tuple[list[str], f
     return differing(parameters(compiled), parameters(reference)), worst
 
 
+@pytest.mark.slow
 @diagonal("stage, case", range(4), [("mlp", 3, 2.0), ("gpt", 2, float("inf")), ("mlp", 3, 1.0)])
 def test_the_global_norm_is_clipped(ranks: Ranks, stage: int, case: tuple[str, int, float]) -> None:
     """Not the infinite norm where a rank's shard is empty, as of one row over two ranks: torch has none of nothing."""

@@ -70,6 +70,7 @@ def test_the_oracle_computes_what_plain_pytorch_does(name: str) -> None:
             torch.testing.assert_close(rank, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_oracle_gives_the_same_bits_whatever_two_axes_divide() -> None:
     repeated, divided = (outcome(original(name).program) for name in ("hybrid", "hfsdp, train_step, stage 3"))
     found = {name: value for name, value in divided.tensors.items() if name.startswith(("parameter", "result"))}
@@ -91,6 +92,7 @@ def campaign(*arguments: object) -> list[re.Match[str]]:
     return [told for line in found.stdout.splitlines() if (told := _TOLD.match(line))]
 
 
+@pytest.mark.slow
 @quickly("every", [1, 3], [3])
 def test_every_mutation_makes_mutants_and_none_is_a_hole(every: int) -> None:
     told = campaign("--only", *range(0, len(MUTATIONS), every), "--program", *QUICK)
@@ -152,6 +154,7 @@ def stale_and_anew(name: str) -> tuple[Program, Program]:
     return stale, anew
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kept"), [("hpz, train_step, prefetch 0", False), ("hfsdp, train_step, prefetch 0", True)]
 )
@@ -173,6 +176,7 @@ def told(name: str, mutation: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_is_missing_from_a_sum_is_refused_with_its_line() -> None:
     given = original("gpt, no_sync")
     program = given.program.copy()
@@ -184,6 +188,7 @@ def test_a_micro_batch_that_is_missing_from_a_sum_is_refused_with_its_line() -> 
     assert "--> " in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_copy_that_nobody_refreshes_is_refused_with_its_line() -> None:
     text = told("gpt, train_step, arenas", "gather ahead early")
     (line,) = (line for line in text.splitlines() if line.startswith("-->"))

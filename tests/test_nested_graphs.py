@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zcompile
-from tests.cases import diagonal
+from tests.cases import quickly
 from tests.ranks import Ranks
 
 
@@ -81,6 +81,9 @@ def same(rank: int, marked: type[nn.Module], backend: str) -> None:
         assert torch.equal(one, other)
 
 
-@diagonal("marked, backend", [Inner, Block], ["eager", "inductor"])
+WAYS = [(marked, backend) for marked in (Inner, Block) for backend in ("eager", "inductor")]
+
+
+@quickly("marked, backend", WAYS, [(Inner, "eager")])
 def test_marked_blocks_train_with_the_same_bits(marked: type[nn.Module], backend: str, ranks: Ranks) -> None:
     ranks.run(2, same, marked, backend)

@@ -61,6 +61,7 @@ def test_training_is_that_without(ranks: Ranks, tmp_path: Path, kind: str, optim
     assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
 
 
+@pytest.mark.slow
 def test_two_optimizers_over_one_parameter_have_states_of_their_own(tmp_path: Path) -> None:
     results = []
     for place in (None, f"disk:{tmp_path}"):
@@ -77,6 +78,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_and_loaded_as_any_other(tmp_path: Path) -> None:
     models = [make("mlp") for _ in range(2)]
     optimizers = [adamw(model) for model in models]

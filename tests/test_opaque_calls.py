@@ -66,6 +66,7 @@ def test_an_opaque_call_is_refused_with_its_line(make: Callable[[], Any], called
     assert line in range(first, first + len(lines))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "called"), CALLS.values(), ids=CALLS)
 def test_plain_python_makes_opaque_calls(make: Callable[[], Any], called: str) -> None:
     compiled = zcompile.compile(model(make(), breaks=True), backend="eager")

@@ -121,7 +121,7 @@ def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[int, int]]) ->
     return found
 
 
-@quickly("shape, kind", [((2, 2), "gpt"), ((2, 2), "mlp"), ((3, 1), "mlp")], [((2, 2), "gpt"), ((3, 1), "mlp")])
+@quickly("shape, kind", [((2, 2), "gpt"), ((2, 2), "mlp"), ((3, 1), "mlp")], [((2, 2), "gpt")])
 def test_bfloat16_between_replicas_is_that_rounding_and_no_other(threads: Threads, shape: Shape, kind: str) -> None:
     choices = [(1, 1), (2, 0), (3, 2)] if kind == "mlp" else [(3, 1)]
     assert threads.run(shape[0] * shape[1], sweep, kind, shape, choices) == [[]] * (shape[0] * shape[1])
@@ -215,6 +215,7 @@ def with_a_number(rank: int, folder: str) -> list[str]:
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
+@pytest.mark.slow
 def test_what_is_whole_on_every_rank_travels_as_it_is(threads: Threads, tmp_path: Path) -> None:
     assert threads.run(2, with_a_number, str(tmp_path)) == [[]] * 2
     assert_proven(tmp_path)

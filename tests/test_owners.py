@@ -172,6 +172,7 @@ def sweep(rank: int, kind: str, world: int, choices: list[tuple[int, int]]) -> l
 KINDS = ("gpt", "mlp", "tied", "conv")
 
 
+@pytest.mark.slow
 @quickly("world, kind", [(world, kind) for world in (1, 2, 3, 4) for kind in KINDS], [(3, "tied")])
 def test_muon_steps_as_on_one_process_bit_for_bit(ranks: Ranks, world: int, kind: str) -> None:
     choices = [(stage, prefetch) for stage in range(1, 4) for prefetch in range(3)]
@@ -197,6 +198,7 @@ def otherwise(rank: int, world: int, name: str, folder: str) -> list[str]:
 WAYS = ("replicas", "micro-batches", "shampoo", "a disk", "arenas", "a bucket", "checkpoints")
 
 
+@pytest.mark.slow
 @quickly("name", WAYS, ["replicas", "shampoo"])
 def test_other_ways_of_training_give_the_same_bits(threads: Threads, name: str, tmp_path: Path) -> None:
     assert threads.run(4, otherwise, 4, name, str(tmp_path)) == [[]] * 4
@@ -229,7 +231,7 @@ def stepped(rank: int, world: int, kind: str, by: type[torch.optim.Optimizer], f
 BY = (torch.optim.Muon, Whitening)
 
 
-@quickly("kind, by", [(kind, by) for kind in ("gpt", "mlp") for by in BY], [("mlp", BY[0]), ("mlp", BY[1])])
+@quickly("kind, by", [(kind, by) for kind in ("gpt", "mlp") for by in BY], [("mlp", BY[1])])
 def test_a_train_step_updates_matrices_where_their_gradients_arrive(
     threads: Threads, kind: str, by: type[torch.optim.Optimizer], tmp_path: Path
 ) -> None:
@@ -314,6 +316,7 @@ def used(rank: int) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_what_treats_elements_alone_works_on_parameters_with_an_owner(threads: Threads) -> None:
     assert threads.run(3, used) == [[]] * 3
 
@@ -353,6 +356,7 @@ def refused(rank: int) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_what_needs_rows_of_others_is_refused(threads: Threads) -> None:
     assert threads.run(2, refused) == [[]] * 2
 
@@ -397,6 +401,7 @@ def loaded(rank: int, folder: str, by: type[torch.optim.Optimizer], whole: bool)
     return found, full_values(compiled)
 
 
+@pytest.mark.slow
 @quickly("by", [torch.optim.Muon, Whitening], [Whitening])
 def test_a_checkpoint_loads_in_other_worlds_and_layouts(
     ranks: Ranks, by: type[torch.optim.Optimizer], tmp_path: Path
@@ -424,6 +429,7 @@ def stepped_by_rows(rank: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_matrix_of_fewer_rows_than_ranks_is_refused_to_muon(threads: Threads) -> None:
     """As torch divides no such tensor, which it says of no parameter."""
     for message in threads.run(3, stepped_by_rows):
@@ -441,6 +447,7 @@ def replayed(rank: int, folder: str) -> None:
     compiled.dump(f"{folder}/dump", all_ranks=True)
 
 
+@pytest.mark.slow
 def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, tmp_path: Path) -> None:
     threads.run(3, replayed, str(tmp_path))
     assert_proven(tmp_path / "dump")
@@ -483,6 +490,7 @@ def in_one_group(rank: int, world: int) -> list[str]:
     return differing(full_values(compiled), {name: param.detach() for name, param in plain.named_parameters()})
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_elements_takes_both_kinds_in_one_group(threads: Threads) -> None:
     assert threads.run(3, in_one_group, 3) == [[]] * 3
 
@@ -528,6 +536,7 @@ def of_all(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_looks_at_all_matrices_is_refused(threads: Threads) -> None:
     for found in threads.run(4, of_all):
         assert len(found) == 2
@@ -546,6 +555,7 @@ def normed(rank: int) -> list[float]:
     return [float(one) for one in off]
 
 
+@pytest.mark.slow
 def test_the_largest_element_of_what_a_rank_does_not_have(threads: Threads) -> None:
     assert threads.run(3, normed) == [[0.0, 0.0]] * 3
 
@@ -565,6 +575,7 @@ def given_whole(rank: int) -> list[str]:
     return differing(*values)
 
 
+@pytest.mark.slow
 def test_a_gradient_may_be_made_whole(threads: Threads) -> None:
     assert threads.run(2, given_whole) == [[]] * 2
 
@@ -579,6 +590,7 @@ def both_kinds(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_muon_over_whole_matrices_and_rows_is_told_so(threads: Threads) -> None:
     for said in threads.run(2, both_kinds):
         assert "beside ones of which each rank has rows" in said
@@ -593,6 +605,7 @@ def by_rows(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_whole_matrices_over_rows_is_told_of_owners(threads: Threads) -> None:
     for said in threads.run(2, by_rows):
         assert "whole=" in said

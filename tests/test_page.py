@@ -102,6 +102,7 @@ def test_a_difference_is_not_in_columns_that_were_aligned_anew() -> None:
     assert ("context", after[1]) in kinds
 
 
+@pytest.mark.slow
 def test_figures_have_units_and_few_digits(text: str) -> None:
     shown = html.unescape(
         re.sub(r"<(style|script)>.*?</\1>|<div class=\"line.*?</div>|<[^>]*>", " ", text, flags=re.DOTALL)
@@ -112,6 +113,7 @@ def test_figures_have_units_and_few_digits(text: str) -> None:
     assert [figure for figure in figures if len(figure.replace(".", "").lstrip("0")) > 4] == []
 
 
+@pytest.mark.slow
 def test_the_hardware_is_named_and_why_it_was_taken(tmp_path: Path) -> None:
     compiled = zcompile.compile(make("gpt"), backend="eager")
     steps(compiled, 1)
@@ -122,6 +124,7 @@ def test_the_hardware_is_named_and_why_it_was_taken(tmp_path: Path) -> None:
     assert "given as hardware=" in compiled.report(tmp_path / "report.html", hardware=RATES).read_text()
 
 
+@pytest.mark.slow
 def test_hardware_that_was_measured_is_said_to_be(tmp_path: Path) -> None:
     compiled = zcompile.compile(make("gpt"), backend="eager", prefetch="auto")
     steps(compiled, 1)
@@ -166,6 +169,7 @@ def test_messages_at_the_same_time_are_in_rows_of_one_lane(journal: Journal) -> 
     assert lanes["communication"].row_height < lanes["along replicate"].row_height
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_pipeline_is_shown_beside_the_others(tmp_path: Path) -> None:
     """A rank alone would not wait for what the others have yet to compute."""
     hardware = load_profile("h100")
@@ -243,6 +247,7 @@ def test_what_is_alive_is_no_more_than_what_is_held(journal: Journal) -> None:
     assert sum(size for *_, size in alive_at(program, peak)) > 0.3 * held[peak]
 
 
+@pytest.mark.slow
 def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path) -> None:
     compiled = zcompile.compile(make("gpt"), backend="eager")
     steps(compiled, 1)
@@ -424,6 +429,7 @@ def plan() -> Plan:
     return replace(made, memory_limit=least)  # one choice fits on two ranks
 
 
+@pytest.mark.slow
 def test_every_choice_of_a_plan_is_there(plan: Plan) -> None:
     text = plan_page_text(plan)
     for forecast in plan.forecasts:

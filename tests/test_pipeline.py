@@ -161,6 +161,7 @@ def test_a_pass_under_another_name_is_refused() -> None:
         zcompile.pipeline().changed({"mine": step("other")})
 
 
+@pytest.mark.slow
 def test_a_users_pass_runs_in_compile() -> None:
     seen: list[str] = []
 

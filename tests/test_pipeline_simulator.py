@@ -64,12 +64,14 @@ def timelines(schedule: str) -> list[Timeline]:
     return simulate_pipeline(programs, CPU, unit_work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_bubbles_are_those_of_the_formula(schedule: str) -> None:
     """(p - 1) / (m + p - 1), of GPipe and 1F1B (Narayanan et al. 2021, section 2.2)."""
     assert idle_share(timelines(schedule)) == pytest.approx((RANKS - 1) / (MICROBATCHES + RANKS - 1))
 
 
+@pytest.mark.slow
 def test_interleaved_stages_and_divided_backwards_have_smaller_bubbles() -> None:
     shares = {
         name: idle_share(timelines(name))

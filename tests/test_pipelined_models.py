@@ -125,6 +125,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @quickly(
     "kind, pipeline, data, schedule, stage",
     WAYS,

@@ -51,6 +51,7 @@ WAYS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @quickly("way", list(WAYS), ["zbv, stage 3"])
 def test_each_rank_of_a_pipeline_is_replayed_alone(ranks: Ranks, tmp_path: Path, way: str) -> None:
     name, pipeline, data, options = WAYS[way]
@@ -83,6 +84,7 @@ def records_nan(rank: int, folder: Path) -> None:
     stepped("gpt", 2, 1, rank, nan="blocks.0.attention.qkv.weight", steps=1, record=folder)
 
 
+@pytest.mark.slow
 def test_where_nan_came_from_is_said_on_the_rank_that_received_it(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, records_nan, tmp_path)
     _, output = command("replay", tmp_path, "--rank", 1, "--brief")

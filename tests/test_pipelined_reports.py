@@ -63,6 +63,7 @@ def shows(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_pipeline_shows_what_all_ranks_do(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(4, shows, str(tmp_path))
     idle = re.findall(r"[\d.]+% of the time of all ranks", found[0]["page"])
@@ -249,6 +250,7 @@ def alone_on_its_stage(rank: int, folder: str) -> tuple[str, str]:
     return step.explain(), page.read_text() if rank == 0 else ""  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_what_goes_along_a_pipeline_is_sent(ranks: Ranks, tmp_path: Path) -> None:
     (explained, page), (other, _) = ranks.run(2, alone_on_its_stage, str(tmp_path))
     assert explained == other

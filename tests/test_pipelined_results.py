@@ -102,6 +102,7 @@ def alone(rank: int) -> list[Any]:
     return [torch.equal(loss, expected), *(torch.equal(named[name], wanted[name]) for name in wanted)]
 
 
+@pytest.mark.slow
 def test_metrics_without_a_pipeline(ranks: Ranks) -> None:
     assert ranks.run(2, alone) == [[True] * 5] * 2
 
@@ -116,6 +117,7 @@ def empty(rank: int, pipelined: bool) -> Any:
     return step(*watched_batch(0))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipelined", [True, False])
 def test_no_metrics_are_an_empty_dict(ranks: Ranks, pipelined: bool) -> None:
     assert ranks.run(2, empty, pipelined) == [{}, {}]
@@ -191,6 +193,7 @@ def scaled(rank: int, pipeline: int, data: int, stage: int, clip: float | None) 
     return far, scales, wrong
 
 
+@pytest.mark.slow
 @quickly(
     "pipeline, data, stage, clip",
     [(p, d, s, c) for p, d in ((2, 1), (2, 2), (4, 1)) for s in range(4) for c in (None, 0.5)],
@@ -256,6 +259,7 @@ def other_scales(rank: int, loaded: dict[str, Any]) -> str:
     return "taken"
 
 
+@pytest.mark.slow
 def test_ranks_with_other_scales_are_told(ranks: Ranks) -> None:
     for found in ranks.run(2, other_scales, {}):
         assert "the scale of the loss: scale 1024.0" in found

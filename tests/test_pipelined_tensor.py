@@ -111,6 +111,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @quickly("plan, stage, schedule", WAYS, [("sequences", 3, "zbvzerobubble")])
 def test_a_pipeline_trains_as_tensor_parallelism_alone(ranks: Ranks, plan: str, stage: int, schedule: str) -> None:
     assert ranks.run(4, trains, (2, 1, 2), plan, stage, schedule, {}) == [[]] * 4
@@ -164,6 +165,7 @@ def saves(rank: int, folder: str) -> list[bool]:
     return [changed, same, {name: value.shape for name, value in whole.items()} == shapes]
 
 
+@pytest.mark.slow
 def test_state_goes_through_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     assert all(map(all, ranks.run(4, saves, str(tmp_path / "checkpoint"))))
 

@@ -39,6 +39,7 @@ def texts(rank: int, kind: str, choice: Choice) -> list[str]:
     return [program.text(regions=True) for program in compiled.programs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "choice"),
     [
@@ -57,6 +58,7 @@ def test_the_program_of_a_plan_is_the_one_that_runs(ranks: Ranks, world: int, ch
     assert [planned.phase(phase).text(regions=True) for phase in planned.phases] == runs
 
 
+@pytest.mark.slow
 def test_meshes_of_two_levels_are_compared_with_all_ranks_in_one() -> None:
     model, args = make("gpt"), batch("gpt", 0, 0)
     plan = zcompile.plan(
@@ -81,6 +83,7 @@ def test_meshes_of_two_levels_are_compared_with_all_ranks_in_one() -> None:
     assert "3, hpz on 4 nodes" in str(plan)
 
 
+@pytest.mark.slow
 def test_owners_are_compared_with_rows_and_recommended_alone() -> None:
     model, args = make("gpt"), batch("gpt", 0, 0)
     plan = zcompile.plan(
@@ -122,6 +125,7 @@ def test_figures_are_those_of_the_program() -> None:
     assert 0 <= (forecast.hidden_share or 0) <= 1
 
 
+@pytest.mark.slow
 def test_sharding_more_takes_less_memory_and_prefetch_less_time() -> None:
     plan = zcompile.plan(make("gpt"), batch("gpt", 0, 0), worlds=[8], hardware=RATES, dtypes=[None], checkpoints=[None])
     by_stage = [next(f for f in plan.of(8) if f.choice.stage == stage).nbytes for stage in (0, 1, 2, 3)]
@@ -131,6 +135,7 @@ def test_sharding_more_takes_less_memory_and_prefetch_less_time() -> None:
     assert depths == sorted(depths, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_fastest_that_fits_is_recommended_in_a_line_that_compiles() -> None:
     model = make("gpt")
     generous = zcompile.plan(model, batch("gpt", 0, 0), worlds=[2], hardware=RATES, memory_limit="1 GB", **FEW)
@@ -143,6 +148,7 @@ def test_the_fastest_that_fits_is_recommended_in_a_line_that_compiles() -> None:
     assert tight.best(2).nbytes == least
 
 
+@pytest.mark.slow
 def test_a_limit_that_nothing_meets_says_what_comes_nearest() -> None:
     plan = zcompile.plan(make("gpt"), batch("gpt", 0, 0), worlds=[2], hardware=RATES, memory_limit=1000, **FEW)
     least = min(plan.of(2), key=lambda forecast: forecast.nbytes)
@@ -171,6 +177,7 @@ def test_what_is_given_twice_is_planned_once() -> None:
     assert len(plan.forecasts) == 1
 
 
+@pytest.mark.slow
 def test_names_are_printed_as_they_are() -> None:
     plan = zcompile.plan(make("mlp"), batch("mlp", 0, 0), hardware=RATES, **FEW)
     for name in ("fac.py:one", "file[red].py:make", "models[/x].py:make"):
@@ -196,6 +203,7 @@ def test_progress_is_told_from_beginning_to_end() -> None:
 # -- tracing ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_is_left_as_it_was() -> None:
     model = make("gpt")
     before, values = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
@@ -205,6 +213,7 @@ def test_a_model_is_left_as_it_was() -> None:
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_is_traced_as_one_with_memory() -> None:
     real, tokens = make("gpt"), batch("gpt", 0, 0)
     with torch.device("meta"):
@@ -214,6 +223,7 @@ def test_a_model_on_meta_is_traced_as_one_with_memory() -> None:
     assert all(parameter.is_meta for parameter in meta.parameters())
 
 
+@pytest.mark.slow
 def test_two_models_of_one_class_are_traced_apart() -> None:
     small, large = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for width in (4, 8))
     for _ in range(12):  # beyond torch.compile's limit of recompilations
@@ -294,6 +304,7 @@ def test_a_gpt_of_ones_own_shape() -> None:
             shape_of(name)
 
 
+@pytest.mark.slow
 def test_held_kinds_are_those_of_the_table() -> None:
     plan = zcompile.plan(make("gpt"), batch("gpt", 0, 0), worlds=[2], hardware=RATES, **FEW)
     text = str(plan)

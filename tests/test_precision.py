@@ -25,6 +25,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_casts_stand_in_the_program_and_shards_keep_their_dtype(stage: int) -> None:
     compiled = zcompile.compile(make("mlp"), stage=stage, dtype=torch.bfloat16, backend="eager")
@@ -37,6 +38,7 @@ def test_casts_stand_in_the_program_and_shards_keep_their_dtype(stage: int) -> N
         assert (param.dtype, param.grad.dtype) == (torch.float32, torch.float32)
 
 
+@pytest.mark.slow
 def test_a_mixed_program_parses_back() -> None:
     compiled = zcompile.compile(make("mlp"), dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, backend="eager")
     compiled(*batch("mlp", 0, 0)).backward()
@@ -81,6 +83,7 @@ def low_traffic(rank: int, stage: int, options: dict[str, Any]) -> tuple[int, in
     return compiled.traffic.payload, sum(param.padded_numel for param in compiled.layout.params)
 
 
+@pytest.mark.slow
 def test_gathers_send_two_bytes_and_reductions_four_or_two(threads: Threads) -> None:
     for (sent, psi), _ in [threads.run(2, low_traffic, 1, {"dtype": torch.bfloat16})]:
         assert sent == (2 + 4) * psi
@@ -150,7 +153,7 @@ def overflow(rank: int, stage: int) -> list[tuple[bool, float]]:
     return seen
 
 
-@quickly("stage", range(4), [0, 3])
+@quickly("stage", range(4), [0])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(threads: Threads, stage: int) -> None:
     assert threads.run(3, overflow, stage) == [[(True, 1024.0), (False, 512.0), (True, 512.0)]] * 3
 
@@ -179,10 +182,12 @@ def one_shard_overflows(rank: int) -> tuple[bool, float]:
     return torch.equal(full(compiled.rows.detach()), torch.ones(6)), scaler.get_scale()
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_shard_is_seen_by_all_ranks(threads: Threads) -> None:
     assert threads.run(3, one_shard_overflows) == [(True, 512.0)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_autocast_around_the_call(backend: str) -> None:
     model = make("gpt")
@@ -210,6 +215,7 @@ class InFloat32(nn.Module):
             return self.last(x.float()).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_backward_casts_only_what_the_forward_has(breaks: bool) -> None:
     """As in eager mode, where it runs outside of autocast."""
@@ -227,6 +233,7 @@ def test_a_backward_casts_only_what_the_forward_has(breaks: bool) -> None:
         assert torch.equal(full(ours.grad), theirs.grad)
 
 
+@pytest.mark.slow
 def test_batch_norm_keeps_its_dtype() -> None:
     compiled = zcompile.compile(make("conv"), dtype=torch.bfloat16, backend="eager")
     computed = {param.name: param.full_dtype for param in compiled.layout.params}
@@ -258,6 +265,7 @@ def test_modules_that_cannot_keep_their_dtype_are_refused(pattern: str) -> None:
     assert type(model.head[0].weight) is nn.Parameter, "the model is as it was"
 
 
+@pytest.mark.slow
 def test_a_module_in_two_places_keeps_its_dtype_by_either_name() -> None:
     for name in ("first", "*", "second"):
         model = nn.Module()
@@ -301,7 +309,7 @@ def kept_copies(rank: int, stage: int) -> bool:
     return compiled(*x).item() == first != second
 
 
-@quickly("stage", range(3), [0, 2])
+@quickly("stage", range(3), [2])
 def test_kept_casts_are_renewed(threads: Threads, stage: int) -> None:
     assert threads.run(2, kept_copies, stage) == [True, True]
 

@@ -144,6 +144,7 @@ def broken() -> Broken:
     return Broken(*(torch.nn.Linear(4, 4) for _ in range(3)))
 
 
+@pytest.mark.slow
 def test_programs_of_one_model_keep_nothing_over_the_turn_each_for_itself() -> None:
     compiled = zcompile.compile(broken(), backend="eager")
     with pytest.warns(UserWarning, match="graph break"):
@@ -189,6 +190,7 @@ def test_what_a_whole_pipeline_would_ignore_is_refused(options: dict[str, object
         zcompile.compile(torch.nn.Linear(2, 2), passes=zcompile.pipeline(), **options)
 
 
+@pytest.mark.slow
 def test_all_ranks_take_the_schedule_of_the_first(ranks: Ranks) -> None:
     found = ranks.run(3, auto, 3)
     assert len({schedule for schedule, *_ in found}) == 1

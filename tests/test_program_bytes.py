@@ -15,6 +15,7 @@ from zcompile._torch import FakeTensorMode
 from zcompile.frontend.program_bytes import NotStorableError, dumped, loaded
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=4),
     st.integers(0, 5),

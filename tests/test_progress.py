@@ -74,6 +74,7 @@ def test_an_error_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("compiled GPT") == 1
 
 
+@pytest.mark.slow
 def test_a_model_says_what_it_is_at_at_its_first_call(capsys: pytest.CaptureFixture[str]) -> None:
     compiled = zcompile.compile(make("gpt"), backend="eager")
     compiled(*batch("gpt", 0, 0)).backward()

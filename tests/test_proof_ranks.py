@@ -373,6 +373,7 @@ def programs() -> Iterator[Program]:
             yield rewriter.program(Choice(stage=stage, prefetch=1, checkpoint=None, dtype=dtype), 2)
 
 
+@pytest.mark.slow
 def test_what_is_read_of_a_text_is_what_the_program_communicates() -> None:
     found = list(programs())
     assert len(found) == 16
@@ -413,6 +414,7 @@ def dumped(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_dumps_are_compared_and_the_file_is_named(tmp_path: Path) -> None:
     folders = {rank: dumped(tmp_path / str(rank)) for rank in range(2)}
     check_folders(folders)
@@ -432,6 +434,7 @@ def test_dumps_are_compared_and_the_file_is_named(tmp_path: Path) -> None:
         check_folders(folders)
 
 
+@pytest.mark.slow
 def test_a_dump_without_all_of_its_files_is_refused(tmp_path: Path) -> None:
     folders = {rank: dumped(tmp_path / str(rank)) for rank in range(2)}
     home = folders[1] / "program_0"
@@ -450,6 +453,7 @@ def test_a_dump_without_all_of_its_files_is_refused(tmp_path: Path) -> None:
             check_folders(folders)
 
 
+@pytest.mark.slow
 def test_a_rank_with_fewer_programs_is_named(tmp_path: Path) -> None:
     folders = {rank: dumped(tmp_path / str(rank)) for rank in range(2)}
     (folders[1] / "program_1").mkdir()

@@ -123,6 +123,7 @@ def full(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_blocks_that_draw_first_and_are_checkpointed_by_the_user(ranks: Ranks, stage: int) -> None:
     assert ranks.run(1, checkpointed, stage) == [True]
@@ -136,6 +137,7 @@ def untouched(rank: int) -> bool:
     return torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_a_model_that_draws_nothing_changes_no_generator(ranks: Ranks) -> None:
     assert ranks.run(2, untouched) == [True, True]
 

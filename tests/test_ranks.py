@@ -122,6 +122,7 @@ def one_rank_missing(rank: int) -> tuple[str, str, float]:
     return refusal(lambda: zcompile.compile(make("mlp"), backend="eager"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes(ranks: Ranks) -> None:
     (kind, message, seconds), _ = ranks.run(2, one_rank_missing, group=2)
     assert kind == "AgreementError"
@@ -145,6 +146,7 @@ def swap_on_one_rank(rank: int) -> tuple[str, str, float]:
     return refusal(lambda: compiled(*batch("gpt", rank, 0)))
 
 
+@pytest.mark.slow
 def test_two_collectives_swapped_on_one_rank(ranks: Ranks) -> None:
     for kind, message, seconds in ranks.run(2, swap_on_one_rank):
         assert kind == "AgreementError"
@@ -160,6 +162,7 @@ def one_rank_evaluates(rank: int) -> tuple[str, str, float]:
         return refusal(lambda: compiled(*batch("mlp", rank, 0)))
 
 
+@pytest.mark.slow
 def test_one_rank_trains_while_the_other_evaluates(ranks: Ranks) -> None:
     assert {kind for kind, _, _ in ranks.run(2, one_rank_evaluates)} == {"AgreementError"}
 
@@ -183,6 +186,7 @@ def full(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor() if hasattr(param, "full_tensor") else param
 
 
+@pytest.mark.slow
 @quickly("kind, stage", [("mlp", 3), ("gpt", 3), ("gpt", 0)], [("mlp", 3)])
 def test_batches_of_different_sizes_on_the_ranks(ranks: Ranks, kind: str, stage: int) -> None:
     assert max(ranks.run(2, batches_of_different_sizes, kind, stage)) < 1e-6
@@ -198,6 +202,7 @@ def clipped(rank: int) -> tuple[float, float]:
     return float(ours.full_tensor()), float(theirs)
 
 
+@pytest.mark.slow
 def test_clipping_takes_the_global_norm(ranks: Ranks) -> None:
     for ours, theirs in ranks.run(3, clipped):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -231,6 +236,7 @@ def one_rank_steps(rank: int) -> tuple[str, str, float]:
     return refusal(lambda: compiled(*batch("mlp", rank, 0)))
 
 
+@pytest.mark.slow
 def test_a_step_on_one_rank_alone_is_known_at_the_next_run(ranks: Ranks) -> None:
     for kind, message, _ in ranks.run(2, one_rank_steps):
         assert kind == "AgreementError"
@@ -249,6 +255,7 @@ def sub_mesh(rank: int) -> float:
     return float(compiled.layers[0].weight.grad.full_tensor().abs().sum())
 
 
+@pytest.mark.slow
 def test_a_mesh_of_half_the_ranks(ranks: Ranks) -> None:
     a, b, c, d = ranks.run(4, sub_mesh)
     assert a == b == c == d
@@ -288,6 +295,7 @@ def touched(rank: int) -> list[object]:
     return [refused, max(map(abs, right)) < 1e-5]
 
 
+@pytest.mark.slow
 def test_arithmetic_on_a_sharded_parameter_is_refused_or_right(ranks: Ranks) -> None:
     for refused, right in ranks.run(2, touched):
         names = ["sum", "sum", "pow", "linalg_vector_norm", "add", "__dlpack__"]
@@ -317,6 +325,7 @@ def route(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_whose_data_choose_other_modules_are_told_what_to_do(ranks: Ranks) -> None:
     first, second = ranks.run(2, route)
     assert first == second

@@ -113,6 +113,7 @@ def usually(kinds: set[str]) -> list[Any]:
     return [pytest.param(kind, marks=[] if kind in kinds else pytest.mark.slow) for kind in sorted(zoo.MODELS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", usually({"llama"}))
 def test_two_ranks_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str) -> None:
     for answer in check(ranks, 2, kind, 3):

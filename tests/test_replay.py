@@ -114,6 +114,7 @@ def test_every_way_to_train_is_replayed(threads: Threads, tmp_path: Path, way: s
         assert_equal_bits(tmp_path, rank, *STEP)
 
 
+@pytest.mark.slow
 @quickly("what", ["offload_activations", "offload_parameters"], ["offload_activations"])
 def test_what_is_on_a_disk_is_replayed(threads: Threads, tmp_path: Path, what: str) -> None:
     threads.run(2, one_step, tmp_path / "record", "gpt", {what: f"disk:{tmp_path}"})
@@ -131,6 +132,7 @@ def train_steps(rank: int, folder: Path, stage: int) -> None:
     step(*batch("gpt", rank, 3))
 
 
+@pytest.mark.slow
 @quickly("stage", range(4), [2])
 def test_train_steps_are_replayed_with_what_was_gathered_ahead(threads: Threads, tmp_path: Path, stage: int) -> None:
     threads.run(2, train_steps, tmp_path, stage)
@@ -188,6 +190,7 @@ def tensor_parallel(rank: int, folder: Path, backend: str) -> None:
     compiled(*batch("gpt", 0, 0)).backward()
 
 
+@pytest.mark.slow
 @quickly("backend", ["eager", "inductor"], ["eager"])
 def test_collectives_within_regions_give_what_they_gave(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     ranks.run(2, tensor_parallel, tmp_path, backend)
@@ -214,16 +217,19 @@ def alone(folder: Path | None, steps: int = 1, **options: Any) -> zcompile.Compi
     return compiled
 
 
+@pytest.mark.slow
 def test_recording_changes_no_bit(tmp_path: Path) -> None:
     recorded, plain = alone(tmp_path, 2, dtype=torch.bfloat16), alone(None, 2, dtype=torch.bfloat16)
     assert all(torch.equal(one, other) for one, other in zip(recorded.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_first_step_is_recorded_and_no_more(tmp_path: Path) -> None:
     alone(tmp_path, 3)
     assert_equal_bits(tmp_path, 0, *STEP)
 
 
+@pytest.mark.slow
 def test_nothing_is_wrapped_where_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[Path] = []
     monkeypatch.setattr(Recording, "loaded", lambda recording, _: loads.append(recording.home))
@@ -231,6 +237,7 @@ def test_nothing_is_wrapped_where_nothing_is_recorded(tmp_path: Path, monkeypatc
     assert loads == []
 
 
+@pytest.mark.slow
 def test_gradients_in_the_record_are_those_that_are_delivered(tmp_path: Path) -> None:
     compiled = zcompile.compile(make("gpt"), backend="eager", record=tmp_path)
     compiled(*batch("gpt", 0, 0)).backward()
@@ -240,6 +247,7 @@ def test_gradients_in_the_record_are_those_that_are_delivered(tmp_path: Path) ->
         assert torch.equal(received[name], parameter.grad.to_local()), name
 
 
+@pytest.mark.slow
 def test_what_is_recorded_can_be_chosen(tmp_path: Path) -> None:
     compiled = alone(None)
     with compiled.record(tmp_path), torch.no_grad():
@@ -250,6 +258,7 @@ def test_what_is_recorded_can_be_chosen(tmp_path: Path) -> None:
     assert_equal_bits(tmp_path, 0, *STEP)
 
 
+@pytest.mark.slow
 def test_a_backend_records(tmp_path: Path) -> None:
     backend = zcompile.backend(backend="eager", record=tmp_path / "first")
     model = torch.compile(make("mlp"), backend=backend)
@@ -272,6 +281,7 @@ def test_files_that_are_no_recordings_stay(tmp_path: Path) -> None:
         zcompile.compile(model, backend="eager", record="/proc/record")
 
 
+@pytest.mark.slow
 def test_one_recording_is_made_at_a_time(tmp_path: Path) -> None:
     compiled = alone(None)
     with (
@@ -282,6 +292,7 @@ def test_one_recording_is_made_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = alone(None)
 
@@ -303,6 +314,7 @@ class Failing(nn.Module):
         return self.layers[2](self.layers[0](x) + self.layers[1](index))
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_is_replayed_up_to_there(tmp_path: Path) -> None:
     compiled = zcompile.compile(Failing(), backend="eager", record=tmp_path)
     with pytest.raises(IndexError):
@@ -379,6 +391,7 @@ def test_an_operation_that_makes_nan_is_found(threads: Threads, tmp_path: Path, 
     assert text.count("first NaN") == 2
 
 
+@pytest.mark.slow
 def test_a_parameter_that_was_nan_is_found_with_the_rank_that_keeps_it(threads: Threads, tmp_path: Path) -> None:
     threads.run(2, not_finite, tmp_path, "parameter", "eager")
     _, text = command("replay", tmp_path, "--rank", 0)
@@ -387,6 +400,7 @@ def test_a_parameter_that_was_nan_is_found_with_the_rank_that_keeps_it(threads: 
     assert "It is in this rank's part of the parameter, which was not finite before this run." in text
 
 
+@pytest.mark.slow
 def test_nan_of_another_rank_is_told_from_ones_own(threads: Threads, tmp_path: Path) -> None:
     threads.run(2, not_finite, tmp_path, "loss", "eager")
     _, text = command("replay", tmp_path, "--rank", 0)
@@ -419,6 +433,7 @@ def broken(recorded: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(recorded, tmp_path / "broken"))
 
 
+@pytest.mark.slow
 def test_the_command_stops_behind_a_line_and_saves_its_values(recorded: Path, tmp_path: Path) -> None:
     whole = replayed(recorded, 0)
     line = next(line for line in whole if line.operation == "region_1")
@@ -461,6 +476,7 @@ def test_an_operation_that_was_changed_shows_where_it_computes_something_else(br
     assert "The first that is unequal is of run_000_forward, line " in text
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_not_renewed_shows(broken: Path) -> None:
     home = broken / "rank_0"
 

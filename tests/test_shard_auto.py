@@ -140,7 +140,7 @@ def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, 
 CHOICES = {"whole": ("flat", "hsdp"), "across": tuple(Hybrid), "gathered in few bits": ("hfsdp", "hpz")}
 
 
-@quickly("how", ["loop", "step", *CHOICES], ["step", "gathered in few bits"])
+@quickly("how", ["loop", "step", *CHOICES], ["gathered in few bits"])
 def test_all_ranks_choose_alike_and_train_as_if_it_had_been_asked_for(ranks: Ranks, how: str) -> None:
     found = ranks.run(4, compiled_by, how, (2, 2))
     assert len({(shard, said) for shard, said, _ in found}) == 1

@@ -31,6 +31,7 @@ def trained(rank: int, kind: str, folder: str | None, options: dict[str, Any]) -
     return list(compiled.full_state_dict(rank0_only=False).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [pytest.param("gpt", {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow), ("mlp", {"stage": 1})],
@@ -42,6 +43,7 @@ def test_training_is_that_without(ranks: Ranks, tmp_path: Path, kind: str, optio
     assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
 
 
+@pytest.mark.slow
 def test_a_train_step_keeps_state_and_parameters_in_files(tmp_path: Path) -> None:
     found = []
     for place in (None, f"disk:{tmp_path}"):

@@ -78,6 +78,7 @@ def test_an_optimizer_reads_and_writes_its_state() -> None:
     assert simulate(program, hardware, steps=True).optimizer == pytest.approx(UPDATE_BYTES * nbytes / 1e6)
 
 
+@pytest.mark.slow
 def test_a_train_step_takes_the_same_by_units() -> None:
     compiled = zcompile.compile(make("gpt"), backend="eager")
     compiled(*batch("gpt", 0, 0)).backward()

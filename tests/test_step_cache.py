@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.cases import diagonal, quickly
+from tests.cases import quickly
 from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from zcompile.engine import compiler
@@ -128,13 +129,15 @@ def thrice(rank: int, folder: str, kind: str, options: dict[str, Any]) -> None:
             assert torch.equal(value, expected)
 
 
-@diagonal(
-    "kind, stage, world, option",
+PRODUCT = itertools.product(
     ["tied", "mlp", "conv", "dropped"],
     [0, 1, 2, 3],
     [1, 2, 3],
     [("prefetch", 2), ("prefetch", "auto"), ("bucket", 1024), ("memory_limit", "1 GiB")],
 )
+
+
+@quickly("kind, stage, world, option", list(PRODUCT), [("mlp", 3, 2, ("prefetch", 2))])
 def test_what_is_found_trains_with_the_same_bits(
     kind: str, stage: int, world: int, option: tuple[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -149,6 +152,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @quickly("kind, options", [*ASKED, ("gpt", {"arenas": True}), ("gpt", {"dtype": torch.bfloat16})], ASKED)
 def test_what_is_found_does_what_options_ask_for(
     kind: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path
@@ -156,11 +160,13 @@ def test_what_is_found_does_what_options_ask_for(
     ranks.run(2, thrice, str(tmp_path), kind, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_graphs_within_graphs_are_found(backend: str, ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, thrice, str(tmp_path), "recomputed", {"backend": backend, "stage": 1})
 
 
+@pytest.mark.slow
 def test_what_is_found_has_its_regions_compiled_by_inductor(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, thrice, str(tmp_path), "mlp", {"backend": "inductor"})
 
@@ -230,6 +236,7 @@ def renamed(rank: int, folder: str) -> None:
     assert "blocks" in texts[0]
 
 
+@pytest.mark.slow
 def test_a_model_of_other_names_finds_nothing(one: Callable[..., Any]) -> None:
     one(renamed)
 
@@ -300,6 +307,7 @@ def shared(rank: int, folder: str) -> None:
             assert losses(start)[0] == losses(start)[1], start
 
 
+@pytest.mark.slow
 def test_inputs_that_share_memory_are_no_others(one: Callable[..., Any]) -> None:
     one(shared)
 
@@ -379,6 +387,7 @@ def moved(rank: int, folder: str) -> None:
             assert not any(trained(Halves(inside=inside), lambda step: (torch.ones(2, 6),))[0])
 
 
+@pytest.mark.slow
 def test_operations_that_move_to_another_module_find_nothing(one: Callable[..., Any]) -> None:
     """What units compute again depends on it, and what texts say."""
     one(moved)
@@ -392,6 +401,7 @@ def refused(rank: int, folder: str) -> None:
             mlp()
 
 
+@pytest.mark.slow
 def test_an_error_of_a_step_that_was_found_is_final(one: Callable[..., Any]) -> None:
     """torch takes errors for damaged entries, and traces; other ranks have been told by then."""
     one(refused)
@@ -410,6 +420,7 @@ def never_kept(rank: int, folder: str) -> None:
         assert not any(mlp())
 
 
+@pytest.mark.slow
 def test_dumps_and_own_passes_are_made_each_time(one: Callable[..., Any]) -> None:
     one(never_kept)
 
@@ -437,6 +448,7 @@ def varying(rank: int, folder: str, kind: str, backend: str) -> None:
         assert losses((6, 3, 8)) == [False, True], "the first is of one size"
 
 
+@pytest.mark.slow
 @quickly(
     "kind, backend",
     [(kind, backend) for kind in ("tied", "mlp", "conv") for backend in ("eager", "inductor")],
@@ -457,6 +469,7 @@ def damaged(rank: int, folder: str, content: bytes) -> None:
         assert not any(mlp())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"nonsense"])
 def test_a_damaged_entry_is_passed_over(one: Callable[..., Any], content: bytes) -> None:
     one(damaged, content)
@@ -486,6 +499,7 @@ def reported(rank: int, folder: str) -> None:
         assert Path(folder, "cold", file).read_text() == Path(folder, "warm", file).read_text()
 
 
+@pytest.mark.slow
 def test_reports_show_what_passes_do_to_a_program_that_was_found(one: Callable[..., Any]) -> None:
     one(reported)
 
@@ -510,6 +524,7 @@ def held_back(rank: int, folder: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_gradients_are_held_back_by_a_program_that_was_found(one: Callable[..., Any]) -> None:
     one(held_back, world=2)
 
@@ -529,6 +544,7 @@ def train_steps(rank: int, folder: str) -> None:
     assert (cold[1], warm[1]) == ([False], [True])
 
 
+@pytest.mark.slow
 def test_train_steps_are_kept(one: Callable[..., Any]) -> None:
     one(train_steps, world=2)
 
@@ -551,6 +567,7 @@ def of_torch_compile(rank: int, folder: str) -> None:
     assert (cold[1], warm[1]) == ([False], [True])
 
 
+@pytest.mark.slow
 def test_the_backend_of_torch_compile_finds_its_steps(one: Callable[..., Any]) -> None:
     one(of_torch_compile, world=2)
 
@@ -575,6 +592,7 @@ def one_finds(rank: int, folder: str, kind: str, options: dict[str, Any]) -> Non
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"prefetch": "auto"}, {"memory_limit": "1 GiB"}])
 @quickly("kind", ["mlp", "gpt"], ["mlp"])
 def test_ranks_that_find_nothing_train_beside_one_that_does(
@@ -588,6 +606,7 @@ def fills(rank: int, folder: str) -> list[bool]:
         return trained(make("mlp"), lambda step: batch("mlp", 0, step), stage=3)[0]
 
 
+@pytest.mark.slow
 def test_what_one_rank_has_kept_another_finds(ranks: Ranks, tmp_path: Path) -> None:
     """The ranks of one run after another find what either has written: an entry knows nothing of its rank."""
     found = ranks.run(2, fills, str(tmp_path))
@@ -616,6 +635,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_step(tmp_path: Path) -> None:
     environment = {
         **os.environ,

@@ -487,6 +487,7 @@ class Scored(nn.Module):
         return F.cross_entropy(self.model(x), y)
 
 
+@pytest.mark.slow
 def test_dtensors_go_in_and_come_out(ranks: Ranks) -> None:
     for found in ranks.run(2, in_and_out):
         assert max(found) < 1e-6
@@ -672,6 +673,7 @@ def one_evaluates_more(rank: int, data: int, stage: int) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @quickly("data, stage", [(1, 3), (2, 0)], [(1, 3)])
 def test_tensor_parallel_ranks_that_are_out_of_step_are_told(ranks: Ranks, data: int, stage: int) -> None:
     answers = ranks.run(2 * data, one_evaluates_more, data, stage, group=15)

@@ -48,6 +48,7 @@ def after_each_pass(kind: str, stage: int, prefetch: int) -> list[Program]:
 # -- print and parse --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @quickly("kind", KINDS, [kind for kind in KINDS if kind != "gpt"])
 @pytest.mark.parametrize(
     "stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3]
@@ -208,6 +209,7 @@ def chain() -> nx.DiGraph[str]:
     return dag(zcompile.parse(joined(CHAIN, GATHERED)), RATES)
 
 
+@pytest.mark.slow
 def test_the_dag_has_no_circle_and_every_value() -> None:
     program = after_each_pass("gpt", 3, 2)[-1]
     found = dag(program)
@@ -262,6 +264,7 @@ def test_flops_and_seconds_are_not_negative(kind: str) -> None:
     assert any(found.nodes[call.name]["flops"] > 0 for call in program.nodes(Call))
 
 
+@pytest.mark.slow
 def test_what_margins_say_is_what_is_alive() -> None:
     layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True, norm_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 4))

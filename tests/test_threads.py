@@ -122,6 +122,7 @@ def test_a_rank_that_fails_or_waits_in_vain_ends_all(threads: Threads, job: Any,
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlp", "gpt", "tied", "conv"])
 def test_models_train_as_in_processes(threads: Threads, ranks: Ranks, kind: str) -> None:
     """Bit for bit, though steps are traced once for all ranks."""
@@ -145,6 +146,7 @@ def count_traces(threads: Threads, *jobs: Any) -> int:
     return record.call_count
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_once_for_all_ranks_and_options(threads: Threads) -> None:
     shared_traces._TRACES.clear()
     jobs = [(trained, "mlp", {"stage": stage, "backend": "eager"}) for stage in (1, 3)]
@@ -183,6 +185,7 @@ def read(rank: int, kind: type[Reads], factor: float) -> float:
     return result
 
 
+@pytest.mark.slow
 def test_what_is_traced_follows_attributes_and_constants(threads: Threads) -> None:
     shared_traces._TRACES.clear()
     torch.manual_seed(0)
@@ -202,6 +205,7 @@ class Twice(Reads):
 Twice.__qualname__ = "Reads"  # as a class of another file
 
 
+@pytest.mark.slow
 def test_what_is_traced_follows_the_code(threads: Threads) -> None:
     (once, _), (twice, _) = (threads.run(2, read, kind, 1.0) for kind in (Reads, Twice))
     assert twice == 2 * once
@@ -220,6 +224,7 @@ def hooked(rank: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
+@pytest.mark.slow
 def test_hooks_are_traced(threads: Threads) -> None:
     shared_traces._TRACES.clear()
     assert count_traces(threads, (hooked,)) == 0

@@ -86,6 +86,7 @@ def recorded(rank: int, stage: int, folder: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @quickly("stage", range(4), [3])
 def test_a_step_shows_the_lines_of_its_programs(ranks: Ranks, stage: int, tmp_path: Path) -> None:
     operations = {0: {"all_reduce"}, 1: {"all_gather", "reduce_scatter"}}
@@ -167,6 +168,7 @@ def split(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_split_model(ranks: Ranks) -> None:
     assert ranks.run(2, split) == [[], []]
 

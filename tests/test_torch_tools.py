@@ -39,6 +39,7 @@ def profiled(rank: int, stage: int) -> dict[str, tuple[int, int]]:
     return {one: (found[one], wanted[one]) for one in found | wanted if found[one] != wanted[one]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_profile_names_the_lines_of_the_program(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, profiled, stage) == [{}, {}]
@@ -68,6 +69,7 @@ def taken(compiled: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_memory_is_tracked_around_a_step(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(2, tracked, stage):
@@ -138,6 +140,7 @@ def under_compiled_autograd(rank: int, stage: int, compiler: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["dynamo", "none"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_backward_under_compiled_autograd_is_refused(ranks: Ranks, stage: int, compiler: str) -> None:

@@ -102,6 +102,7 @@ def with_options(rank: int, options: dict[str, Any]) -> list[str]:
     return against_the_loop(rank, "gpt", "adamw", 3, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_step_is_the_loop_where_no_size_divides(ranks: Ranks, stage: int) -> None:
     assert ranks.run(3, against_the_loop, "mlp", "adamw", stage) == [[], [], []]
@@ -252,6 +253,7 @@ def test_a_step_keeps_full_what_fits_beside_its_updates(ranks: Ranks, prefetch: 
     assert less < most
 
 
+@pytest.mark.slow
 def test_a_limit_is_compared_with_what_a_step_takes_that_frees_its_gradients(ranks: Ranks) -> None:
     """The loop's backward, which keeps them all, takes more."""
     (_, first, _), (_, second, _) = ranks.run(2, within, 0, None, "mlp")
@@ -273,6 +275,7 @@ def refused(rank: int, limit: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_more_than_its_limit_is_refused(ranks: Ranks) -> None:
     for message in ranks.run(2, refused, 100_000):
         assert message.startswith("memory_limit: 97.66 KiB is less than the ")
@@ -301,6 +304,7 @@ def test_the_first_gathers_of_a_step_start_in_the_one_before(ranks: Ranks) -> No
     assert stale[1] > second, "a copy that anybody has changed is gathered again, on all ranks"
 
 
+@pytest.mark.slow
 def test_inductor_gives_what_its_loop_gives() -> None:
     model, other = make("mlp"), make("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -340,6 +344,7 @@ def unequal(rank: int) -> list[str]:
     return sorted({one.digest() for one in step.model._engine.runtime.steps[0:] for one in [one.program]})
 
 
+@pytest.mark.slow
 def test_what_is_gathered_ahead_does_not_depend_on_the_batch(ranks: Ranks) -> None:
     first, second = ranks.run(2, unequal)
     assert first == second

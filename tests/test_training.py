@@ -77,7 +77,7 @@ EAGER = {"gpt": [(0, 2), (1, 2), (3, 1)], "mlp": [(2, 0), (3, 2)], "conv": [(0, 
 """Every stage, and all prefetches of stage 3, which bounds what is full."""
 
 
-@pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
+@quickly("kind", list(EAGER), ["mlp", "conv"])
 def test_two_ranks_equal_ddp_bit_for_bit(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, sweep, kind, "eager", EAGER[kind]) == [[], []]
 
@@ -118,6 +118,7 @@ def test_weights_that_are_computed_last_train_as_ddp(ranks: Ranks, stage: int) -
         assert not differing
 
 
+@pytest.mark.slow
 @quickly("kind, world", list(itertools.product(["gpt", "mlp", "conv"], [1, 3, 4])), [("mlp", 3)])
 def test_other_worlds_agree_to_rounding(threads: Threads, kind: str, world: int) -> None:
     assert max(threads.run(world, compare_rounding, kind, world)) < 2e-6
@@ -169,6 +170,7 @@ def summed_twice(rank: int, world: int, stage: int, bucket: int | None, held: bo
     return all(torch.equal(a, 2 * b.grad) for a, b in zip(full, plain.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @quickly("stage, world", [*itertools.product(range(4), [1, 2])], [(0, 2), (3, 2)])
 def test_a_gradient_that_is_one_number_expanded(threads: Threads, world: int, stage: int) -> None:
     for bucket, held in ((None, False), (16, False), (None, True)):
@@ -188,6 +190,7 @@ def test_training_after_inference_mode_uses_what_it_kept(ranks: Ranks) -> None:
     assert ranks.run(2, inference_first) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep_of", SWEEPS)
 @quickly("kind", ["gpt", "conv", "mlp"], ["mlp"])
 def test_inductor_stages_equal_stage_0_bit_for_bit(ranks: Ranks, kind: str, sweep_of: list[tuple[int, int]]) -> None:

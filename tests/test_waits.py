@@ -149,6 +149,7 @@ def calls_alone(rank: int, what: str) -> tuple[str, str, float]:
     return failed(calls[what])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "what", "line"),
     [

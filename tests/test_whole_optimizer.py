@@ -90,7 +90,7 @@ def there_and_back(rank: int, stage: int) -> list[str]:
     return wrong
 
 
-@quickly("stage, world", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3), (3, 1)], [(0, 2), (1, 2), (3, 3)])
+@quickly("stage, world", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3), (3, 1)], [(0, 2)])
 def test_whole_state_of_ddp_goes_into_every_stage_and_comes_out_again(ranks: Ranks, stage: int, world: int) -> None:
     assert ranks.run(world, there_and_back, stage) == [[]] * world
 
@@ -113,6 +113,7 @@ def trained_by_stage(rank: int, path: str) -> bool:
     return train(DistributedDataParallel(plain), plain_optimizer, range(2, 4)) == want
 
 
+@pytest.mark.slow
 def test_plain_training_goes_on_from_what_shards_saved(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, trained_by_stage, str(tmp_path / "whole.pt")) == [True, True]
 
@@ -166,6 +167,7 @@ def _flat(slots: State) -> list[Any]:
     return [leaf for slot in sorted(slots) for leaf in (slots[slot] if slot == "both" else [slots[slot]])]
 
 
+@pytest.mark.slow
 def test_state_of_owned_parameters_is_whole_too(ranks: Ranks) -> None:
     assert ranks.run(2, owned) == [True, True]
 

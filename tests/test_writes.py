@@ -125,6 +125,7 @@ def compared(rank: int) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_nothing_is_compared_where_nothing_was_written(ranks: Ranks) -> None:
     assert ranks.run(2, compared) == [0, 0]
 

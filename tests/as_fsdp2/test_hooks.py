@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -41,6 +42,7 @@ def after_accumulation(rank: int, stage: int) -> list[str]:
     return found + differing({n: seen[n][-1] for n, _ in plain.named_parameters()}, gradients(plain), "seen")
 
 
+@pytest.mark.slow
 @quickly("stage", [3, 2, 1, 0], [3])
 def test_post_accumulate_hooks_run_once_per_backward_with_the_reduced_gradient(ranks: Ranks, stage: int) -> None:
     assert ranks.run(3, after_accumulation, stage) == [[]] * 3
@@ -70,6 +72,7 @@ def stepping(rank: int, stage: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @quickly("stage", [3, 2, 1, 0], [3])
 def test_an_optimizer_may_step_in_the_backward(ranks: Ranks, stage: int) -> None:
     assert ranks.run(2, stepping, stage) == [[], []]
@@ -98,6 +101,7 @@ def change(model: nn.Module) -> None:
         block.register_forward_hook(lambda _, args, out: out * 0.5)
 
 
+@pytest.mark.slow
 def test_forward_hooks_of_modules_change_what_they_change(ranks: Ranks) -> None:
     for late in (False, True):
         assert ranks.run(2, changing, late) == [[], []]
@@ -117,6 +121,7 @@ def changing_gradients(rank: int) -> list[str]:
     return beside(plain, compiled, three(rank))
 
 
+@pytest.mark.slow
 def test_backward_hooks_of_modules_change_gradients(ranks: Ranks) -> None:
     assert ranks.run(2, changing_gradients) == [[], []]
 
@@ -136,7 +141,7 @@ def on_root(rank: int, kind: str) -> list[str]:
     return found + ([] if seen[0] == seen[1] else [f"{seen}"])
 
 
-@quickly("kind", ["forward", "pre", "backward"], ["forward", "backward"])
+@quickly("kind", ["forward", "pre", "backward"], ["backward"])
 def test_hooks_on_the_compiled_module_are_the_roots(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, on_root, kind) == [[], []]
 
@@ -152,6 +157,7 @@ def refused(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_hook_on_a_full_gradient_is_refused_with_the_one_to_take(ranks: Ranks) -> None:
     for message in ranks.run(2, refused):
         assert "register_hook" in message

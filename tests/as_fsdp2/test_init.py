@@ -46,7 +46,7 @@ def rows(rank: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@quickly("world", [2, 3], [3])
 def test_a_rank_has_the_rows_that_chunk_gives_it(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, rows) == [[]] * world
 
@@ -100,6 +100,7 @@ def of_a_part(rank: int) -> list[str]:
     return differing(gradients(compiled), gradients(plain), "gradient")
 
 
+@pytest.mark.slow
 def test_groups_of_ranks_train_models_of_their_own(ranks: Ranks) -> None:
     assert ranks.run(4, of_a_part) == [[]] * 4
 

@@ -172,7 +172,7 @@ def trained(rank: int, kind: str, reduce_dtype: torch.dtype | None, micro: int) 
 CASES = [(kind, dtype, micro) for kind in MODELS for dtype in (None, torch.bfloat16) for micro in (1, 2)]
 
 
-@quickly("kind, reduce_dtype, micro", CASES, [("net", None, 1), ("net", torch.bfloat16, 2), ("normed", None, 2)])
+@quickly("kind, reduce_dtype, micro", CASES, [("net", None, 1)])
 def test_numbers_are_those_of_cast_parameters_and_averages_in_the_dtype_of_the_reduction(
     ranks: Ranks, kind: str, reduce_dtype: torch.dtype | None, micro: int
 ) -> None:
@@ -226,6 +226,7 @@ def sent(rank: int, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None)
     return compiled.traffic.payload
 
 
+@pytest.mark.slow
 def test_gathers_are_sent_in_the_low_dtype_and_averages_in_that_of_the_reduction(ranks: Ranks) -> None:
     low = torch.bfloat16
     whole, mixed, all_low = (ranks.run(2, sent, *dtypes)[0] for dtypes in ((None, None), (low, None), (low, low)))
@@ -258,7 +259,7 @@ def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
 @quickly(
     "stage, breaks",
     [(stage, breaks) for stage in range(4) for breaks in (False, True)],
-    [(3, False), (3, True), (0, True)],
+    [(3, False)],
 )
 def test_modules_may_keep_their_dtype(ranks: Ranks, stage: int, breaks: bool) -> None:
     assert ranks.run(2, kept, stage, breaks) == [[], []]

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -136,7 +137,7 @@ def by_torchs_functions(one: Any, optimizer: Any, other: Any, theirs: Any, folde
 WAYS = {way.__name__: way for way in (by_shards, by_whole_tensors, by_checkpoint, by_torch, by_torchs_functions)}
 
 
-@quickly("way", list(WAYS), ["by_shards", "by_torch"])
+@quickly("way", list(WAYS), ["by_shards"])
 def test_what_is_saved_loads_and_trains_on_bit_for_bit(ranks: Ranks, tmp_path: Path, way: str) -> None:
     assert ranks.run(2, round_trip, way, str(tmp_path / "saved")) == [[], []]
 
@@ -158,6 +159,7 @@ def into_plain(rank: int, by: str) -> list[str]:
     return differing(parameters(plain), want, "loaded", 0)
 
 
+@pytest.mark.slow
 @quickly("by", ["ours", "torch"], ["torch"])
 def test_a_whole_state_loads_into_the_plain_model(ranks: Ranks, by: str) -> None:
     assert ranks.run(2, into_plain, by) == [[], []]
@@ -200,6 +202,7 @@ def across(rank: int, folder: str, save: bool, hybrid: bool) -> list[str]:
     return found + differing(parameters(compiled), parameters(plain), "trained on")
 
 
+@pytest.mark.slow
 @quickly("saving, loading", [("2", "3"), ("3", "2"), ("4 as 2 x 2", "3"), ("3", "4 as 2 x 2")], [("2", "3")])
 def test_a_checkpoint_loads_in_another_world(ranks: Ranks, tmp_path: Path, saving: str, loading: str) -> None:
     for how, save in ((saving, True), (loading, False)):
@@ -240,5 +243,6 @@ def in_training(rank: int) -> list[str]:
     return found + beside(plain, compiled, three(rank))
 
 
+@pytest.mark.slow
 def test_a_state_may_be_taken_and_loaded_between_steps(ranks: Ranks) -> None:
     assert ranks.run(2, in_training) == [[], []]

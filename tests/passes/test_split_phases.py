@@ -248,6 +248,7 @@ def test_values_are_read_themselves_where_they_were_read_detached() -> None:
     assert program.text().count("aten.detach.default") == 1, "of a result, which is a value of its own, it stays"
 
 
+@pytest.mark.slow
 def test_what_a_pipeline_stage_computes_again_waits_for_its_tangent() -> None:
     """Torch's partitioner puts it in front of the whole backward where it does not know the tangents."""
     with torch.device("meta"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,6 +38,7 @@ def _computes(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_it_computes_as_torch_does(gpus: Ranks) -> None:
     (answer,) = gpus.run(1, _computes)
     assert torch.equal(answer.pop("gradient"), 2 * torch.arange(6.0))
@@ -83,6 +85,7 @@ def _trains(rank: int) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().full_tensor().cpu() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_ranks_that_are_there_train_as_one_process_does(gpus: Ranks) -> None:
     reference = make("gpt")
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)

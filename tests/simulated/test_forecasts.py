@@ -10,6 +10,7 @@ from tests.ranks import Ranks
 from tests.simulated import forecasts
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @quickly("kind", ["gpt", "conv", "mlp"], ["gpt"])
 def test_a_plan_is_of_the_operations_that_a_gpu_runs(gpus: Ranks, kind: str) -> None:

@@ -36,6 +36,7 @@ def recorded(rank: int, name: str, folder: Path) -> tuple[list[str], dict[str, i
     return report.findings, Counter(str(value.verdict) for line in lines for value in line.values)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @quickly("name", NAMES, ["stage 3, activations, arenas"])
 def test_what_is_recorded_is_complete(gpus: Ranks, tmp_path: Path, name: str) -> None:

@@ -77,6 +77,7 @@ def test_everything_is_ordered(gpus: Ranks, name: str) -> None:
         assert sum(report.waits.values()) == (waits if isinstance(waits, int) else waits[rank]), report.waits
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @quickly(
     "names",
@@ -120,6 +121,7 @@ def test_a_piece_is_packed_by_a_few_kernels_in_any_world(gpus: Ranks, world: int
     assert sum(pieces.launches.values()) - sum(whole.launches.values()) <= 5 * pieces.messages
 
 
+@pytest.mark.slow
 @quickly("name", ["stage 3", "train step, stage 3"], ["train step, stage 3"])
 def test_ranks_that_are_there_ask_for_the_same(gpus: Ranks, name: str) -> None:
     one, other = gpus.run(2, scenarios.run, name)
