@@ -481,6 +481,24 @@ def test_a_traceback_has_few_lines_that_are_not_the_users(split: bool) -> None:
     assert ("forward" in [entry.name for entry in caught.traceback if entry.frame.f_globals is globals()]) is split
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda model, _: model.load_full_state_dict({"head.0.weight": torch.ones(1)}),
+        lambda model, _: model.save_checkpoint("/dev/null/there"),
+        lambda *_: zcompile.compile(made(), stage=7),
+        lambda _, step: step(torch.ones(2, 6), torch.ones(1)),
+    ],
+)
+def test_other_calls_have_short_tracebacks_too(wrong: Callable[[Any, Any], Any]) -> None:
+    model = zcompile.compile(made(), backend="eager")
+    step = zcompile.train_step(model, lambda m, *given: given[0], torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(zcompile.ZcompileError) as caught:
+        wrong(model, step)
+    modules = [entry.frame.f_globals.get("__name__", "") for entry in caught.traceback]
+    assert sum(name.startswith(("zcompile", "torch")) for name in modules) <= 2, modules
+
+
 def divided(rank: int) -> bool:
     torch.manual_seed(0)
     plain, mesh = GPT(layers=2), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -21,7 +21,7 @@ from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards
 from zcompile.engine.state_places import shard_memory
-from zcompile.errors import ModelError, OptionError, ZcompileError, shortened
+from zcompile.errors import ModelError, OptionError, briefly
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.model.materialise import check_weights
 from zcompile.model.own_dtype import compute_in_own_dtype
@@ -52,6 +52,7 @@ from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
 
 
+@briefly
 def compile(
     model: nn.Module,
     *,
@@ -119,11 +120,8 @@ def compile(
     Raises: OptionError, PipelineError, ModelError, OptimizerError, GroupError or AgreementError, for what does not fit.
     """
     given, parts = locals(), Parts(units, whole, ignore, keep_dtype)
-    try:
-        check_dtype("output_dtype", output_dtype)
-        return _compiled(model, given, mesh, parts, optimizer, weights, output_dtype)
-    except ZcompileError as error:
-        raise shortened(error)  # noqa: B904  # the same one, with the causes that it has
+    check_dtype("output_dtype", output_dtype)
+    return _compiled(model, given, mesh, parts, optimizer, weights, output_dtype)
 
 
 class Parts(NamedTuple):

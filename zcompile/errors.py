@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class ZcompileError(RuntimeError):
@@ -121,6 +126,19 @@ def shortened(error: ZcompileError) -> ZcompileError:
     if isinstance(error, _OF_PASSES) or error.__traceback__ is None:
         return error
     return error.with_traceback(_without(error.__traceback__.tb_next))
+
+
+def briefly(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`function`, whose errors have short tracebacks: see `shortened`."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except ZcompileError as error:
+            raise shortened(error)  # noqa: B904  # the same one, with the causes that it has
+
+    return call
 
 
 def _without(traceback: TracebackType | None) -> TracebackType | None:

@@ -31,8 +31,7 @@ from zcompile.errors import (
     OptimizerError,
     OptionError,
     ParameterError,
-    ZcompileError,
-    shortened,
+    briefly,
 )
 from zcompile.frontend.capture import Names
 from zcompile.ir.actions import ActionTable
@@ -52,6 +51,7 @@ LossFunction = Callable[..., torch.Tensor]
 """`loss_fn(model, *batch)`: calls `model` and gives the loss, a tensor of one element."""
 
 
+@briefly
 def train_step(
     model: nn.Module,
     loss_fn: LossFunction | None,
@@ -100,10 +100,7 @@ def train_step(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     asked = PipelineOptions(schedule, microbatches, split, stages_per_rank, results=results)
-    try:
-        return _made(model, loss_fn, optimizers, asked, options, clip_grad_norm, grad_scaler, offload_optimizer)
-    except ZcompileError as error:
-        raise shortened(error)  # noqa: B904  # the same one, with the causes that it has
+    return _made(model, loss_fn, optimizers, asked, options, clip_grad_norm, grad_scaler, offload_optimizer)
 
 
 def _made(
@@ -260,6 +257,7 @@ class TrainStep:
             self._engine.runtime.settings.know(optimizer)
         self._fragment, self._loss_fn = _Loss(model._tree, loss_fn, updater), loss_fn
 
+    @briefly
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take one step; gives the loss, detached. It is this rank's own, of its own batch.
 
@@ -292,6 +290,7 @@ class TrainStep:
         self.model.zero_grad()  # of what no optimizer holds
         return loss.detach() if metrics is None else (loss.detach(), metrics)
 
+    @briefly
     def evaluate(self, *batch: Any, **named: Any) -> Any:
         """What a step with a batch would give, by the forward alone: no gradient is computed, and nothing updated.
 

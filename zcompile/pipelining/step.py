@@ -26,6 +26,7 @@ from zcompile.errors import (
     ParameterError,
     StateError,
     ZcompileError,
+    briefly,
 )
 from zcompile.ir.program import Program
 from zcompile.model.tensor_kinds import check_kinds
@@ -98,6 +99,7 @@ class PipelinedStep(Savable, Reported):
         self._made: ReadyStep | None = None
         self._evaluations: Evaluations | None = None
 
+    @briefly
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take one step with a batch, which all ranks along the pipeline axis are given alike.
 
@@ -135,6 +137,7 @@ class PipelinedStep(Savable, Reported):
             self.model.zero_grad()  # of what no optimizer holds
         return results
 
+    @briefly
     def evaluate(self, *batch: Any, **named: Any) -> Any:
         """What a step with a batch would give, by the forward alone: no gradient is computed, and nothing updated.
 
@@ -158,6 +161,7 @@ class PipelinedStep(Savable, Reported):
         evaluations, flat = self._evaluations, self._evaluations.setup.flat
         return evaluations.run(self._told(lambda: evaluations.look_up(self._microbatches(batch, named, flat))))
 
+    @briefly
     def prepare(self, *batch: Any, **named: Any) -> None:
         """Do what the first call does before it takes a step, such as to load a checkpoint then. Collective.
 

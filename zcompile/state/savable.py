@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+from zcompile.errors import briefly
 from zcompile.state.model_state import ModelState, Save
 
 
@@ -22,6 +23,7 @@ class Savable:
         """
         raise NotImplementedError
 
+    @briefly
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
         """The whole state in CPU memory, gathered one parameter at a time, for the plain model to load. Collective.
 
@@ -30,6 +32,7 @@ class Savable:
         """
         return self._stored().full(rank0_only)
 
+    @briefly
     def load_full_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Load a state that is whole, such as the plain model's. Collective.
 
@@ -42,6 +45,7 @@ class Savable:
         """
         self._stored().load_full(state)
 
+    @briefly
     def save_full_state_dict(self, path: str | os.PathLike[str]) -> None:
         """Write `full_state_dict` to one file, whole or not at all. Collective; the mesh's first rank writes.
 
@@ -53,6 +57,7 @@ class Savable:
         """
         self._stored().save_full(path)
 
+    @briefly
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
         """The optimizer's whole state in CPU memory, for the plain model's optimizer to load. Collective.
 
@@ -65,6 +70,7 @@ class Savable:
         """
         return self._stored().full_optimizer(optimizer, rank0_only)
 
+    @briefly
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a whole state, such as the plain model's optimizer gave, of which each rank takes its part. Collective.
 
@@ -78,6 +84,7 @@ class Savable:
         """
         self._stored().load_full_optimizer(optimizer, state)
 
+    @briefly
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
@@ -106,6 +113,7 @@ class Savable:
         """
         return self._stored().save(folder, optimizer, extra, asynchronous)
 
+    @briefly
     def load_checkpoint(self, folder: str | os.PathLike[str], optimizer: Optimizer | None = None) -> Any:
         """Load what `save_checkpoint` wrote, in any stage and world, after all of it was found right. Collective.
 
