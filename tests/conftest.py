@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.garbage import Collector
+from tests.lacking import reason_of
 from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile.engine.interpreter import in_large_frame
@@ -56,7 +57,12 @@ def fresh_compiler(garbage: Collector) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     names = pyfuncitem._fixtureinfo.argnames
-    in_large_frame(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
+    try:
+        in_large_frame(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
+    except Exception as error:
+        if reason := reason_of(error):
+            pytest.skip(reason)
+        raise
     return True
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,13 +21,17 @@ from tests.garbage import Collector
 AT_ONCE = 45
 """Seconds within which ranks are told of what would otherwise have them wait for the group's 60, on a busy machine."""
 
+PATIENCE = 5.0
+"""Seconds that the others have to answer once a rank has ended, which they may wait for."""
+SPAWN = multiprocessing.get_context("spawn")
+
 
 class RankError(AssertionError):
     """What went wrong on the ranks, with their tracebacks."""
 
 
 class Ranks:
-    """Up to `size` processes that run functions as the ranks of a process group.
+    """Up to `size` processes that run functions as the ranks of a process group. One that fails is replaced.
 
     Args:
         size: How many there may be.
@@ -32,9 +39,8 @@ class Ranks:
     """
 
     def __init__(self, size: int, *, simulated: bool = False) -> None:
-        self.context = multiprocessing.get_context("spawn")
         self.size, self.simulated = size, simulated
-        self.workers: list[tuple[Any, Connection]] = []
+        self.workers: dict[int, Worker] = {}
 
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 240, group: float = 60
@@ -42,50 +48,81 @@ class Ranks:
         """Call `function(rank, *args)` on `world` ranks under a process group; returns what each gave.
 
         Of a world that is larger than the pool, which only simulated ranks may have, the first rank is there alone.
+
+        Raises:
+            RankError: on some rank it failed, ended the process, or took longer than `timeout` seconds.
         """
-        there = world if world <= self.size else 1
-        self._start(there)
-        with tempfile.TemporaryDirectory() as folder:
-            job = (function.__module__, function.__qualname__, args, world, str(Path(folder) / "store"), group)
-            for rank in range(there):
-                self.workers[rank][1].send((rank, *job))
-            answers = [self._receive(rank, timeout) for rank in range(there)]
-        if failed := [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]:
-            # Ranks of which one failed may disagree in what torch counts, as the names of groups.
+        workers = [self._worker(rank) for rank in range(world if world <= self.size else 1)]
+        answers: list[tuple[bool, Any]] = []
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                job = (function.__module__, function.__qualname__, args, world, str(Path(folder) / "store"), group)
+                for rank, worker in enumerate(workers):
+                    worker.connection.send((rank, *job))
+                end = time.monotonic() + timeout
+                for worker in workers:
+                    answers.append(worker.answer(end))
+                    if worker.has_ended:  # the others may wait for it
+                        end = min(end, time.monotonic() + PATIENCE)
+        except BaseException as error:  # a test that is out of time
+            error.add_note("\n".join(f"rank {rank}:\n{worker.stacks()}" for rank, worker in enumerate(workers)))
             self.close()
-            raise RankError("\n".join(failed))
+            raise
+        if failed := {rank: text for rank, (ok, text) in enumerate(answers) if not ok}:
+            for rank in failed:
+                self.workers.pop(rank).end()
+            raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items()))
         return [value for _, value in answers]
 
-    def _receive(self, rank: int, timeout: float) -> tuple[bool, Any]:
-        if rank >= len(self.workers):
-            return False, "ended with the others"
-        connection = self.workers[rank][1]
-        try:
-            if connection.poll(timeout):
-                answer: tuple[bool, Any] = connection.recv()
-                return answer
-        except EOFError:
-            self.close()
-            return False, "the process died (a crash, not an exception)"
-        self.close()
-        return False, f"no answer within {timeout} s: a hang"
-
-    def _start(self, there: int) -> None:
-        while len(self.workers) < there:
-            mine, theirs = self.context.Pipe()
-            process = self.context.Process(target=_work, args=(theirs, self.size, self.simulated), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, mine))
+    def _worker(self, rank: int) -> Worker:
+        if rank not in self.workers:
+            self.workers[rank] = Worker(self.size, self.simulated)
+        return self.workers[rank]
 
     def close(self) -> None:
-        for process, connection in self.workers:
-            connection.close()
-            process.kill()
-        self.workers = []
+        for worker in self.workers.values():
+            worker.end()
+        self.workers = {}
 
 
-def _work(connection: Connection, size: int, simulated: bool) -> None:
+class Worker:
+    """A process that is a rank of one job after the other."""
+
+    def __init__(self, size: int, simulated: bool) -> None:
+        self.connection, theirs = SPAWN.Pipe()
+        self.log = tempfile.NamedTemporaryFile("r", prefix="stacks of a rank")  # noqa: SIM115  # until it ends
+        self.process = SPAWN.Process(target=_work, args=(theirs, size, simulated, self.log.name), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.has_ended = False
+
+    def answer(self, end: float) -> tuple[bool, Any]:
+        """Whether the job went well, and what it gave or how it failed, once it has ended, or at the time `end`."""
+        try:
+            if self.connection.poll(max(0.0, end - time.monotonic())):
+                answer: tuple[bool, Any] = self.connection.recv()
+                return answer
+        except EOFError:
+            self.has_ended = True
+            return False, "the process died (a crash, not an exception)"
+        self.has_ended = True
+        return False, f"no answer: a hang, or the others wait for one that has ended\n{self.stacks()}"
+
+    def stacks(self) -> str:
+        """Where its threads are; empty where it has not begun, or is gone."""
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+            time.sleep(0.2)
+        return self.log.read()
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.log.close()
+
+
+def _work(connection: Connection, size: int, simulated: bool, log: str) -> None:
+    faulthandler.register(signal.SIGUSR1, open(log, "w"))  # noqa: SIM115  # open as long as the process is there
     os.environ["OMP_NUM_THREADS"] = "1"
     join = _simulated_join(size) if simulated else _gloo
     import torch
