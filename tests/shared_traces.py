@@ -94,16 +94,11 @@ class Sharing:
         """All that a trace depends on; None if that is not known."""
         if not watched.endswith("hooks ") or torch.is_inference_mode_enabled():
             return None
-        modules = [(path, described(module)) for path, module in self.fragment.module.named_modules()]
-        if any(one is None for _, one in modules) or None in map(kind_of, tree_leaves((args, kwargs))):
+        reads = set[str]()
+        if not is_known(self.fragment.forward, self.fragment, reads):
             return None
-        given = tree_map_only(torch.Tensor, kind_of, (args, kwargs))
-        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        named = self.fragment.module.named_parameters()
-        parameters = [(name, kind_of(p), type(p), p.requires_grad) for name, p in named]
-        shared = [*self.fragment.module.named_parameters(remove_duplicate=False)]
-        ties = [[other for other, q in shared if q is p] for _, p in shared]
-        return str((modules, parameters, ties)), str((given, state, global_state()))
+        model, given = described_model(self.fragment.module), described_arguments((args, kwargs))
+        return None if model is None or given is None else (model, given, str(sorted(reads)))
 
     # -- the first call -------------------------------------------------------------------------------------------
 
@@ -232,6 +227,38 @@ def kind_of(value: Any) -> Any:
     if type(value) not in (torch.Tensor, nn.Parameter) or value.device.type != "cpu":
         return None if not isinstance(value, nn.Parameter) else (tuple(value.shape), str(value.dtype))
     return tuple(value.shape), value.stride(), str(value.dtype), value.requires_grad, value.is_inference()
+
+
+def is_known(called: Any, fragment: Fragment, reads: set[str]) -> bool:
+    """Add to `reads` what is called of a fragment: a method, or a loss with the model; False if that is not known."""
+    if called is fragment.module or called is fragment.tree:
+        return True
+    if isinstance(called, tuple):
+        return all(is_known(one, fragment, reads) for one in called)
+    if isinstance(called, types.MethodType):
+        reads.add(called.__name__)
+        return called.__self__ is fragment.module
+    if isinstance(called, types.FunctionType) and called.__module__.startswith("zcompile"):
+        return all(is_known(cell.cell_contents, fragment, reads) for cell in called.__closure__ or ())
+    return reads_of(called, reads, set())
+
+
+def described_model(model: nn.Module) -> str | None:
+    """What a trace knows of a model; None if that is not known."""
+    modules = [(path, described(module)) for path, module in model.named_modules()]
+    parameters = [(name, kind_of(p), type(p), p.requires_grad) for name, p in model.named_parameters()]
+    shared = [*model.named_parameters(remove_duplicate=False)]
+    ties = [[other for other, q in shared if q is p] for _, p in shared]
+    return None if any(one is None for _, one in modules) else str((modules, parameters, ties))
+
+
+def described_arguments(arguments: Any) -> str | None:
+    """What a trace knows of arguments, and of torch's modes; None if that is not known."""
+    if None in map(kind_of, tree_leaves(arguments)):
+        return None
+    given = tree_map_only(torch.Tensor, kind_of, arguments)
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return str((given, modes, global_state()))
 
 
 def described(module: nn.Module) -> Any:

@@ -21,6 +21,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import GPT
 from tests.ranks import AT_ONCE, Ranks
+from tests.threads import Threads
 from zcompile.cost.memory import model_state, peak_bytes
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.operation import op_of
@@ -291,9 +292,9 @@ WAYS = [
     ],
 )
 def test_a_pipeline_trains_as_one_process_bit_for_bit(
-    ranks: Ranks, name: str, pipeline: int, data: int, schedule: str, stage: int
+    threads: Threads, name: str, pipeline: int, data: int, schedule: str, stage: int
 ) -> None:
-    found = ranks.run(pipeline * data, trains, name, pipeline, data, schedule, stage, {})
+    found = threads.run(pipeline * data, trains, name, pipeline, data, schedule, stage, {})
     assert found == [[]] * (pipeline * data)
 
 
@@ -312,10 +313,10 @@ def test_a_pipeline_trains_as_one_process_bit_for_bit(
     ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zbvzerobubble"])
-def test_options_change_no_bit(ranks: Ranks, options: dict[str, Any], schedule: str) -> None:
+def test_options_change_no_bit(threads: Threads, options: dict[str, Any], schedule: str) -> None:
     if schedule == "zbvzerobubble" and "split" in options:
         options = {"split": ["down.1", "up.0", "up.1"]}
-    assert ranks.run(4, trains, "skips", 2, 2, schedule, 3, options) == [[]] * 4
+    assert threads.run(4, trains, "skips", 2, 2, schedule, 3, options) == [[]] * 4
 
 
 def in_low_precision(rank: int, name: str, pipeline: int, data: int, stage: int, reduce_dtype: Any) -> list[str]:
@@ -363,9 +364,9 @@ def in_low_precision(rank: int, name: str, pipeline: int, data: int, stage: int,
     [("gpt tied", 2, 1, 3, torch.float32)],
 )
 def test_gradients_are_added_up_in_the_dtype_that_they_are_reduced_in(
-    ranks: Ranks, name: str, pipeline: int, data: int, stage: int, reduce_dtype: Any
+    threads: Threads, name: str, pipeline: int, data: int, stage: int, reduce_dtype: Any
 ) -> None:
-    found = ranks.run(pipeline * data, in_low_precision, name, pipeline, data, stage, reduce_dtype)
+    found = threads.run(pipeline * data, in_low_precision, name, pipeline, data, stage, reduce_dtype)
     assert found == [[]] * (pipeline * data)
 
 
@@ -397,8 +398,8 @@ def gathers(rank: int) -> list[object]:
 
 
 @pytest.mark.slow
-def test_units_stay_full_over_micro_batches_as_far_as_memory_allows(ranks: Ranks) -> None:
-    for free, generous, refused in ranks.run(2, gathers):
+def test_units_stay_full_over_micro_batches_as_far_as_memory_allows(threads: Threads) -> None:
+    for free, generous, refused in threads.run(2, gathers):
         assert free > 4
         assert generous == 1
         assert str(refused).startswith("memory_limit: 1000 B is less than the ")
@@ -427,8 +428,8 @@ def doubles(rank: int, shape: tuple[int, ...]) -> list[bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_losses_of_other_dtypes_and_shapes(ranks: Ranks, shape: tuple[int, ...]) -> None:
-    assert all(map(all, ranks.run(2, doubles, shape)))
+def test_losses_of_other_dtypes_and_shapes(threads: Threads, shape: tuple[int, ...]) -> None:
+    assert all(map(all, threads.run(2, doubles, shape)))
 
 
 def from_meta(rank: int) -> tuple[float, list[str]]:
@@ -452,9 +453,9 @@ def from_meta_alone(rank: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_model_on_meta_gets_the_values_of_its_code_where_it_is_kept(ranks: Ranks) -> None:
-    (first, names), (second, others) = ranks.run(2, from_meta)
-    assert first == second == ranks.run(1, from_meta_alone)[0]
+def test_a_model_on_meta_gets_the_values_of_its_code_where_it_is_kept(threads: Threads) -> None:
+    (first, names), (second, others) = threads.run(2, from_meta)
+    assert first == second == threads.run(1, from_meta_alone)[0]
     assert {*names}.isdisjoint(others)
     assert {*names, *others} == {name for name, _ in GPT(layers=2, width=16, heads=2).named_parameters()}
 
@@ -489,8 +490,8 @@ def text_with(rank: int, options: dict[str, Any]) -> str:
 
 
 @quickly("stage", [1, 2, 3], [3])
-def test_what_a_stage_of_zero_sends_in_a_pipeline(ranks: Ranks, stage: int) -> None:
-    for rank, found in enumerate(ranks.run(4, programs, stage)):
+def test_what_a_stage_of_zero_sends_in_a_pipeline(threads: Threads, stage: int) -> None:
+    for rank, found in enumerate(threads.run(4, programs, stage)):
         units = found["units"]
         assert found["repr"] == f"PipelinedStep(GPT, stages {rank // 2} of 2, 4 micro-batches)"
         assert found["AllGather"] == (units if stage < 3 else found["AllGather"])
@@ -505,8 +506,8 @@ def test_what_a_stage_of_zero_sends_in_a_pipeline(ranks: Ranks, stage: int) -> N
 
 
 @pytest.mark.slow
-def test_messages_are_of_the_size_that_is_asked_for(ranks: Ranks) -> None:
-    assert all("bucket=512" in text for text in ranks.run(4, text_with, {"bucket": 512}))
+def test_messages_are_of_the_size_that_is_asked_for(threads: Threads) -> None:
+    assert all("bucket=512" in text for text in threads.run(4, text_with, {"bucket": 512}))
 
 
 def clips(rank: int, name: str, pipeline: int, data: int, stage: int, schedule: str) -> list[float]:
@@ -544,9 +545,9 @@ def clips(rank: int, name: str, pipeline: int, data: int, stage: int, schedule: 
     [("skips", 2, 2, 0, "1f1b")],
 )
 def test_gradients_are_clipped_by_the_norm_of_all_stages(
-    ranks: Ranks, name: str, pipeline: int, data: int, stage: int, schedule: str
+    threads: Threads, name: str, pipeline: int, data: int, stage: int, schedule: str
 ) -> None:
-    for found in ranks.run(pipeline * data, clips, name, pipeline, data, stage, schedule):
+    for found in threads.run(pipeline * data, clips, name, pipeline, data, stage, schedule):
         assert max(map(abs, found)) < 1e-5
 
 
@@ -562,8 +563,8 @@ def unheld(rank: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_parameter_that_no_optimizer_holds_keeps_no_gradient(ranks: Ranks) -> None:
-    first, second = ranks.run(2, unheld)
+def test_a_parameter_that_no_optimizer_holds_keeps_no_gradient(threads: Threads) -> None:
+    first, second = threads.run(2, unheld)
     assert first == second
     assert all(map(math.isfinite, first))
 
@@ -582,10 +583,10 @@ def held(rank: int, options: dict[str, Any]) -> int:
 
 @pytest.mark.slow
 @quickly("schedule", ["1f1b", "gpipe"], ["1f1b"])
-def test_what_is_computed_again_is_not_held(ranks: Ranks, schedule: str) -> None:
+def test_what_is_computed_again_is_not_held(threads: Threads, schedule: str) -> None:
     """Where other micro-batches run between forward and backward, that is so of the last unit of a stage, too."""
-    saved = ranks.run(2, held, {"schedule": schedule})
-    again = ranks.run(2, held, {"schedule": schedule, "checkpoint": "unit"})
+    saved = threads.run(2, held, {"schedule": schedule})
+    again = threads.run(2, held, {"schedule": schedule, "checkpoint": "unit"})
     assert all(less < 0.6 * more for less, more in zip(again, saved, strict=True))
 
 
@@ -740,8 +741,8 @@ def means(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_losses_that_are_means_are_taken(ranks: Ranks) -> None:
-    assert ranks.run(2, means) == [[], []]
+def test_losses_that_are_means_are_taken(threads: Threads) -> None:
+    assert threads.run(2, means) == [[], []]
 
 
 def test_options_of_a_pipeline_want_one() -> None:
@@ -864,6 +865,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_group")
 def test_what_was_traced_must_not_change() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -906,9 +908,9 @@ def draws(rank: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.slow
-def test_random_numbers_of_ranks_differ_and_generators_stay_equal(ranks: Ranks) -> None:
+def test_random_numbers_of_ranks_differ_and_generators_stay_equal(threads: Threads) -> None:
     """So a batch that all ranks draw is still one batch in the next step."""
-    found = ranks.run(4, draws)
+    found = threads.run(4, draws)
     assert len({str(numbers) for _, numbers in found}) == 1
     losses = [one for one, _ in found]
     assert losses[0] == losses[2]
@@ -961,8 +963,8 @@ def closures(rank: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_tensors_of_closures_are_read_as_they_are(ranks: Ranks) -> None:
-    for found in ranks.run(2, closures):
+def test_tensors_of_closures_are_read_as_they_are(threads: Threads) -> None:
+    for found in threads.run(2, closures):
         assert max(map(abs, found)) < 1e-5
 
 
@@ -1074,9 +1076,9 @@ def on_disk(rank: int, folder: str, name: str, schedule: str, stage: int, option
     ],
 )
 def test_what_is_on_a_disk_changes_no_bit(
-    ranks: Ranks, tmp_path: Any, name: str, schedule: str, stage: int, options: tuple[str, ...]
+    threads: Threads, tmp_path: Any, name: str, schedule: str, stage: int, options: tuple[str, ...]
 ) -> None:
-    assert ranks.run(4, on_disk, str(tmp_path), name, schedule, stage, options) == [[]] * 4
+    assert threads.run(4, on_disk, str(tmp_path), name, schedule, stage, options) == [[]] * 4
 
 
 def activations(rank: int, folder: str, limit: str | None, options: dict[str, Any]) -> tuple[list[str], int, int, int]:
@@ -1125,9 +1127,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_activations_on_a_disk_change_no_bit(
-    ranks: Ranks, tmp_path: Any, limit: str | None, options: dict[str, Any]
+    threads: Threads, tmp_path: Any, limit: str | None, options: dict[str, Any]
 ) -> None:
-    (first, moved, before, after), (last, *_) = ranks.run(2, activations, str(tmp_path), limit, options)
+    (first, moved, before, after), (last, *_) = threads.run(2, activations, str(tmp_path), limit, options)
     assert first == last == []
     assert moved > 0
     assert after < before
@@ -1186,8 +1188,10 @@ def within(rank: int, schedule: str, stage: int, share: float, tied: bool) -> tu
     ],
     [],
 )
-def test_steps_hold_no_more_than_a_budget(ranks: Ranks, schedule: str, stage: int, share: float, tied: bool) -> None:
-    found, most = ranks.run(2, within, schedule, stage, share, tied), 0
+def test_steps_hold_no_more_than_a_budget(
+    threads: Threads, schedule: str, stage: int, share: float, tied: bool
+) -> None:
+    found, most = threads.run(2, within, schedule, stage, share, tied), 0
     for wrong, (before, *after) in found:
         assert wrong == []
         assert after[0] <= share * before
@@ -1208,6 +1212,6 @@ def too_small(rank: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_budget_that_is_too_small_says_how_much_it_takes(ranks: Ranks) -> None:
-    for found in ranks.run(2, too_small):
+def test_a_budget_that_is_too_small_says_how_much_it_takes(threads: Threads) -> None:
+    for found in threads.run(2, too_small):
         assert re.match(r"checkpoint: 100 KiB is less than the .* that this step takes at the least", found), found

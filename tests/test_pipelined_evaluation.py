@@ -10,8 +10,8 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
 from tests.test_pipelined import MICROBATCHES, UNITS, Reference, batch_of, loss_of, mesh_of, model_of
+from tests.threads import Threads
 from zcompile.errors import ZcompileError
 from zcompile.ir.actions import ActionTable
 from zcompile.pipelining.step import PipelinedStep
@@ -75,9 +75,9 @@ def evaluates(rank: int, name: str, pipeline: int, data: int, schedule: str, sta
     [("norms", 2, 1, "interleaved1f1b", 3)],
 )
 def test_evaluations_are_those_of_plain_pytorch(
-    ranks: Ranks, name: str, pipeline: int, data: int, schedule: str, stage: int
+    threads: Threads, name: str, pipeline: int, data: int, schedule: str, stage: int
 ) -> None:
-    assert ranks.run(pipeline * data, evaluates, name, pipeline, data, schedule, stage) == [[]] * (pipeline * data)
+    assert threads.run(pipeline * data, evaluates, name, pipeline, data, schedule, stage) == [[]] * (pipeline * data)
 
 
 class Assisted(nn.Module):
@@ -121,8 +121,8 @@ def keeps_its_stages(rank: int) -> list[bool]:
 
 
 @pytest.mark.slow
-def test_an_evaluation_keeps_parameters_in_the_stages_of_the_step(ranks: Ranks) -> None:
-    assert ranks.run(2, keeps_its_stages) == [[True, True]] * 2
+def test_an_evaluation_keeps_parameters_in_the_stages_of_the_step(threads: Threads) -> None:
+    assert threads.run(2, keeps_its_stages) == [[True, True]] * 2
 
 
 def is_refused(rank: int) -> list[str]:
@@ -148,8 +148,8 @@ def is_refused(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_evaluations_that_cannot_be_are_refused_on_every_rank(ranks: Ranks) -> None:
-    for divided, rows, data, modes in ranks.run(2, is_refused):
+def test_evaluations_that_cannot_be_are_refused_on_every_rank(threads: Threads) -> None:
+    for divided, rows, data, modes in threads.run(2, is_refused):
         assert "StateError: model: is not divided yet" in divided
         assert "OptionError: microbatches: is 4, which does not divide a batch of 3" in rows
         assert "AgreementError: the batch of an evaluation: is not the same on ranks 0, 1 along 'pp'" in data

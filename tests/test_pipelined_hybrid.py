@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -9,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
 from tests.test_pipelined import MICROBATCHES, batch_of, loss_of, model_of, trains
+from tests.threads import Threads
 
 WAYS = [
     (name, pipeline, replicas, shards, stage, shard)
@@ -28,23 +29,20 @@ WAYS = [
     [("norms", 2, 2, 1, 0, None)],
 )
 def test_two_levels_of_data_train_as_one_process_bit_for_bit(
-    ranks: Ranks, name: str, pipeline: int, replicas: int, shards: int, stage: int, shard: str | None
+    threads: Threads, name: str, pipeline: int, replicas: int, shards: int, stage: int, shard: str | None
 ) -> None:
     options = {} if shard is None else {"shard": shard}
-    found = ranks.run(4, trains, name, pipeline, replicas * shards, "1f1b", stage, options, replicas)
+    found = threads.run(4, trains, name, pipeline, replicas * shards, "1f1b", stage, options, replicas)
     assert found == [[]] * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zbvzerobubble"])
-@pytest.mark.parametrize("shard", ["hsdp", "hfsdp", "hpz"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_levels_of_data_on_eight_ranks(schedule: str, shard: str, stage: int) -> None:
-    pool = Ranks(8)
-    try:
-        assert pool.run(8, trains, "skips", 2, 4, schedule, stage, {"shard": shard}, 2) == [[]] * 8
-    finally:
-        pool.close()
+@quickly(
+    "schedule, shard, stage",
+    list(itertools.product(["1f1b", "zbvzerobubble"], ["hsdp", "hfsdp", "hpz"], [1, 2, 3])),
+    [],
+)
+def test_two_levels_of_data_on_eight_ranks(threads: Threads, schedule: str, shard: str, stage: int) -> None:
+    assert threads.run(8, trains, "skips", 2, 4, schedule, stage, {"shard": shard}, 2) == [[]] * 8
 
 
 def with_wires(rank: int) -> list[float]:
@@ -70,8 +68,8 @@ def with_wires(rank: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_averages_between_replicas_travel_as_bytes(ranks: Ranks) -> None:
-    for losses in ranks.run(4, with_wires):
+def test_averages_between_replicas_travel_as_bytes(threads: Threads) -> None:
+    for losses in threads.run(4, with_wires):
         assert losses[-1] < losses[0]
 
 
@@ -97,7 +95,7 @@ def refused(rank: int, names: tuple[str, ...], sizes: tuple[int, ...], options: 
     ],
 )
 def test_levels_that_cannot_be_meant_are_refused(
-    ranks: Ranks, names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any], message: str
+    threads: Threads, names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any], message: str
 ) -> None:
-    for found in ranks.run(4, refused, names, sizes, options):
+    for found in threads.run(4, refused, names, sizes, options):
         assert re.search(message, found), found

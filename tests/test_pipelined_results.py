@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
 from tests.test_pipelined import MICROBATCHES, batch_of, in_order, loss_of, mean, mesh_of, model_of
+from tests.threads import Threads
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
@@ -85,8 +85,8 @@ def metrics(rank: int, schedule: str, results: str) -> list[str]:
 
 
 @quickly("schedule, results", [(s, r) for s in ("1f1b", "zbvzerobubble") for r in ("all", "last")], [("1f1b", "last")])
-def test_metrics_are_those_of_each_micro_batch(ranks: Ranks, schedule: str, results: str) -> None:
-    assert ranks.run(4, metrics, schedule, results) == [[]] * 4
+def test_metrics_are_those_of_each_micro_batch(threads: Threads, schedule: str, results: str) -> None:
+    assert threads.run(4, metrics, schedule, results) == [[]] * 4
 
 
 def alone(rank: int) -> list[Any]:
@@ -103,8 +103,8 @@ def alone(rank: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_metrics_without_a_pipeline(ranks: Ranks) -> None:
-    assert ranks.run(2, alone) == [[True] * 5] * 2
+def test_metrics_without_a_pipeline(threads: Threads) -> None:
+    assert threads.run(2, alone) == [[True] * 5] * 2
 
 
 def empty(rank: int, pipelined: bool) -> Any:
@@ -119,8 +119,8 @@ def empty(rank: int, pipelined: bool) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipelined", [True, False])
-def test_no_metrics_are_an_empty_dict(ranks: Ranks, pipelined: bool) -> None:
-    assert ranks.run(2, empty, pipelined) == [{}, {}]
+def test_no_metrics_are_an_empty_dict(threads: Threads, pipelined: bool) -> None:
+    assert threads.run(2, empty, pipelined) == [{}, {}]
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------------
@@ -200,9 +200,9 @@ def scaled(rank: int, pipeline: int, data: int, stage: int, clip: float | None) 
     [(2, 1, 3, 0.5)],
 )
 def test_steps_that_overflow_are_skipped_on_all_ranks(
-    ranks: Ranks, pipeline: int, data: int, stage: int, clip: float | None
+    threads: Threads, pipeline: int, data: int, stage: int, clip: float | None
 ) -> None:
-    for far, scales, wrong in ranks.run(pipeline * data, scaled, pipeline, data, stage, clip):
+    for far, scales, wrong in threads.run(pipeline * data, scaled, pipeline, data, stage, clip):
         assert wrong == []
         assert far <= (0.0 if clip is None else 1e-5)
         assert scales[0] == 2.0**23, "the first step overflows"
@@ -237,8 +237,8 @@ def full_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
-def test_an_overflow_in_one_stage_skips_the_step_on_all(ranks: Ranks, pipelined: bool) -> None:
-    for found in ranks.run(2, one_stage_overflows, pipelined):
+def test_an_overflow_in_one_stage_skips_the_step_on_all(threads: Threads, pipelined: bool) -> None:
+    for found in threads.run(2, one_stage_overflows, pipelined):
         assert found == [(True, 1024.0), (False, 512.0), (True, 512.0)]
 
 
@@ -260,13 +260,13 @@ def other_scales(rank: int, loaded: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_with_other_scales_are_told(ranks: Ranks) -> None:
-    for found in ranks.run(2, other_scales, {}):
+def test_ranks_with_other_scales_are_told(threads: Threads) -> None:
+    for found in threads.run(2, other_scales, {}):
         assert "the scale of the loss: scale 1024.0" in found
         assert "the scale of the loss: scale 2048.0" in found
-    for found in ranks.run(2, other_scales, {"scale": 256.0}):
+    for found in threads.run(2, other_scales, {"scale": 256.0}):
         assert found.startswith("the scale: of the loss is 1024.0 on a rank, for 0 steps, and 256.0 on another, for 0")
-    for found in ranks.run(2, other_scales, {"_growth_tracker": 7}):
+    for found in threads.run(2, other_scales, {"_growth_tracker": 7}):
         assert found.startswith("the scale: of the loss is 1024.0 on a rank, for 7 steps, and 1024.0 on another, for 0")
 
 
@@ -319,9 +319,9 @@ def loss_alone(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
     ],
 )
 def test_what_is_no_metric_or_scaler_is_refused(
-    ranks: Ranks, pipelined: bool, loss_fn: Callable[..., Any], options: dict[str, Any], message: str
+    threads: Threads, pipelined: bool, loss_fn: Callable[..., Any], options: dict[str, Any], message: str
 ) -> None:
-    for found in ranks.run(2, refused, pipelined, loss_fn, options):
+    for found in threads.run(2, refused, pipelined, loss_fn, options):
         assert re.match(message, found), found
 
 
@@ -331,7 +331,7 @@ def wrong_on_one(rank: int, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("options", [{"results": "first"}, {"grad_scaler": 1.0}])
-def test_what_is_wrong_on_one_rank_is_told_to_the_others(ranks: Ranks, options: dict[str, Any]) -> None:
-    first, second = ranks.run(2, wrong_on_one, options)
+def test_what_is_wrong_on_one_rank_is_told_to_the_others(threads: Threads, options: dict[str, Any]) -> None:
+    first, second = threads.run(2, wrong_on_one, options)
     assert second.startswith("OptionError: ")
     assert "rank 1" in first

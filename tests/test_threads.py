@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zcompile
-from tests import shared_traces
+from tests import shared_steps, shared_traces
 from tests import threads as threads_module
 from tests.models import batch, fit, make
 from tests.ranks import RankError, Ranks
@@ -228,3 +228,35 @@ def hooked(rank: int) -> list[float]:
 def test_hooks_are_traced(threads: Threads) -> None:
     shared_traces._TRACES.clear()
     assert count_traces(threads, (hooked,)) == 0
+
+
+def mean(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return SCALE * model(x) / 4
+
+
+def half(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return mean(model, x) / 2
+
+
+def stepped(rank: int, loss: Any, pipelined: bool) -> float:
+    """The loss of a step, alone or of a pipeline."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Reads(1.0))
+    ways: dict[str, Any] = {"units": ["0", "2"], "backend": "eager"}
+    if pipelined:
+        ways["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    step = zcompile.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **ways)
+    return float(step(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_what_is_traced_follows_the_loss(threads: Threads, pipelined: bool) -> None:
+    shared_traces._TRACES.clear()
+    shared_steps._TRACES.clear()
+    with mock.patch.object(shared_steps, "trace_step", side_effect=shared_steps.trace_step) as traced:
+        whole, again, less = (threads.run(2, stepped, loss, pipelined) for loss in (mean, mean, half))
+        assert whole == again == [2 * one for one in less]
+        with mock.patch.dict(globals(), SCALE=4.0):
+            assert threads.run(2, stepped, mean, pipelined) == [4 * one for one in whole], "the model reads it, too"
+    assert len([*filter(None, shared_traces._TRACES.values()), *shared_steps._TRACES.values()]) == 3
+    assert traced.call_count == (3 if pipelined else 0)

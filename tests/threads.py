@@ -32,6 +32,7 @@ from torch.futures import Future
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.ranks import RankError
+from tests.shared_steps import sharing_steps
 from tests.shared_traces import sharing
 from zcompile._torch import forget_meshes
 from zcompile.engine.interpreter import in_large_frame
@@ -394,7 +395,7 @@ class Threads:
                 errors[rank] = traceback.format_exc()
 
         numbers = _random_numbers()
-        with _installed(shared), sharing():
+        with _installed(shared), sharing(), sharing_steps():
             ranks = [threading.Thread(target=begin, args=(rank,), name=f"rank {rank}") for rank in range(world)]
             for thread in ranks:
                 thread.start()
