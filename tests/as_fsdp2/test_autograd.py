@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.as_fsdp2.plain import Block, Net, average, beside, differing, gradients, numbers, pair, three
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 # -- what a forward gives ---------------------------------------------------------------------------------------------
 
@@ -70,8 +70,8 @@ def gives(rank: int, kind: str, stage: int) -> list[str]:
     [(kind, world, stage) for kind in OUTPUTS for world in (2, 3) for stage in (3, 2)],
     [("nested", 2, 3)],
 )
-def test_a_backward_goes_through_outputs_of_every_form(ranks: Ranks, kind: str, world: int, stage: int) -> None:
-    assert ranks.run(world, gives, kind, stage) == [[]] * world
+def test_a_backward_goes_through_outputs_of_every_form(threads: Threads, kind: str, world: int, stage: int) -> None:
+    assert threads.run(world, gives, kind, stage) == [[]] * world
 
 
 # -- what a forward takes ---------------------------------------------------------------------------------------------
@@ -98,8 +98,8 @@ def takes(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_arguments_may_be_nested_variable_and_no_tensors(ranks: Ranks) -> None:
-    assert ranks.run(2, takes) == [[], []]
+def test_arguments_may_be_nested_variable_and_no_tensors(threads: Threads) -> None:
+    assert threads.run(2, takes) == [[], []]
 
 
 def of_inputs(rank: int) -> list[str]:
@@ -114,8 +114,8 @@ def of_inputs(rank: int) -> list[str]:
     return found + differing(gradients(compiled), gradients(plain), "gradient")
 
 
-def test_gradients_of_inputs_are_the_ranks_own(ranks: Ranks) -> None:
-    assert ranks.run(2, of_inputs) == [[], []]
+def test_gradients_of_inputs_are_the_ranks_own(threads: Threads) -> None:
+    assert threads.run(2, of_inputs) == [[], []]
 
 
 # -- what of it a loss uses -------------------------------------------------------------------------------------------
@@ -156,9 +156,9 @@ USES = [(which, skips) for which in ("one", "another on each rank", "another in 
 @pytest.mark.slow
 @quickly("which, skips", USES, [USES[3], USES[4]])
 def test_unused_outputs_and_modules_have_no_gradient_and_others_have_theirs(
-    ranks: Ranks, which: str, skips: bool
+    threads: Threads, which: str, skips: bool
 ) -> None:
-    assert ranks.run(3, uses, which, skips) == [[]] * 3
+    assert threads.run(3, uses, which, skips) == [[]] * 3
 
 
 # -- ways to run a backward -------------------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ def backward(rank: int, way: str, model: str) -> list[str]:
     [(way, model) for way in BACKWARDS for model in ("net", "own")],
     [("hooked", "net")],
 )
-def test_a_backward_may_be_run_in_every_way(ranks: Ranks, way: str, model: str) -> None:
-    assert ranks.run(2, backward, way, model) == [[], []]
+def test_a_backward_may_be_run_in_every_way(threads: Threads, way: str, model: str) -> None:
+    assert threads.run(2, backward, way, model) == [[], []]
 
 
 def penalised(rank: int) -> str:
@@ -243,5 +243,5 @@ def penalised(rank: int) -> str:
     return "ran"
 
 
-def test_gradients_of_gradients_are_refused(ranks: Ranks) -> None:
-    assert ranks.run(2, penalised) == ["BackwardError"] * 2
+def test_gradients_of_gradients_are_refused(threads: Threads) -> None:
+    assert threads.run(2, penalised) == ["BackwardError"] * 2

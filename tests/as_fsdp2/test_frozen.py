@@ -23,7 +23,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 
 def biases(model: nn.Module) -> None:
@@ -72,8 +72,8 @@ CASES = [(how, several, stage) for how in FREEZE for several in (False, True) fo
 
 
 @quickly("how, several, stage", CASES, CASES[2:3])
-def test_frozen_parameters_beside_trained_ones(ranks: Ranks, how: str, several: bool, stage: int) -> None:
-    assert ranks.run(3, frozen, how, several, stage) == [[]] * 3
+def test_frozen_parameters_beside_trained_ones(threads: Threads, how: str, several: bool, stage: int) -> None:
+    assert threads.run(3, frozen, how, several, stage) == [[]] * 3
 
 
 def meanwhile(rank: int, stage: int) -> list[str]:
@@ -99,8 +99,8 @@ def meanwhile(rank: int, stage: int) -> list[str]:
 
 @pytest.mark.slow
 @quickly("stage", [3, 2, 1, 0], [3])
-def test_parameters_may_be_frozen_and_freed_between_steps(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, meanwhile, stage) == [[], []]
+def test_parameters_may_be_frozen_and_freed_between_steps(threads: Threads, stage: int) -> None:
+    assert threads.run(2, meanwhile, stage) == [[], []]
 
 
 def lines(rank: int, how: str) -> list[str]:
@@ -111,9 +111,9 @@ def lines(rank: int, how: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_units_that_are_not_trained_are_not_reduced_nor_gathered_where_no_gradient_passes(ranks: Ranks) -> None:
-    assert ranks.run(2, lines, "trunk")[0] == ["reduce_scatter head"]
-    through = ranks.run(2, lines, "top")[0]
+def test_units_that_are_not_trained_are_not_reduced_nor_gathered_where_no_gradient_passes(threads: Threads) -> None:
+    assert threads.run(2, lines, "trunk")[0] == ["reduce_scatter head"]
+    through = threads.run(2, lines, "top")[0]
     assert [line for line in through if line.startswith("reduce")] == ["reduce_scatter first"]
     assert "all_gather blocks.0" in through
 
@@ -131,5 +131,5 @@ def evaluated(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_evaluation_between_steps_changes_nothing(ranks: Ranks) -> None:
-    assert ranks.run(2, evaluated) == [[], []]
+def test_evaluation_between_steps_changes_nothing(threads: Threads) -> None:
+    assert threads.run(2, evaluated) == [[], []]

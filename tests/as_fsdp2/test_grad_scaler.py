@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.as_fsdp2.plain import Net, adam, average, differing, mean_square, numbers, pair, parameters
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 
 def scaled(rank: int, stage: int, hybrid: bool, clips: bool) -> list[str]:
@@ -48,7 +48,7 @@ CASES = [(stage, hybrid, clips) for stage in (3, 2, 1, 0) for hybrid in (False, 
 
 @quickly("stage, hybrid, clips", CASES, [(0, False, False)])
 def test_steps_are_skipped_and_scales_set_as_for_a_plain_model(
-    ranks: Ranks, stage: int, hybrid: bool, clips: bool
+    threads: Threads, stage: int, hybrid: bool, clips: bool
 ) -> None:
     world = 4 if hybrid else 3
-    assert ranks.run(world, scaled, stage, hybrid, clips) == [[]] * world
+    assert threads.run(world, scaled, stage, hybrid, clips) == [[]] * world

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.as_fsdp2.plain import Block, Net, differing, full, numbers, parameters
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 
 class Router(nn.Linear):
@@ -174,9 +174,9 @@ CASES = [(kind, dtype, micro) for kind in MODELS for dtype in (None, torch.bfloa
 
 @quickly("kind, reduce_dtype, micro", CASES, [("net", None, 1)])
 def test_numbers_are_those_of_cast_parameters_and_averages_in_the_dtype_of_the_reduction(
-    ranks: Ranks, kind: str, reduce_dtype: torch.dtype | None, micro: int
+    threads: Threads, kind: str, reduce_dtype: torch.dtype | None, micro: int
 ) -> None:
-    assert ranks.run(2, trained, kind, reduce_dtype, micro) == [[], []]
+    assert threads.run(2, trained, kind, reduce_dtype, micro) == [[], []]
 
 
 @dataclasses.dataclass
@@ -227,9 +227,9 @@ def sent(rank: int, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None)
 
 
 @pytest.mark.slow
-def test_gathers_are_sent_in_the_low_dtype_and_averages_in_that_of_the_reduction(ranks: Ranks) -> None:
+def test_gathers_are_sent_in_the_low_dtype_and_averages_in_that_of_the_reduction(threads: Threads) -> None:
     low = torch.bfloat16
-    whole, mixed, all_low = (ranks.run(2, sent, *dtypes)[0] for dtypes in ((None, None), (low, None), (low, low)))
+    whole, mixed, all_low = (threads.run(2, sent, *dtypes)[0] for dtypes in ((None, None), (low, None), (low, low)))
     averages = 2 * 8 * 8 * 4
     assert mixed == (whole - averages) // 2 + averages
     assert all_low == whole // 2
@@ -251,9 +251,9 @@ def of_a_low_model(rank: int, reduce_dtype: torch.dtype | None) -> list[str]:
 
 @quickly("reduce_dtype", [None, torch.float32], [torch.float32])
 def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
-    ranks: Ranks, reduce_dtype: torch.dtype | None
+    threads: Threads, reduce_dtype: torch.dtype | None
 ) -> None:
-    assert ranks.run(2, of_a_low_model, reduce_dtype) == [[], []]
+    assert threads.run(2, of_a_low_model, reduce_dtype) == [[], []]
 
 
 @quickly(
@@ -261,11 +261,11 @@ def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
     [(stage, breaks) for stage in range(4) for breaks in (False, True)],
     [(3, False)],
 )
-def test_modules_may_keep_their_dtype(ranks: Ranks, stage: int, breaks: bool) -> None:
-    assert ranks.run(2, kept, stage, breaks) == [[], []]
+def test_modules_may_keep_their_dtype(threads: Threads, stage: int, breaks: bool) -> None:
+    assert threads.run(2, kept, stage, breaks) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_modules_may_keep_their_dtype_under_inductor(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, kept, stage, False, "inductor") == [[], []]
+def test_modules_may_keep_their_dtype_under_inductor(threads: Threads, stage: int) -> None:
+    assert threads.run(2, kept, stage, False, "inductor") == [[], []]

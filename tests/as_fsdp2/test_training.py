@@ -31,7 +31,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 # -- models of which each trains as the plain one ---------------------------------------------------------------------
 
@@ -137,9 +137,9 @@ CASES = [
 
 @quickly("kind, world, options", CASES, CASES[::17])
 def test_gradients_and_parameters_are_those_of_plain_pytorch(
-    ranks: Ranks, kind: str, world: int, options: dict[str, Any]
+    threads: Threads, kind: str, world: int, options: dict[str, Any]
 ) -> None:
-    assert ranks.run(world, trained, kind, options) == [[]] * world
+    assert threads.run(world, trained, kind, options) == [[]] * world
 
 
 UNITS: dict[str, Any] = {
@@ -161,9 +161,9 @@ def divided(rank: int, units: str, checkpoint: str | None) -> list[str]:
     [("one", "unit"), ("each layer", None)],
 )
 def test_how_modules_are_grouped_and_what_is_recomputed_changes_no_number(
-    ranks: Ranks, units: str, checkpoint: str | None
+    threads: Threads, units: str, checkpoint: str | None
 ) -> None:
-    assert ranks.run(2, divided, units, checkpoint) == [[], []]
+    assert threads.run(2, divided, units, checkpoint) == [[], []]
 
 
 # -- ways to call -----------------------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def called(rank: int, way: str) -> list[str]:
 
 @pytest.mark.slow
 @quickly("way", list(CALLS), ["twice", "block_then_all"])
-def test_calls_before_a_backward_may_be_several_and_not_of_the_root(ranks: Ranks, way: str) -> None:
-    assert ranks.run(2, called, way) == [[], []]
+def test_calls_before_a_backward_may_be_several_and_not_of_the_root(threads: Threads, way: str) -> None:
+    assert threads.run(2, called, way) == [[], []]
 
 
 def of_other_sizes(rank: int) -> list[str]:
@@ -219,8 +219,8 @@ def of_other_sizes(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_batches_of_the_ranks_may_have_other_sizes(ranks: Ranks) -> None:
-    assert ranks.run(3, of_other_sizes) == [[]] * 3
+def test_batches_of_the_ranks_may_have_other_sizes(threads: Threads) -> None:
+    assert threads.run(3, of_other_sizes) == [[]] * 3
 
 
 def interleaved(rank: int) -> list[str]:
@@ -235,8 +235,8 @@ def interleaved(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_backwards_may_come_in_another_order_than_forwards(ranks: Ranks) -> None:
-    assert ranks.run(2, interleaved) == [[], []]
+def test_backwards_may_come_in_another_order_than_forwards(threads: Threads) -> None:
+    assert threads.run(2, interleaved) == [[], []]
 
 
 class Named(Net):
@@ -257,8 +257,8 @@ def through_methods(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_methods_other_than_forward_need_no_registration(ranks: Ranks) -> None:
-    assert ranks.run(2, through_methods) == [[], []]
+def test_methods_other_than_forward_need_no_registration(threads: Threads) -> None:
+    assert threads.run(2, through_methods) == [[], []]
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ WAYS = [(stage, way) for stage in (3, 2) for way in ("sharded", "full", "flag")]
 
 @pytest.mark.slow
 @quickly("stage, way", WAYS, [(3, "sharded"), (3, "full"), (3, "flag")])
-def test_gradients_accumulate_with_and_without_synchronisation(ranks: Ranks, stage: int, way: str) -> None:
-    assert ranks.run(3, accumulated, stage, way) == [[]] * 3
+def test_gradients_accumulate_with_and_without_synchronisation(threads: Threads, stage: int, way: str) -> None:
+    assert threads.run(3, accumulated, stage, way) == [[]] * 3
 
 
 def one_more_micro_batch(rank: int) -> list[str]:
@@ -314,8 +314,8 @@ def one_more_micro_batch(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_ranks_may_differ_in_micro_batches_where_these_send_nothing(ranks: Ranks) -> None:
-    assert ranks.run(3, one_more_micro_batch) == [[]] * 3
+def test_ranks_may_differ_in_micro_batches_where_these_send_nothing(threads: Threads) -> None:
+    assert threads.run(3, one_more_micro_batch) == [[]] * 3
 
 
 # -- meshes -----------------------------------------------------------------------------------------------------------
@@ -332,8 +332,8 @@ HYBRIDS = [(shard, stage) for shard in ("hsdp", "hfsdp", "hpz", "flat") for stag
 
 @pytest.mark.slow
 @quickly("shard, stage", HYBRIDS, [("hsdp", 3)])
-def test_a_mesh_that_replicates_and_shards_averages_over_both(ranks: Ranks, shard: str, stage: int) -> None:
-    assert ranks.run(4, hybrid, shard, stage) == [[]] * 4
+def test_a_mesh_that_replicates_and_shards_averages_over_both(threads: Threads, shard: str, stage: int) -> None:
+    assert threads.run(4, hybrid, shard, stage) == [[]] * 4
 
 
 def beside_tensor_parallelism(rank: int) -> list[str]:
@@ -361,8 +361,8 @@ def beside_tensor_parallelism(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_mesh_of_data_and_tensor_parallelism_trains_as_the_plain_model(ranks: Ranks) -> None:
-    assert ranks.run(4, beside_tensor_parallelism) == [[]] * 4
+def test_a_mesh_of_data_and_tensor_parallelism_trains_as_the_plain_model(threads: Threads) -> None:
+    assert threads.run(4, beside_tensor_parallelism) == [[]] * 4
 
 
 # -- what is sent, and what is there outside of calls -----------------------------------------------------------------
@@ -373,8 +373,8 @@ def alone(rank: int) -> tuple[list[str], int]:
     return beside(plain, compiled, three(rank)), compiled.traffic.payload
 
 
-def test_a_world_of_one_sends_nothing(ranks: Ranks) -> None:
-    assert ranks.run(1, alone) == [([], 0)]
+def test_a_world_of_one_sends_nothing(threads: Threads) -> None:
+    assert threads.run(1, alone) == [([], 0)]
 
 
 def registered(rank: int) -> list[str]:
@@ -399,8 +399,8 @@ def registered(rank: int) -> list[str]:
     return found
 
 
-def test_parameters_are_the_same_shards_outside_of_every_call(ranks: Ranks) -> None:
-    assert ranks.run(2, registered) == [[], []]
+def test_parameters_are_the_same_shards_outside_of_every_call(threads: Threads) -> None:
+    assert threads.run(2, registered) == [[], []]
 
 
 def unsharded(rank: int) -> list[str]:
@@ -419,8 +419,8 @@ def unsharded(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_unsharding_and_sharding_again_changes_nothing(ranks: Ranks) -> None:
-    assert ranks.run(2, unsharded) == [[], []]
+def test_unsharding_and_sharding_again_changes_nothing(threads: Threads) -> None:
+    assert threads.run(2, unsharded) == [[], []]
 
 
 def overlapping(rank: int) -> tuple[list[str], list[str]]:
@@ -435,7 +435,7 @@ def overlapping(rank: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-def test_units_are_gathered_in_the_order_of_their_use_and_backwards_in_reverse(ranks: Ranks) -> None:
-    forward, backward = ranks.run(2, overlapping)[0]
+def test_units_are_gathered_in_the_order_of_their_use_and_backwards_in_reverse(threads: Threads) -> None:
+    forward, backward = threads.run(2, overlapping)[0]
     assert forward == ["first", *(f"blocks.{index}" for index in range(5)), "head"]
     assert backward == ["blocks.2", "blocks.1", "blocks.0"]  # the last three units stay full over the turn
