@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_the_converted_config_is_as_it_is_printed(tmp_path: Path) -> None:
 
 
 def test_options_and_methods_that_are_named_exist() -> None:
-    parameters = {*zcompile.compile.__kwdefaults__, *zcompile.train_step.__kwdefaults__}
+    parameters = {*inspect.signature(zcompile.compile).parameters, *inspect.signature(zcompile.train_step).parameters}
     code = " ".join(re.findall(r"`([^`]*)`", MIGRATION))
     after = re.findall(r"^\| .*? \| (.*) \|$", MIGRATION, re.MULTILINE)
     named = {

@@ -249,7 +249,7 @@ def _check_weights(weights: Weights, model: nn.Module, agreement: Agreement) -> 
     """Compare the weights with the model on all ranks; the first one says what will be rounded."""
     rounded, _ = agreement.attempt("the weights", lambda: check_weights(weights, model))
     if rounded and agreement.communicator.rank == 0:
-        warnings.warn(f"zcompile: weights {rounded}", stacklevel=4)
+        warnings.warn(f"zcompile: weights {rounded}", stacklevel=5)
 
 
 def _communicator(
