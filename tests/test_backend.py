@@ -20,7 +20,7 @@ from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import torch_backend
-from zcompile._torch import modules_given_to
+from zcompile._torch import modules_given_to, recompile_limit
 from zcompile.torch_backend import compiler
 
 Values = dict[str, torch.Tensor]
@@ -518,3 +518,29 @@ def test_an_optimizer_over_more_than_the_model_steps_the_shards() -> None:
     torch.optim.SGD([*model.parameters(), extra], lr=0.5).step()
     assert torch.allclose(full(backend.shards()["weight"]), before - 0.5 * 4)
     assert torch.equal(extra, torch.ones(2)), "it has no gradient"
+
+
+class ByMode(nn.Module):
+    """Compiled anew for each text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mode = nn.Linear(4, 4), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * len(self.mode)
+
+
+def test_the_last_compilation_that_torch_allows_is_told_of() -> None:
+    model, x, said = ByMode(), torch.ones(2, 4), []
+    plain, compiled = copy.deepcopy(model), torch.compile(model, backend=zcompile.backend(backend="eager"))
+    for number in range(recompile_limit()):
+        plain.mode = model.mode = f"{number}"
+        with warnings.catch_warnings(record=True) as found, torch.no_grad():
+            warnings.simplefilter("always")
+            assert torch.equal(compiled(x), plain(x))
+        said.append([text for text in (str(one.message) for one in found) if "recompile_limit" in text])
+    assert not any(said[:-1])
+    assert "from now on reads NaN for each parameter" in said[-1][0]
+    model.mode = "more"
+    assert compiled(x).isnan().all()

@@ -275,6 +275,17 @@ def graph_break_of(module: fx.GraphModule) -> str:
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
+def compilation_now() -> tuple[int, int]:
+    """Of what torch.compile compiles now: which code it is, and which of its compilations."""
+    current = torch._guards.CompileContext.current_compile_id()
+    return (-1, -1) if current is None else (current.frame_id or 0, current.frame_compile_id or 0)
+
+
+def recompile_limit() -> int:
+    """How often torch.compile compiles one code before it runs as plain Python."""
+    return int(torch._dynamo.config.recompile_limit)
+
+
 def writes_arguments(operation: OpOverload) -> bool:
     """True for an operation that changes what it is given."""
     return bool(operation._schema.is_mutable)

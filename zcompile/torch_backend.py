@@ -14,6 +14,7 @@ import inspect
 import os
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from zcompile._torch import (
     around_compiling,
+    compilation_now,
     compile_plainly,
     copyable,
     graph_break_of,
@@ -35,6 +37,7 @@ from zcompile._torch import (
     modules_given_to,
     of_fixed_sizes,
     path_of_input,
+    recompile_limit,
     retracing,
     tracing_context,
     version_of,
@@ -90,6 +93,7 @@ class Backend:
     def __init__(self, options: Options, mesh: DeviceMesh | None = None) -> None:
         self.options, self.mesh = options, mesh
         self._known: dict[int, _Known] = {}
+        self._compilations: defaultdict[int, set[int]] = defaultdict(set)
         self._engine: Engine | None = None
         self._stepping: weakref.ref[Optimizer] | None = None
         """The optimizer whose step runs now: its closure may be what first calls the model."""
@@ -114,6 +118,7 @@ class Backend:
         if self._engine is None:
             return compile_plainly(module, inputs, self.options.backend)
         self._tell_of_break(module)
+        self._tell_of_limit()
         context = tracing_context()
         floats = {read.args[0] for read in varying_floats(module.graph)}
         for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -138,6 +143,17 @@ class Backend:
             problem = f"the graph breaks at {line}\n  What code between graphs reads of a parameter is NaN."
             fix = "fix the break if that code reads any, or use zcompile.compile, which gathers what it reads"
             warnings.warn(f"zcompile: {problem}\n  Fix: {fix}.", stacklevel=2)
+
+    def _tell_of_limit(self) -> None:
+        """Warn of the last compilation of a code: what torch runs as plain Python from then on reads NaN."""
+        code, number = compilation_now()
+        self._compilations[code].add(number)
+        limit = recompile_limit()
+        if len(self._compilations[code]) == limit and self.engine.runtime.layout.stage.optimizer_sharded:
+            problem = f"torch.compile has compiled this code {limit} times, its recompile_limit, and will not again"
+            more = "What it runs as plain Python from now on reads NaN for each parameter."
+            fix = "raise torch._dynamo.config.recompile_limit, or use zcompile.compile; TORCH_LOGS=recompiles shows why"
+            warnings.warn(f"zcompile: {problem}\n  {more}\n  Fix: {fix}.", stacklevel=2)
 
     def _names(self, inputs: Sequence[Any]) -> tuple[str, ...]:
         return tuple(self._known[id(value)].name for value in inputs if isinstance(value, nn.Parameter))
