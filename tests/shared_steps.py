@@ -80,7 +80,8 @@ def key_of(setup: StepSetup, first: Called, like: StepTrace | None) -> Key | Non
     if model is None or given is None:
         return None
     layout = first_step._layout(setup) if like is None else like.program.layout
-    return model, given, str(sorted(reads)), first.arguments, repr(layout), setup.options.dtype, like is None
+    is_mean = setup.table.microbatches > 1  # what is no mean over the batch is refused then
+    return model, given, str(sorted(reads)), first.arguments, repr(layout), setup.options.dtype, like is None, is_mean
 
 
 def reads_more(program: Program, first: Called) -> bool:

@@ -152,7 +152,9 @@ class Backend:
         if len(self._compilations[code]) == limit and self.engine.runtime.layout.stage.optimizer_sharded:
             problem = f"torch.compile has compiled this code {limit} times, its recompile_limit, and will not again"
             more = "What it runs as plain Python from now on reads NaN for each parameter."
-            fix = "raise torch._dynamo.config.recompile_limit, or use zcompile.compile; TORCH_LOGS=recompiles shows why"
+            fix = (
+                "raise torch._dynamo.config.recompile_limit, or use zcompile.compile; fullgraph=True makes it an error"
+            )
             warnings.warn(f"zcompile: {problem}\n  {more}\n  Fix: {fix}.", stacklevel=2)
 
     def _names(self, inputs: Sequence[Any]) -> tuple[str, ...]:
