@@ -31,6 +31,7 @@ from tests.as_fsdp2.plain import (
     three,
 )
 from tests.cases import quickly
+from tests.ranks import Ranks
 from tests.threads import Threads
 
 # -- models of which each trains as the plain one ---------------------------------------------------------------------
@@ -361,8 +362,8 @@ def beside_tensor_parallelism(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_mesh_of_data_and_tensor_parallelism_trains_as_the_plain_model(threads: Threads) -> None:
-    assert threads.run(4, beside_tensor_parallelism) == [[]] * 4
+def test_a_mesh_of_data_and_tensor_parallelism_trains_as_the_plain_model(ranks: Ranks) -> None:
+    assert ranks.run(4, beside_tensor_parallelism) == [[]] * 4
 
 
 # -- what is sent, and what is there outside of calls -----------------------------------------------------------------
