@@ -151,7 +151,8 @@ class Communicator(AxisCommunicator):
         if isinstance(self.collectives, GlooCollectives):
             self.control = self.collectives
         elif self.size > 1 and not self.is_fake:
-            self.control = GlooCollectives(replace(self._member, traffic=TrafficMeter()), _hosts(self._member))
+            hosts = connected_hosts(self.waits.name("control"), self.group, device)
+            self.control = GlooCollectives(replace(self._member, traffic=TrafficMeter()), hosts)
         if mesh.ndim > 1:
             axes = {kind: AxisCommunicator(mesh[name], device, self) for kind, name in data_axes(mesh).items()}
             self._inside, self.outside = axes[AxisKind.SHARD], axes[AxisKind.REPLICATE]
@@ -218,11 +219,14 @@ class Communicator(AxisCommunicator):
         return [part for part in (self._inside, self.outside) if part is not None]
 
 
-def _hosts(member: Member) -> Any:
-    """Connections between the hosts of a group whose collectives are of GPUs."""
+def connected_hosts(name: str, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Connections, under a name of their own, between the hosts of a group whose collectives are of GPUs. Collective.
+
+    Raises:
+        GroupError: they cannot reach each other.
+    """
     try:
-        timeout = group_timeout(member.group, member.device)
-        return connect_hosts(member.waits.name("control"), member.rank, member.size, timeout)
+        return connect_hosts(name, group.rank(), group.size(), group_timeout(group, device))
     except RuntimeError as error:
         fix = "let hosts reach each other by gloo: GLOO_SOCKET_IFNAME names the network interface"
         raise GroupError("process group", f"the hosts of its ranks cannot connect: {error}", fix) from error

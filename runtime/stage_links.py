@@ -1,7 +1,12 @@
-"""Links between pipeline stages: messages from one rank along an axis to one other, in order, each direction apart.
+"""Links between pipeline stages: messages from one rank along an axis to one other, in order.
 
-Where both directions shared a queue, as the messages of a pair do on one NCCL communicator, two ranks that send each
-other something, and receive behind that, would wait for each other for good. So each direction has a group of its own.
+On NCCL a send occupies its communicator's stream until it is received. Where a rank sent and received on one stream,
+a message could stand behind another one for which the other end waits for good: so messages go in lanes, each with a
+group of its own, in none of which a rank both sends and receives, or has more than one other end.
+
+In the first run of a program messages go from host to host instead. Kernels are loaded, and communicators made, when
+they are first used, and both may wait for all that the device has begun (CUDA C++ Programming Guide, "Lazy Loading"):
+behind a receive whose sender waits for what this rank has not launched yet, that would be for good.
 """
 
 from __future__ import annotations
@@ -9,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +26,7 @@ from zcompile.ir.tensor_type import TensorType
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.device import HOST, backend_of, is_host
 from zcompile.runtime.gloo_collectives import of_rank
-from zcompile.runtime.groups import Communicator
+from zcompile.runtime.groups import Communicator, connected_hosts
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.waits import Waits
 
@@ -30,30 +35,71 @@ _TAG = 1 << 28
 _RUNS = 1 << 28
 
 
+class Route(NamedTuple):
+    """From one place along the axis to another."""
+
+    sender: int
+    receiver: int
+
+    @property
+    def lane(self) -> tuple[bool, int, bool]:
+        """Of all routes that share it each place begins one, or ends one, or neither."""
+        distance = abs(self.receiver - self.sender)
+        return self.receiver > self.sender, distance, bool(min(self) // distance % 2)
+
+
 class StageLinks:
     """What a rank sends other ranks along the pipeline axis, and receives from them.
 
     Args:
-        onward: The mesh of that axis, of whose groups one carries what goes to later places, ...
-        back: ... and another one, over the same ranks, what goes to earlier ones.
+        mesh: Of that axis, for what all its ranks do together.
+        again: Makes a mesh of the same ranks with a group of its own. Collective.
         whole: The waits for all ranks that train the model.
         data: The ranks that have the same stages: what is sent is counted, and recorded, with what they send.
     """
 
-    def __init__(self, onward: DeviceMesh, back: DeviceMesh, whole: Waits, data: Communicator) -> None:
-        self.device, self.size, self.rank = data.device, onward.size(), onward.get_local_rank()
-        (self.axis,) = onward.mesh_dim_names or ("pp",)
-        self.groups = (onward.get_group(), back.get_group())
-        self.waits = Waits(self.groups[0], whole)
+    def __init__(self, mesh: DeviceMesh, again: Callable[[], DeviceMesh], whole: Waits, data: Communicator) -> None:
+        self.device, self.size, self.rank = data.device, mesh.size(), mesh.get_local_rank()
+        (self.axis,) = mesh.mesh_dim_names or ("pp",)
+        self.group, self._again = mesh.get_group(), again
+        self.waits = Waits(self.group, whole)
         self.traffic, self.recorder = data.traffic, data.recorder
         self._tag = _TAG
-        self._blocks = backend_name(self.groups[0], self.device) == backend_of(HOST) and is_host(self.device)
+        self.blocks = backend_name(self.group, self.device) == backend_of(HOST) and is_host(self.device)
+        """True where the host waits for messages, which go over one group then."""
+        self._hosts: Any = gloo_of(self.group) if self.blocks else None
+        self._over_hosts = self.blocks
+        self._lanes: dict[tuple[bool, int, bool], dist.ProcessGroup] = {}
+        self._connected: set[Route] = set()
         self._queues: dict[tuple[int, bool], Progress] = {}
         self._flying: weakref.WeakSet[StreamWork] = weakref.WeakSet()
 
-    def stamp(self, run: int) -> None:
-        """What is sent from now on belongs to the run with this number, where messages can tell."""
+    def begin(self, run: int, *, first: bool) -> None:
+        """What is sent from now on belongs to the run with this number, the first one of its program or not."""
         self._tag = _TAG + run % _RUNS
+        self._over_hosts = self.blocks or (first and self._hosts is not None)
+
+    def connect(self, routes: Iterable[Route]) -> None:
+        """Make ready the routes of all ranks, where that takes both ends. Collective.
+
+        NCCL makes what two ranks send by at the first message, on the host, which waits there for the other one: in
+        the order of a program rank 0 would wait for rank 1 to send, and rank 1 for rank 0. So all do it in one order.
+        """
+        if self._hosts is None and not is_host(self.device):
+            name = self.waits.name(f"links of {self.waits.ranks[0]}")
+            self._hosts = connected_hosts(name, self.group, self.device)
+        routes = sorted(set(routes) - self._connected)
+        for lane in sorted({route.lane for route in routes} - set(self._lanes)):
+            self._lanes[lane] = self._again().get_group()
+        for route in routes:
+            if self.rank in route:
+                byte, group = torch.zeros(1, dtype=torch.uint8, device=self.device), self._lanes[route.lane]
+                with self.waits.explained("a link to another stage"):
+                    if self.rank == route.sender:
+                        dist.send(byte, group=group, group_dst=route.receiver)
+                    else:
+                        dist.recv(byte, group=group, group_src=route.sender)
+        self._connected.update(routes)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -62,7 +108,7 @@ class StageLinks:
             return
         sent = tensor.to(self.device).contiguous()
         with self.waits.explained("the values of the first pipeline stage's rank"):
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.groups[0], group_src=0)
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
@@ -78,22 +124,21 @@ class StageLinks:
     def send(self, value: torch.Tensor, to: int) -> AsyncWork:
         """Start sending a 1-D tensor of bytes to the rank at this place."""
         self.traffic.along(self.axis, self.size).to_one += value.nbytes
-        group = self.groups[0 if to > self.rank else 1]
-        if self._blocks:
-            gloo = gloo_of(group)
-            return self._follow(to, True, gloo, value, lambda: gloo.send([value], to, self._tag))
+        if self._over_hosts:
+            value = value.to(HOST)
+            return self._follow(to, True, value, lambda: self._hosts.send([value], to, self._tag))
         with self.waits.explained("a message to another stage"):
-            work = dist.isend(value, group=group, group_dst=to)
+            work = dist.isend(value, group=self._lanes[Route(self.rank, to).lane], group_dst=to)
         return self._on_stream(work, value)
 
     def receive(self, buffer: torch.Tensor, source: int) -> AsyncWork:
         """Start receiving from the rank at this place into a 1-D tensor of bytes."""
-        group = self.groups[0 if source < self.rank else 1]
-        if self._blocks:
-            gloo = gloo_of(group)
-            return self._follow(source, False, gloo, buffer, lambda: gloo.recv([buffer], source, self._tag))
+        if self._over_hosts:
+            arriving = buffer if self.blocks else torch.empty_like(buffer, device=HOST)
+            work = self._follow(source, False, arriving, lambda: self._hosts.recv([arriving], source, self._tag))
+            return work if self.blocks else _Landing(work, arriving, buffer)
         with self.waits.explained("a message from another stage"):
-            work = dist.irecv(buffer, group=group, group_src=source)
+            work = dist.irecv(buffer, group=self._lanes[Route(source, self.rank).lane], group_src=source)
         return self._on_stream(work, buffer)
 
     def _on_stream(self, work: dist.Work | None, tensor: torch.Tensor) -> StreamWork:
@@ -102,12 +147,10 @@ class StageLinks:
         self._flying.add(started)
         return started
 
-    def _follow(
-        self, peer: int, sends: bool, gloo: Any, tensor: torch.Tensor, start: Callable[[], dist.Work]
-    ) -> HostWork:
+    def _follow(self, peer: int, sends: bool, tensor: torch.Tensor, start: Callable[[], dist.Work]) -> HostWork:
         """Started now, and waited for on a thread for this peer and direction: no message waits for another one's."""
         if (peer, sends) not in self._queues:
-            hang_up = functools.partial(close_connections, gloo, self.rank, self.size)
+            hang_up = functools.partial(close_connections, self._hosts, self.rank, self.size)
             self._queues[peer, sends] = Progress(hang_up)
         alive = [tensor]
         with self.recorder.span("send"), self.waits.explained("a message between stages"), of_rank(peer):
@@ -122,6 +165,19 @@ class StageLinks:
 
         what = f"a message {'to' if sends else 'from'} another stage"
         return self._queues[peer, sends].follow(HostWork(arrive, self.traffic, self.waits, what))
+
+
+class _Landing(AsyncWork):
+    """A value that arrives on the host, and goes on to the device."""
+
+    def __init__(self, work: HostWork, arriving: torch.Tensor, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self._work, self._arriving, self._buffer = work, arriving, buffer
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._buffer.copy_(self._arriving)
+        self.ended = self._work.ended
 
 
 class _Message:

@@ -12,9 +12,10 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.garbage import Collector
 
@@ -23,6 +24,7 @@ AT_ONCE = 45
 
 PATIENCE = 5.0
 """Seconds that the others have to answer once a rank has ended, which they may wait for."""
+Device = Literal["host", "simulated", "gpu", "bound gpu"]
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -35,11 +37,12 @@ class Ranks:
 
     Args:
         size: How many there may be.
-        simulated: True for ranks that have a simulated GPU each, and groups of the backend "nccl".
+        on: What they have: the host and gloo, a simulated GPU each, or one GPU together and NCCL, whose groups torch
+            makes as they are used, or, where the device is bound to them, at once.
     """
 
-    def __init__(self, size: int, *, simulated: bool = False) -> None:
-        self.size, self.simulated = size, simulated
+    def __init__(self, size: int, *, on: Device = "host") -> None:
+        self.size, self.on = size, on
         self.workers: dict[int, Worker] = {}
 
     def run(
@@ -76,7 +79,7 @@ class Ranks:
 
     def _worker(self, rank: int) -> Worker:
         if rank not in self.workers:
-            self.workers[rank] = Worker(self.size, self.simulated)
+            self.workers[rank] = Worker(self.size, self.on, rank)
         return self.workers[rank]
 
     def close(self) -> None:
@@ -88,10 +91,10 @@ class Ranks:
 class Worker:
     """A process that is a rank of one job after the other."""
 
-    def __init__(self, size: int, simulated: bool) -> None:
+    def __init__(self, size: int, on: Device, rank: int) -> None:
         self.connection, theirs = SPAWN.Pipe()
         self.log = tempfile.NamedTemporaryFile("r", prefix="stacks of a rank")  # noqa: SIM115  # until it ends
-        self.process = SPAWN.Process(target=_work, args=(theirs, size, simulated, self.log.name), daemon=True)
+        self.process = SPAWN.Process(target=_work, args=(theirs, size, on, rank, self.log.name), daemon=True)
         self.process.start()
         theirs.close()
         self.has_ended = False
@@ -121,10 +124,10 @@ class Worker:
         self.log.close()
 
 
-def _work(connection: Connection, size: int, simulated: bool, log: str) -> None:
+def _work(connection: Connection, size: int, on: Device, number: int, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, open(log, "w"))  # noqa: SIM115  # open as long as the process is there
     os.environ["OMP_NUM_THREADS"] = "1"
-    join = _simulated_join(size) if simulated else _gloo
+    join = {"host": _gloo, "simulated": _simulated}.get(on, partial(_nccl, on == "bound gpu"))(size, number)
     import torch
     import torch.distributed as dist
 
@@ -155,17 +158,24 @@ def _work(connection: Connection, size: int, simulated: bool, log: str) -> None:
         connection.send(answer)
 
 
-def _gloo(store: str, rank: int, world: int, timeout: timedelta) -> None:
+Join = Callable[[str, int, int, timedelta], None]
+"""How a rank joins a world: where ranks meet, its number, how many there are, and how long groups wait."""
+
+
+def _gloo(size: int, number: int) -> Join:
     import torch.distributed as dist
 
-    shared = dist.FileStore(store, world)
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=timeout)
-    # A rank that is done at once would close its connections while others are still connecting.
-    dist.barrier()
+    def join(store: str, rank: int, world: int, timeout: timedelta) -> None:
+        shared = dist.FileStore(store, world)
+        dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=timeout)
+        # A rank that is done at once would close its connections while others are still connecting.
+        dist.barrier()
+
+    return join
 
 
-def _simulated_join(size: int) -> Callable[[str, int, int, timedelta], None]:
-    """How ranks of a pool of `size` join. Makes the simulated device, which has to be there before torch."""
+def _simulated(size: int, number: int) -> Join:
+    """Makes the simulated device, which has to be there before torch."""
     importlib.import_module("tests.simulated.device")
     from tests.simulated import nccl
 
@@ -174,5 +184,23 @@ def _simulated_join(size: int) -> Callable[[str, int, int, timedelta], None]:
             nccl.pretend(world)
         else:
             nccl.join(store, rank, world, timeout)
+
+    return join
+
+
+def _nccl(bound: bool, size: int, number: int) -> Join:
+    """NCCL wants a GPU for each rank of a host: so each says that it is a host of its own, and goes over the network.
+
+    Its collectives, streams and launches are those of several GPUs; what it must know has to be there before it begins.
+    """
+    os.environ |= {"NCCL_HOSTID": f"host {number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    import torch
+    import torch.distributed as dist
+
+    def join(store: str, rank: int, world: int, timeout: timedelta) -> None:
+        torch.cuda.set_device(0)
+        shared, device = dist.FileStore(store, world), torch.device("cuda", 0) if bound else None
+        dist.init_process_group("nccl", store=shared, rank=rank, world_size=world, timeout=timeout, device_id=device)
+        dist.barrier()
 
     return join

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         print(reason, file=sys.stderr)
         return 2
     installed.make_importable()
-    gpu, console = Ranks(1, simulated=True), Console(width=140)
+    gpu, console = Ranks(1, on="simulated"), Console(width=140)
     everything: list[Row] = []
     for model in options.models:
         for dtype in options.dtypes:

@@ -36,7 +36,7 @@ def gpu() -> Iterator[Ranks]:
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(installed.FOLDER))
-        pool = Ranks(1, simulated=True)
+        pool = Ranks(1, on="simulated")
         yield pool
         pool.close()
 

@@ -5,5 +5,5 @@ kernels run at once on the host, and are told, with every stream, event, allocat
 says what a GPU might run in another order. `device` is `torch.cuda` over it, `nccl` process groups as NCCL's.
 
 The device must be there before torch is imported, so what runs on it is a process of its own: a rank of a pool
-(`tests.ranks`) that is made with `simulated=True`. `scenarios` are what such ranks run.
+(`tests.ranks`) that is made with `on="simulated"`. `scenarios` are what such ranks run.
 """

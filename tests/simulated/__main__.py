@@ -31,7 +31,7 @@ def main() -> None:
     if reason := library.unavailable():
         sys.exit(reason)
     warnings.simplefilter("ignore")
-    gpus, console = Ranks(2, simulated=True), Console(width=100)
+    gpus, console = Ranks(2, on="simulated"), Console(width=100)
     ways = table("A step of a GPT of three blocks on the first of four ranks, of pipelines of two, regions eager")
     for name, scenario in SCENARIOS.items():
         ways.add_row(*row(name, gpus.run(scenario.world or 4, scenarios.run, name)[0]))

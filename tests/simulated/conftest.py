@@ -13,6 +13,6 @@ def gpus() -> Iterator[Ranks]:
     """Two ranks with a simulated GPU each, or the first one of a larger world."""
     if reason := library.unavailable():
         pytest.skip(reason)
-    pool = Ranks(2, simulated=True)
+    pool = Ranks(2, on="simulated")
     yield pool
     pool.close()

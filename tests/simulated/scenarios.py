@@ -82,11 +82,11 @@ class Scenario:
         plan = {"blocks.*.mlp.0": ColwiseParallel(), "blocks.*.mlp.2": RowwiseParallel()}
         return parallelize_module(self.begin(), mesh["tp"], plan), {**self.options, "mesh": mesh["dp"]}
 
-    def batch(self, step: int) -> list[torch.Tensor]:
+    def batch(self, step: int, rank: int = 0) -> list[torch.Tensor]:
         if self.broken:
-            return [broken_batch(0, step).cuda()]
+            return [broken_batch(rank, step).cuda()]
         kind = "gpt" if self.model == "large" else self.model
-        return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(kind, 0, step, BATCH)]
+        return [tensor.pin_memory().cuda(non_blocking=True) for tensor in batch(kind, rank, step, BATCH)]
 
 
 HOW = {field.name for field in fields(Scenario)} - {"options", "by"}
@@ -325,9 +325,7 @@ def run(rank: int, name: str, more: Mapping[str, Any] | None = None) -> Report:
 def losses(rank: int, name: str) -> list[float]:
     """Of the steps of a pipeline, on a simulated device."""
     scenario = SCENARIOS[name]
-    model, options = scenario.placed()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    _, once = _steps(scenario, model, optimizer, {"backend": "eager", **options})
+    _, once, _ = begin(scenario)
     found: Any = [once(scenario.batch(number)) for number in range(STEPS)]
     return [float(loss) for loss in found]
 
@@ -371,10 +369,7 @@ def _watched(scenario: Scenario, train: Callable[[list[torch.Tensor]], object]) 
 
 def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
     """A step, and what is done to the model behind it, whether it has failed or not."""
-    model, options = scenario.placed()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    begin = _steps if scenario.by in ("train step", "pipeline") else _loop
-    model, once = begin(scenario, model, optimizer, {"backend": "eager", **options})
+    model, once, optimizer = begin(scenario)
 
     def train(batch: list[torch.Tensor]) -> None:
         with suppress(FailedStepError):
@@ -389,6 +384,16 @@ def _trainer(scenario: Scenario) -> Callable[[list[torch.Tensor]], object]:
 
 Steps = tuple[nn.Module, Callable[[list[torch.Tensor]], object]]
 """What is trained, and a step of it."""
+
+
+def begin(
+    scenario: Scenario, **options: Any
+) -> tuple[nn.Module, Callable[[list[torch.Tensor]], object], torch.optim.Optimizer]:
+    """What is trained as the scenario says, a step of it, and its optimizer; `options`: of this one, AdamW."""
+    model, given = scenario.placed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    ready = _steps if scenario.by in ("train step", "pipeline") else _loop
+    return *ready(scenario, model, optimizer, {"backend": "eager", **given}), optimizer
 
 
 def _steps(scenario: Scenario, model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Steps:

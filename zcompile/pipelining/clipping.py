@@ -43,7 +43,7 @@ def clip_together(parameters: Sequence[nn.Parameter], links: StageLinks, max_nor
         total += own.to(links.device, torch.float32).square()
     if links.size > 1:
         with links.waits.explained("the norm of all gradients"):
-            dist.all_reduce(total, group=links.groups[0])
+            dist.all_reduce(total, group=links.group)
     total = total.sqrt_()
     for some in filter(None, kinds):
         nn.utils.clip_grads_with_norm_(some, max_norm, total)

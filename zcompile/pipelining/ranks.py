@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile.errors import AgreementError, GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
+from zcompile.ir.operation import op_of
+from zcompile.ir.ops import Receive, Send
+from zcompile.ir.program import Program
 from zcompile.model.tensor_parallel import check_divided, model_parallel
 from zcompile.runtime.agreement import ALIKE, Agreement, first_difference
 from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, data_axes, default_device
-from zcompile.runtime.stage_links import StageLinks
+from zcompile.runtime.stage_links import Route, StageLinks
 from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.schedule.option_checks import check_axes, check_outer
 from zcompile.schedule.options import Options
@@ -59,15 +63,15 @@ class PipelineRanks:
     def of(cls, model: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options) -> PipelineRanks:
         """Those of a mesh that `device_of` takes. Collective."""
         tensor = check_divided(model)
-        onward, back = _with_data(mesh, tensor), _with_data(mesh, tensor)
-        shared = onward[_data_names(onward, tensor)]
-        everyone = Communicator(as_one(onward), device)
+        own = _with_data(mesh, tensor)
+        shared = own[_data_names(own, tensor)]
+        everyone = Communicator(as_one(own), device)
         data = Communicator(as_one(shared) if options.has_one_axis else shared, device, options.hybrid)
-        links = StageLinks(onward[PIPELINE], back[PIPELINE], everyone.waits, data)
+        links = StageLinks(own[PIPELINE], lambda: _with_data(mesh, tensor)[PIPELINE], everyone.waits, data)
         parallel = None
         if tensor is not None:
             parallel = model_parallel(model, mesh[_data_names(mesh, tensor)], flat=options.divides_outside)
-        return cls(device, everyone, Agreement(everyone), data, links, _axes(onward, data.mesh, tensor), parallel)
+        return cls(device, everyone, Agreement(everyone), data, links, _axes(own, data.mesh, tensor), parallel)
 
     def compare(self, what: str, text: str) -> str:
         """The first rank's text, once all ranks came here with texts that fit.
@@ -87,6 +91,16 @@ class PipelineRanks:
             if difference := first_difference(alike):
                 raise AgreementError(what, difference, ALIKE)
         return texts[0]
+
+    def connect(self, program: Program) -> None:
+        """Make ready what this rank's program, and those of others, send stages by. Collective."""
+        if self.links.blocks:
+            return
+        own, place = list[Route](), self.links.rank
+        own += (Route(place, op_of(node, Send).to) for node in program.nodes(Send))
+        own += (Route(op_of(node, Receive).source, place) for node in program.nodes(Receive))
+        told = self.agreement.share("the links between stages", json.dumps(sorted(set(own))))
+        self.links.connect(Route(*route) for text in told for route in json.loads(text))
 
     def compare_along(self, what: str, text: str, fix: str) -> None:
         """Return once all ranks came here, those along the pipeline axis with the same text.

@@ -109,7 +109,7 @@ class StepResults:
         flat = [joined[result].contiguous().view(-1).view(torch.uint8) for result in results]
         sent = torch.cat(flat)
         with self._links.waits.explained("the loss and metrics"):
-            dist.broadcast(sent, group=self._links.groups[0], group_src=rank)
+            dist.broadcast(sent, group=self._links.group, group_src=rank)
         for result, part in zip(results, sent.split([one.numel() for one in flat]), strict=True):
             # Copied: parts of a message may begin at addresses that the dtype does not allow.
             joined[result] = part.clone().view(joined[result].dtype).view(joined[result].shape)

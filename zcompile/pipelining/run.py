@@ -54,6 +54,7 @@ class PipelinedRun:
         common: str,
     ) -> None:
         self.program, self.runtime, self.ranks, self._model, self._results = program, runtime, ranks, model, results
+        ranks.connect(program)
         cache = RegionCache(runtime.options.backend, ranks.everyone.rank)
         if runtime.options.backend == "inductor":
             cache.ready = prepare_inductor(ranks.device)
@@ -68,6 +69,7 @@ class PipelinedRun:
         self._draws = any(is_random(node) for node in traced.graph.nodes)
         """True if any rank draws random numbers in a step."""
         self._keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
+        self._has_run = False
         self._digest = hashlib.sha256(common.encode(errors="backslashreplace")).hexdigest()
 
     def step(
@@ -135,7 +137,8 @@ class PipelinedRun:
         stale = self._keeps and freshness.outgrow()
         call = lockstep.enter(kind, self._digest, [WRITTEN] if stale else [])
         self.ranks.data.stamp(call.position.number)
-        self.ranks.links.stamp(call.position.number)
+        first, self._has_run = not self._has_run, True
+        self.ranks.links.begin(call.position.number, first=first)
         lockstep.check()  # the program may update: behind it, it would be too late
         if self._keeps and freshness.has_current and WRITTEN in call.marks:
             freshness.compare()
