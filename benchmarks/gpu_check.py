@@ -33,6 +33,7 @@ SHOWN = 100  # lines of what a part printed that the report shows
 TESTS = ROOT / "tests"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--disable-warnings", "-m", "gpu")
 WAITS = "tests/test_gpu.py::test_no_step_makes_the_host_wait"
+RANKS = "tests/test_nccl.py"
 ALONE = ("compile", "compile-graphs", "zcompile-0", "zcompile-0-graphs", "zcompile-3")
 TOGETHER = ("ddp-compiled", "fsdp2-3-compiled", "zcompile-0", "zcompile-3", "zcompile-3-graphs")
 HOST = ("processor", "cores", "kernel", "python", "measured")
@@ -74,6 +75,7 @@ def parts_of(found: Machine, output: Path) -> tuple[Part, ...]:
     return (
         Part("tests", "Tests marked gpu", tests, 0.35),
         Part("waits", "Steps in which the host may not wait", waits, 0.15),
+        Part("ranks", "Several ranks on one GPU", ranks, 0.4),
         Part("memory", "Memory of one rank of large worlds", memory, 0.25),
         Part("bench", "Benchmark, one rank", partial(bench, 1, ALONE, output), 1.0 if one else 0.5),
         Part("bench-ranks", "Benchmark, all GPUs", partial(bench, world, TOGETHER, Path(f"{output}-ranks")), 1.0, one),
@@ -82,7 +84,8 @@ def parts_of(found: Machine, output: Path) -> tuple[Part, ...]:
 
 def tests(_: float) -> list[str]:
     """Several at a time: most of their time goes into compiling, on the host."""
-    files = sorted(str(path.relative_to(ROOT)) for path in TESTS.rglob("test_*.py") if is_marked(path))
+    found = (str(path.relative_to(ROOT)) for path in TESTS.rglob("test_*.py") if is_marked(path))
+    files = sorted(path for path in found if path != RANKS)
     workers = str(max(1, min(4, (os.cpu_count() or 1) // 2)))
     options = ["--numprocesses", workers, "--dist", "worksteal", "--deselect", WAITS]
     return [*PYTEST, *options, *files]
@@ -96,6 +99,11 @@ def is_marked(path: Path) -> bool:
 
 def waits(_: float) -> list[str]:
     return [*PYTEST, WAITS]
+
+
+def ranks(seconds: float) -> list[str]:
+    """Over NCCL; what is left when time runs out is skipped."""
+    return [*PYTEST, "--numprocesses", "2", "--dist", "worksteal", "--within", f"{max(0.0, seconds - 60):.0f}", RANKS]
 
 
 def memory(_: float) -> list[str]:

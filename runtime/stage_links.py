@@ -135,8 +135,8 @@ class StageLinks:
         """Start receiving from the rank at this place into a 1-D tensor of bytes."""
         if self._over_hosts:
             arriving = buffer if self.blocks else torch.empty_like(buffer, device=HOST)
-            work = self._follow(source, False, arriving, lambda: self._hosts.recv([arriving], source, self._tag))
-            return work if self.blocks else _Landing(work, arriving, buffer)
+            received = self._follow(source, False, arriving, lambda: self._hosts.recv([arriving], source, self._tag))
+            return received if self.blocks else _Landing(received, arriving, buffer)
         with self.waits.explained("a message from another stage"):
             work = dist.irecv(buffer, group=self._lanes[Route(source, self.rank).lane], group_src=source)
         return self._on_stream(work, buffer)

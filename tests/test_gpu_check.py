@@ -79,8 +79,10 @@ def test_several_ranks_are_for_several_gpus(tmp_path: Path) -> None:
 
 
 def test_every_test_that_wants_a_gpu_runs_once(tmp_path: Path) -> None:
-    tests, waits, *_ = (one.command(60.0) for one in parts_of(ONE, tmp_path))
+    tests, waits, ranks, *_ = (one.command(60.0) for one in parts_of(ONE, tmp_path))
     assert {"tests/test_gpu.py", "tests/test_behaviour.py"} <= set(tests)
+    assert ranks[-1] == gpu_check.RANKS not in tests
+    assert is_marked(ROOT / gpu_check.RANKS)
     assert tests[tests.index("--deselect") + 1] == WAITS == waits[-1]
     file, _, name = WAITS.partition("::")
     assert is_marked(ROOT / file)

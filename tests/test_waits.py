@@ -201,8 +201,10 @@ def test_an_error_of_an_operation_on_gradients_is_left_as_it_is(ranks: Ranks) ->
 def misuses(rank: int) -> tuple[str, str]:
     compiled = trained(rank)
     compiled(*batch("gpt", rank, 1)).backward()
-    gradients = [param.grad for param in compiled.parameters() if param.grad is not None]
-    kind, message, _ = failed(lambda: gradients[0].view(1, 1))
+    for parameter in compiled.parameters():
+        parameter.grad *= float("inf")
+    clip = torch.nn.utils.clip_grad_norm_
+    kind, message, _ = failed(lambda: clip(compiled.parameters(), 1.0, error_if_nonfinite=True))
     return kind, message
 
 
