@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile._torch import backend_name, close_connections, gloo_of
+from zcompile._torch import backend_name, close_connections, gloo_of, is_fake
 from zcompile.ir.tensor_type import TensorType
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.device import HOST, backend_of, is_host
@@ -85,10 +85,10 @@ class StageLinks:
         NCCL makes what two ranks send by at the first message, on the host, which waits there for the other one: in
         the order of a program rank 0 would wait for rank 1 to send, and rank 1 for rank 0. So all do it in one order.
         """
-        if self._hosts is None and not is_host(self.device):
+        routes = sorted(set(routes) - self._connected)
+        if routes and self._hosts is None and not is_host(self.device) and not is_fake(self.group):
             name = self.waits.name(f"links of {self.waits.ranks[0]}")
             self._hosts = connected_hosts(name, self.group, self.device)
-        routes = sorted(set(routes) - self._connected)
         for lane in sorted({route.lane for route in routes} - set(self._lanes)):
             self._lanes[lane] = self._again().get_group()
         for route in routes:
