@@ -153,6 +153,7 @@ def test_what_is_packed_at_once_as_on_gpus_arrives_over_two_axes(case: Case) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @given(cases())
 @settings(max_examples=2500, suppress_health_check=[HealthCheck.too_slow])
 def test_every_element_of_many_cases_arrives_where_it_belongs(case: Case) -> None:
