@@ -204,7 +204,8 @@ def _step(case: Case, ranks: Sequence[Rank], step: int) -> Step:
     buffers = [{name: _copy(buffer) for name, buffer in rank.model.named_buffers()} for rank in ranks]
     if not all(value.isfinite().all() for value in (*gradients.values(), *weights.values()) if value is not None):
         raise ValueError("this model's numbers are not finite")
-    if "dtype" in case.options and any(value.abs().max() > LARGEST for given in evaluations for value in given):
+    shown = [*weights.values(), *(value for given in evaluations for value in given)]
+    if "dtype" in case.options and any(value.abs().max() > LARGEST for value in shown if value is not None):
         raise ValueError("this model's training diverges, and its rounding with it")
     return Step(evaluations, losses, gradients, weights, buffers)
 

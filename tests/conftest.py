@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
@@ -24,6 +25,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 STARTED = pytest.StashKey[float]()
 torch.set_num_threads(1)
+gc.disable()  # garbage is collected between tests
 settings.register_profile("no deadline", deadline=None)  # a shared machine is slow at times
 settings.load_profile("no deadline")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -136,6 +137,7 @@ def _work(connection: Connection, size: int, on: Device, number: int, log: str) 
 
     torch.set_num_threads(1)
     garbage = Collector()
+    gc.disable()
     while True:
         try:
             rank, module, name, args, world, store, group = connection.recv()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests import zoo
@@ -252,6 +254,22 @@ def test_a_parameter_read_between_graphs_is_refused() -> None:
         loss = called(torch.randn(2, 4))
     assert torch.isnan(loss)
     with pytest.raises(zcompile.ParameterError, match=r"linear\.weight: was read outside of compiled graphs"):
+        loss.backward()
+
+
+class ReadsAgain(Reads):
+    @torch.compiler.disable
+    def outside(self) -> torch.Tensor:
+        x = torch.randn(2, 4, requires_grad=True)
+        normalized = partial(nn.functional.group_norm, num_groups=2, weight=self.linear.bias)
+        return checkpoint(normalized, x, use_reentrant=False).sum()
+
+
+def test_a_parameter_read_between_graphs_within_a_checkpoint_is_refused() -> None:
+    called = torch.compile(ReadsAgain(), backend=zcompile.backend(backend="eager"))
+    with pytest.warns(UserWarning, match="the graph breaks"):
+        loss = called(torch.randn(2, 4))
+    with pytest.raises(zcompile.ParameterError, match=r"linear\.bias: was read outside of compiled graphs"):
         loss.backward()
 
 

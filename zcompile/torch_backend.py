@@ -38,6 +38,7 @@ from zcompile._torch import (
     of_fixed_sizes,
     path_of_input,
     recompile_limit,
+    recomputes,
     retracing,
     tracing_context,
     version_of,
@@ -59,7 +60,7 @@ from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement, told_to_others
-from zcompile.runtime.gradients.delivery import Refusal
+from zcompile.runtime.gradients.delivery import Refusal, read_outside
 from zcompile.runtime.groups import (
     Communicator,
     as_one,
@@ -327,7 +328,7 @@ class Backend:
         """Free the memory of `old`. Code outside of compiled graphs reads NaN in it, and its backward is refused."""
         old.data = self._nan[old.dtype][: old.numel()].view(old.shape)
         # nn.Module's state_dict takes `detach()` of a parameter, its load_state_dict `copy_(value)`: the shard's.
-        old.detach = partial(_detached, self.engine.runtime.freshness, shard)  # type: ignore[method-assign]
+        old.detach = partial(_detached, self.engine.runtime.freshness, name, shard)  # type: ignore[method-assign]
         old.copy_ = partial(_copy, unit, name)  # type: ignore[method-assign]
         old.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]
         self._versions[id(old)] = version_of(old)
@@ -610,7 +611,9 @@ def _refuse_copy(name: str, _: object) -> NoReturn:
     raise ParameterError(name, "cannot be copied: it has no memory, its shard has", fix)
 
 
-def _detached(freshness: Freshness, shard: nn.Parameter) -> DTensor:
+def _detached(freshness: Freshness, name: str, shard: nn.Parameter) -> DTensor:
+    if recomputes():  # a checkpoint detaches what an operation saves, which reads it
+        raise read_outside(name)
     shown = copyable(cast(DTensor, shard.detach()))
     freshness.give([shown])
     return shown

@@ -237,10 +237,14 @@ class Refusal:
         Raises:
             ParameterError: there is.
         """
-        if gradient is None:
-            return
-        fix = "let torch.compile trace that code (fullgraph=True shows what breaks the graph), or use zcompile.compile"
-        raise ParameterError(self.name, "was read outside of compiled graphs, where it is sharded", fix)
+        if gradient is not None:
+            raise read_outside(self.name)
+
+
+def read_outside(name: str) -> ParameterError:
+    """The refusal of what plain Python has read of a parameter that is sharded."""
+    fix = "let torch.compile trace that code (fullgraph=True shows what breaks the graph), or use zcompile.compile"
+    return ParameterError(name, "was read outside of compiled graphs, where it is sharded", fix)
 
 
 def refuse_compiled_autograd() -> None:
