@@ -14,7 +14,7 @@ def diagonal(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
     values = [list(axis) for axis in axes]
     length = max(map(len, values))
     quick = [tuple(axis[index % len(axis)] for axis in values) for index in range(length)]
-    return quickly(names, list(itertools.product(*map(dict.fromkeys, values))), quick)
+    return quickly(names, list(itertools.product(*map(distinct, values))), quick)
 
 
 def quickly(
@@ -56,6 +56,11 @@ def pairwise(cases: Sequence[tuple[Any, ...]], first: Iterable[int] = ()) -> lis
         added.append(at)
         missing -= pairs[at]
     return added
+
+
+def distinct(column: Sequence[Any]) -> list[Any]:
+    """Its values, each once."""
+    return [value for at, value in enumerate(column) if column.index(value) == at]
 
 
 def numbers(column: Sequence[Any]) -> list[int]:

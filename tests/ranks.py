@@ -26,7 +26,11 @@ AT_ONCE = 45
 PATIENCE = 5.0
 """Seconds that the others have to answer once a rank has ended, which they may wait for."""
 Device = Literal["host", "simulated", "gpu", "bound gpu"]
-SPAWN = multiprocessing.get_context("spawn")
+STARTED = multiprocessing.get_context("forkserver")
+"""Torch is loaded once, by a process that does nothing else, of which those on the host are copies."""
+STARTED.set_forkserver_preload(["zcompile"])
+SPAWNED = multiprocessing.get_context("spawn")
+"""What a device needs has to be there before torch."""
 
 
 class RankError(AssertionError):
@@ -93,9 +97,10 @@ class Worker:
     """A process that is a rank of one job after the other."""
 
     def __init__(self, size: int, on: Device, rank: int) -> None:
-        self.connection, theirs = SPAWN.Pipe()
+        context = STARTED if on == "host" else SPAWNED
+        self.connection, theirs = context.Pipe()
         self.log = tempfile.NamedTemporaryFile("r", prefix="stacks of a rank")  # noqa: SIM115  # until it ends
-        self.process = SPAWN.Process(target=_work, args=(theirs, size, on, rank, self.log.name), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, size, on, rank, self.log.name), daemon=True)
         self.process.start()
         theirs.close()
         self.has_ended = False

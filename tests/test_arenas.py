@@ -80,6 +80,7 @@ def against_ddp(rank: int, kind: str) -> list[str]:
     return differing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mlp", "conv"))])
 def test_numbers_are_those_of_ddp(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, against_ddp, kind) == [[], []]
@@ -165,6 +166,7 @@ def with_dropout(rank: int, backend: str) -> list[str]:
     return [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_states_of_random_numbers_stay_where_torch_can_read_them(ranks: Ranks, backend: str) -> None:
     assert ranks.run(1, with_dropout, backend) == [[]]

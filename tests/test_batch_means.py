@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zcompile
+from tests.cases import quickly
 from zcompile.engine.step_trace import Called, StepTrace
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES
@@ -123,7 +124,10 @@ BY_MICROBATCHES = {"by what counts", "by what counts, clamped", "the root of one
 """Means that are those of micro-batches, as with accumulated gradients: how many count, and roots, are of each."""
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, losses in KINDS.items() for name in losses])
+CASES = [(kind, name) for kind, losses in KINDS.items() for name in losses]
+
+
+@quickly("kind, name", CASES, CASES[::4], slow=CASES)
 def test_sums_over_the_batch_are_refused_and_means_are_not(kind: str, name: str) -> None:
     torch.manual_seed(0)
     model, loss = nn.Linear(5, 2), KINDS[kind][name]

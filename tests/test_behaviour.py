@@ -102,7 +102,7 @@ def test_new_batch_and_sequence_lengths_work_without_a_program_for_each(
     assert len(compiled.programs) <= 6
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@quickly("stage", [0, 1, 2, 3], [0, 3])
 def test_no_grad_eval_and_inference_mode_gather_and_release_too(stage: int) -> None:
     compiled, reference = pair("conv", stage=stage)
     compiled.eval()
@@ -162,7 +162,7 @@ class Mixed(nn.Module):
         return self.head(x).square().mean(), {"hidden": x, "number": 3}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@quickly("stage", [0, 1, 2, 3], [0, 3])
 def test_tied_frozen_and_unused_parameters(stage: int) -> None:
     torch.manual_seed(0)
     model = Mixed()

@@ -258,6 +258,7 @@ def test_groups_stand_where_their_first_value_stands() -> None:
     assert [one.name for one in groups if isinstance(one, Bundle | torch.fx.Node)] == ["a_saved"]
 
 
+@pytest.mark.slow
 def test_a_forward_keeps_no_list_and_a_backward_frees_what_it_has_read() -> None:
     """With bundles or without, a step holds no more: what is saved is freed within the region that reads it."""
     compiled = zcompile.compile(make("gpt"), backend="eager")

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from tests.cases import quickly
+from tests.cases import diagonal, quickly
 from tests.models import GPT, batch
 from tests.ranks import AT_ONCE, Ranks
 from zcompile._torch import default_store
@@ -263,8 +263,7 @@ def recomputed(rank: int, options: dict[str, Any], inside: bool) -> tuple[bool, 
     return torch.allclose(x.grad, expected, atol=0.2 if options else 1e-5), mask.flatten().bool().tolist()
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}])
+@diagonal("options, inside", [{}, {"dtype": torch.bfloat16}], [False, True])
 def test_a_recomputation_draws_what_its_call_drew(ranks: Ranks, options: dict[str, Any], inside: bool) -> None:
     (right, mask), (also, other) = ranks.run(2, recomputed, options, inside)
     assert (right, also) == (True, True)
@@ -564,5 +563,6 @@ def exports(rank: int, folder: Path) -> bool:
     return all(torch.equal(one[name], value) for one in loaded for name, value in wanted.items())
 
 
+@pytest.mark.slow
 def test_hugging_face_saves_what_the_plain_model_loads(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, exports, tmp_path) == [True, True]

@@ -175,6 +175,7 @@ def test_a_parameter_that_is_taken_away_is_an_error_and_not_a_crash() -> None:
         compiled(torch.ones(3, 4))
 
 
+@pytest.mark.slow
 def test_modules_that_change_places_do() -> None:
     plain, compiled = both()
     for model in (plain, compiled):
@@ -263,6 +264,7 @@ def test_hooks_run_until_they_are_removed(register: Register, early: bool) -> No
         assert torch.equal(want, got)
 
 
+@pytest.mark.slow
 def test_a_hook_in_the_place_of_another_one_runs() -> None:
     plain, compiled = both()
     for factor in (2, 3, 2):
@@ -276,6 +278,7 @@ def test_a_hook_in_the_place_of_another_one_runs() -> None:
             handle.remove()
 
 
+@pytest.mark.slow
 def test_a_function_that_is_registered_again_is_not_traced_again() -> None:
     _, compiled = both()
     seen = []
@@ -292,6 +295,7 @@ def _tripled(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor
     return result * 3
 
 
+@pytest.mark.slow
 def test_hooks_of_the_compiled_module_itself_run() -> None:
     _, compiled = both()
     log: Log = []
@@ -318,6 +322,7 @@ def hooked_late(rank: int, stage: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_late_hooks_and_attributes_count_on_several_ranks(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(2, hooked_late, stage):

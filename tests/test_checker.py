@@ -138,7 +138,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@quickly("choice", list(CHOICES), list(CHOICES)[::2])
+@quickly("choice", list(CHOICES), list(CHOICES)[::6])
 @pytest.mark.parametrize("kind", ["gpt"])
 def test_a_program_is_proven(kind: str, choice: str) -> None:
     proof = prove(rewritten(kind, **CHOICES[choice]))
@@ -508,7 +508,7 @@ UNKNOWN: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@quickly("name", list(UNKNOWN), list(UNKNOWN)[::5])
 def test_what_is_not_known_to_do_nothing_else_is_refused(name: str) -> None:
     file, pattern, new = UNKNOWN[name]
     texts = rewritten("gpt", prefetch=1)

@@ -41,6 +41,7 @@ def against_ddp(rank: int, kind: str, found: list[object]) -> list[str]:
     return differing
 
 
+@pytest.mark.slow
 @quickly("kind", ["gpt", "conv"], ["conv"])
 def test_recomputed_values_are_bit_for_bit_the_same(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, against_ddp, kind, ["unit", 0.9]) == [[], []]

@@ -286,6 +286,7 @@ def test_an_inspected_limit_that_cannot_be_kept_is_refused(run: Run, tmp_path: P
     assert err.startswith("error: memory_limit: ")
 
 
+@pytest.mark.slow
 def test_a_schedule_that_training_measures_is_that_of_the_profile(run: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(CHOOSING.replace("**OPTIONS", "prefetch='auto', checkpoint='auto'"))
     code, out, _ = run("inspect", "script.py", "-w", "2")

@@ -76,6 +76,7 @@ def both(rank: int, kind: str, stage: int, way: str) -> list[str]:
     return found + ["a loss" for one, other in zip(losses, wanted, strict=True) if not torch.equal(one, other)]
 
 
+@pytest.mark.slow
 @quickly("kind, stage", [(kind, stage) for kind in CONVERSIONS for stage in range(4)], [("bfloat16", 3)])
 def test_a_compiled_model_is_converted_as_the_model_would_be(ranks: Ranks, kind: str, stage: int) -> None:
     assert ranks.run(2, both, kind, stage, "plain") == [[]] * 2
@@ -162,8 +163,7 @@ def test_a_converted_model_moves_nowhere() -> None:
     assert compiled[0].weight.dtype is torch.float32
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", CONVERSIONS)
+@diagonal("kind, stage", CONVERSIONS, [0, 3])
 def test_the_given_model_is_converted_as_the_compiled_one_is(kind: str, stage: int) -> None:
     given, expected = plain(), CONVERSIONS[kind](plain())
     compiled = zcompile.compile(given, stage=stage, backend="eager")

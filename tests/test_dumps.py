@@ -74,6 +74,7 @@ def _names(diff: Path) -> tuple[str, str]:
     return (found[0], found[1]) if found else ("", "")
 
 
+@pytest.mark.slow
 def test_the_program_is_a_graph_that_networkx_reads(compiled: zcompile.CompiledModule, dumped: Path) -> None:
     found = nx.node_link_graph(json.loads((dumped / "program_0" / "program.json").read_text()), edges="edges")
     program = compiled._engine.runtime.steps[0].program
@@ -81,6 +82,7 @@ def test_the_program_is_a_graph_that_networkx_reads(compiled: zcompile.CompiledM
     assert all(isinstance(about["seconds"], float) for _, about in found.nodes(data=True))
 
 
+@pytest.mark.slow
 def test_regions_are_texts_of_their_own(dumped: Path) -> None:
     whole = (dumped / "program_0" / "00_capture.py").read_text()
     regions = sorted((dumped / "program_0" / "regions").glob("*.py"))
@@ -118,12 +120,14 @@ def test_names_with_quotes_stay_within_their_strings(tmp_path: Path) -> None:
     assert 'region_0 of a\\"b<c>' in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")
 def test_graphviz_draws_it(compiled: zcompile.CompiledModule, tmp_path: Path) -> None:
     compiled.dump(tmp_path)
     assert (tmp_path / "program_0" / "program.svg").read_text().count("<g id=") > 10
 
 
+@pytest.mark.slow
 def test_without_graphviz_a_note_says_so(dumped: Path) -> None:
     assert not (dumped / "program_0" / "program.svg").exists()
     assert (dumped / "NOTES.txt").read_text() == f"{NOTE}.\n"
@@ -181,6 +185,7 @@ def test_a_trace_has_the_predicted_step_beside_measured_ones(tmp_path: Path) -> 
     assert max(starts) - min(starts) < 1e3, "they begin together"
 
 
+@pytest.mark.slow
 def test_several_ranks_send_on_a_lane_of_their_own(compiled: zcompile.CompiledModule) -> None:
     traced = tracing.trace(make("gpt"), batch("gpt", 0, 0))
     program = planner.Rewriter(make("gpt"), traced, None).program(planner.Choice(3, 2, None, None), 2)
@@ -193,6 +198,7 @@ def test_a_profile_without_a_step_is_an_error(compiled: zcompile.CompiledModule)
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["/proc/dump", "taken/dump"])
 def test_what_cannot_be_written_is_an_error_that_names_it(
     compiled: zcompile.CompiledModule, tmp_path: Path, folder: str

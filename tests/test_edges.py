@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.cases import diagonal
 from tests.models import batch, make
 from tests.ranks import Ranks
 
@@ -82,8 +83,7 @@ def retained_after_a_plain_one(model: nn.Module) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("use", [grad_of_the_input, backward_into_the_input, retained_after_a_plain_one])
-@pytest.mark.parametrize("made", [net, Own])
+@diagonal("use, made", [grad_of_the_input, backward_into_the_input, retained_after_a_plain_one], [net, Own])
 def test_ways_to_ask_for_gradients(made: Callable[[], nn.Module], use: Callable[[nn.Module], None]) -> None:
     assert_as_plain(made(), use)
 
@@ -97,9 +97,7 @@ ASKED: dict[str, Callable[[torch.Tensor, list[nn.Parameter]], Any]] = {
 ALONE = {"in .grad": lambda loss, params: loss.backward(inputs=params[:1])}
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("made", [net, Own])
+@diagonal("made, stage, asked", [net, Own], [0, 1, 3], ASKED)
 def test_gradients_of_parameters_alone_are_refused(made: Callable[[], nn.Module], stage: int, asked: str) -> None:
     compiled = zcompile.compile(made(), stage=stage, backend="eager")
     with pytest.raises(zcompile.BackwardError, match=r"(weight|bias): torch\.autograd\.grad.* comes to \.grad alone"):
@@ -170,6 +168,7 @@ class Outer(nn.Module):
         return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_broken_module_under_a_checkpoint(reentrant: bool) -> None:
     assert_as_plain(Outer(reentrant), lambda model: model(X.clone().requires_grad_()).sum().backward())

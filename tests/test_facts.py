@@ -11,6 +11,7 @@ import pytest
 from torch import fx
 
 import zcompile
+from tests.cases import quickly
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, OUTLINED, TRACED, at_stage, joined
 from zcompile import Fact, Pass, Pipeline, Program, ProgramError, facts
@@ -156,7 +157,7 @@ def error_of(program: Program, rng: random.Random) -> ProgramError | None:
     return None
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@quickly("mistake", MISTAKES, MISTAKES[::4])
 def test_a_program_is_printed_and_judged_however_broken_it_is(mistake: Callable[..., None]) -> None:
     rng = random.Random(0)
     correct, judged = [right(at_stage(CHAIN, stage)) for stage in (1, 3)], 0

@@ -259,7 +259,7 @@ def train(rank: int, kind: str, world: int, stage: int, backend: str, past: str 
 BROKEN = list(itertools.product(MODELS, range(4), (2, 3)))
 
 
-QUICK = [(kind, 3, 2 + index % 2) for index, kind in enumerate(MODELS) if index % 3 == 0] + [("Nested", 0, 2)]
+QUICK = [(kind, 3, 2 + index % 2) for index, kind in enumerate(MODELS) if index % 6 == 0]
 
 
 @quickly("kind, stage, world", BROKEN, QUICK)
@@ -405,6 +405,7 @@ def test_each_fragment_is_a_program_of_its_own_and_explain_says_why() -> None:
     assert 'print(end="")' in page
 
 
+@pytest.mark.slow
 def test_a_split_model_keeps_its_shards_between_calls() -> None:
     compiled = broken("Own")
     with pytest.warns(UserWarning, match="run as plain Python"):

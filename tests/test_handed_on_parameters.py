@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.cases import quickly
 
 KEPT: list[Any] = []
 TABLE: dict[str, Any] = {}
@@ -91,7 +92,7 @@ class HandsOn(nn.Module):
 KINDS = [name for name, value in vars(HandsOn).items() if callable(value) and name not in ("__init__", "forward")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@quickly("kind", KINDS, KINDS[::4])
 def test_a_parameter_that_outlives_its_call_is_refused_where_it_is_traced(kind: str) -> None:
     given: list[Any] = []
     for stage, trains in ((3, True), (0, False)):

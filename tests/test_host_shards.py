@@ -116,6 +116,7 @@ def trained(rank: int, kind: str, away: bool, whole_step: bool, options: dict[st
     return list(compiled.full_state_dict(rank0_only=False).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "kind", "whole_step", "options"),
     [
@@ -134,6 +135,7 @@ def test_training_is_that_without(
     assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_copies_whenever_a_call_or_a_backward_ends() -> None:
     with on_host():
         compiled = zcompile.compile(make("mlp"), backend="eager")

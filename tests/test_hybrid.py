@@ -111,6 +111,7 @@ ALL = [(stage, prefetch) for stage in range(4) for prefetch in range(3)]
 KINDS = ("gpt", "mlp", "conv", "tied")
 
 
+@pytest.mark.slow
 def test_two_by_two_equals_the_sum_in_order_bit_for_bit(ranks: Ranks) -> None:
     assert ranks.run(4, sweep, "mlp", (2, 2), [(1, 0), (3, 2)]) == [[]] * 4
 
@@ -502,6 +503,7 @@ def calibrated(rank: int) -> list[list[tuple[int, bool]]]:
     return found
 
 
+@pytest.mark.slow
 def test_each_level_of_the_network_is_measured(ranks: Ranks) -> None:
     two, across, inside = [(2, True), (0, True)], [(0, True)], [(4, True), (0, False)]
     assert ranks.run(4, calibrated) == [[two, across, inside]] * 4
@@ -576,6 +578,7 @@ def choosing(rank: int, names: tuple[str, str], others: list[int]) -> str:
     return "all went well"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("replicate", "shard"), pytest.param(("shard", "replicate"), marks=pytest.mark.slow)]
 )

@@ -224,6 +224,7 @@ def over_gloo(rank: int, world: int, some: list[Case]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @quickly("world", [2, 3, 4], [3])
 def test_every_element_arrives_over_gloo_where_it_belongs(ranks: Ranks, world: int) -> None:
     drawn: list[Case] = []
@@ -298,6 +299,7 @@ def meshes(data: int, tensor: int, rank: int) -> tuple[DeviceMesh, DeviceMesh, D
     return one, other, joint
 
 
+@pytest.mark.slow
 @given(st.integers(1, 8), st.integers(1, 4), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 2))
 @settings(max_examples=100)
 def test_rows_of_a_tensor_parallel_part_are_divided_again(data: int, tensor: int, shape: list[int], dim: int) -> None:
@@ -348,6 +350,7 @@ def strided(rank: int, data: int, tensor: int, shapes: list[tuple[int, ...]]) ->
     return found
 
 
+@pytest.mark.slow
 @quickly("shapes", [STRIDED, STRIDED[:2]], [STRIDED[:2]])
 def test_torch_makes_strided_shards_whole_again(ranks: Ranks, shapes: list[tuple[int, ...]]) -> None:
     assert ranks.run(4, strided, 2, 2, shapes) == [[]] * 4

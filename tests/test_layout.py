@@ -327,6 +327,7 @@ def most_full(program: Program) -> int:
     return most
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(uses, uses, st.integers(0, 4))
 def test_no_more_units_are_full_than_the_prefetch_allows(
@@ -398,6 +399,7 @@ def test_axes_part_the_ranks_of_a_mesh(world: int, tensor_parallel: int) -> None
         assert tensor_parallel == 1 or list(axes[1].ranks(rank)) == mesh[place[0]].tolist()
 
 
+@pytest.mark.slow
 @given(st.text(), st.sampled_from(AxisKind), st.integers(1, 99), st.integers(1, 99))
 def test_an_axis_is_read_as_it_is_printed(name: str, kind: AxisKind, size: int, stride: int) -> None:
     axis = Axis(name, kind, size, stride)

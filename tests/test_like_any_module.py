@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import zcompile
-from tests.cases import diagonal
+from tests.cases import diagonal, quickly
 from tests.ranks import Ranks
 from zcompile._torch import TorchDispatchMode, tree_map_only
 
@@ -35,11 +35,11 @@ X = torch.arange(12.0).reshape(3, 4) / 12
     "convert",
     [
         lambda m: m.to("cpu"),
-        lambda m: m.to(torch.float32),
+        pytest.param(lambda m: m.to(torch.float32), marks=pytest.mark.slow),
         lambda m: m.to(torch.device("cpu"), torch.float32, non_blocking=True),
-        lambda m: m.cpu(),
+        pytest.param(lambda m: m.cpu(), marks=pytest.mark.slow),
         lambda m: m.float(),
-        lambda m: m.to_empty(device="cpu"),
+        pytest.param(lambda m: m.to_empty(device="cpu"), marks=pytest.mark.slow),
     ],
 )
 def test_conversions_that_change_nothing_pass(convert: Callable[[Any], Any]) -> None:
@@ -107,7 +107,7 @@ def state_is_refused(rank: int, stage: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stage", range(4))
+@quickly("stage", range(4), [3])
 def test_files_of_states_load_into_the_plain_model_or_are_not_written(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(2, state_is_refused, stage):
         for one in found:

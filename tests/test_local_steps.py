@@ -369,6 +369,7 @@ def in_a_train_step(rank: int) -> None:
         torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0, atol=1e-6)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_a_train_step_steps_shards_alike(ranks: Ranks) -> None:
     ranks.run(2, in_a_train_step)
 

@@ -45,6 +45,7 @@ def test_a_second_model_is_traced_with_the_sizes_that_it_sees() -> None:
     assert not any(map(is_symbolic, sizes))
 
 
+@pytest.mark.slow
 def test_inductor_is_prepared_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     codecache = importlib.import_module("torch._inductor.codecache")
     bindings = codecache.CppPythonBindingsCodeCache
@@ -104,6 +105,7 @@ def test_what_is_deleted_behind_a_region_is_freed_within_it() -> None:
     assert torch.equal(z, torch.full((2,), 3.0))
 
 
+@pytest.mark.slow
 def test_regions_are_no_cuda_graphs() -> None:
     """Whatever the user has set: they read parameters that are somewhere else in each step."""
     config = importlib.import_module("torch._inductor.config")
@@ -115,6 +117,7 @@ def test_regions_are_no_cuda_graphs() -> None:
     assert seen == [False]
 
 
+@pytest.mark.slow
 def test_what_inductor_compiles_takes_a_list_and_empties_it() -> None:
     """Positional arguments, to which a torch that wraps otherwise would bring us back, live until the call returns."""
     graph = make_fx(lambda x: (x.sin(),), tracing_mode="fake")(torch.ones(2))

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zcompile
+from tests.cases import diagonal
 from tests.models import GPT, ConvNet, batch, make
 from tests.ranks import Ranks
 
@@ -309,8 +310,7 @@ FORMS = [as_mapping, as_safetensors, as_folder, as_index, as_torch_file, as_chec
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the test saves a checkpoint in one process
 @pytest.mark.filterwarnings("ignore:.*weights rounded")
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-@pytest.mark.parametrize("meta", [True, False], ids=["meta", "real"])
+@diagonal("form, meta", FORMS, [True, False])
 def test_weights_of_any_form_are_what_the_model_starts_from(form: Any, meta: bool, tmp_path: Path) -> None:
     source = ConvNet().double()
     with torch.no_grad():
@@ -578,6 +578,7 @@ def start_values(rank: int, stage: int, kind: str) -> Values:
     return values_of(compiled_from_meta(builds[kind], seed=5 + rank, stage=stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "root", "buffers"])
 def test_values_depend_on_the_first_ranks_seed_alone(ranks: Ranks, kind: str) -> None:
     (wanted,) = ranks.run(1, start_values, 0, kind)

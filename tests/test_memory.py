@@ -118,6 +118,7 @@ def windows(sizes: list[int], width: int) -> itertools.chain[list[int]]:
     return itertools.chain(sizes[start : start + width] for start in starts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [*(pytest.param(few, marks=pytest.mark.slow) for few in (0, 1)), 2])
 def test_stage_3_holds_a_share_and_gathers_a_few_units(ranks: Ranks, prefetch: int) -> None:
     for found in ranks.run(WORLD, measure_full, prefetch):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import zcompile
-from tests.cases import quickly
+from tests.cases import diagonal, quickly
 from tests.models import GPT
 from tests.ranks import Ranks
 from zcompile import GroupError, MeshForecast, ModelError, OptionError
@@ -181,6 +181,7 @@ class Odd(nn.Module):
         return x.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["counted", "scaled"])
 def test_a_model_is_traced_as_a_whole_where_few_of_its_blocks_are_not_the_same(kind: str) -> None:
     units = units_of(Odd(kind), (torch.zeros(2, 32),))
@@ -200,6 +201,7 @@ def test_checkpoints_save_no_more_than_the_input_of_a_divided_unit() -> None:
     assert nbytes == 256 // 2 * 256 * 2, "half of the sequence"
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     model = Odd("plain")
     before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
@@ -218,6 +220,7 @@ def found(**options: Any) -> zcompile.MeshPlan:
     return zcompile.plan_meshes(model, args, **given)
 
 
+@pytest.mark.slow
 def test_the_fastest_that_fits_is_found_by_looking_at_everything() -> None:
     """Of one mesh, all choices are forecast here without any bound, and compared."""
     plan = found(schedules=["1f1b", "gpipe", "interleaved1f1b"], stages=[1], memory_limit="0.5 GB")
@@ -409,8 +412,12 @@ class Towers(nn.Module):
         return (left * right).sum()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble"])
-@pytest.mark.parametrize("model", [Odd("plain"), Towers()], ids=lambda model: type(model).__name__)
+@pytest.mark.slow
+@diagonal(
+    "model, schedule",
+    [Odd("plain"), Towers()],
+    ["1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble"],
+)
 def test_no_step_is_faster_than_its_bound(model: nn.Module, schedule: str) -> None:
     width = 64 if isinstance(model, Towers) else 32
     units = units_of(model, (torch.zeros(2, width),)).costs(1, 1, checkpoint=False)
@@ -431,6 +438,7 @@ class Several(nn.Module):
         return {"loss": x.mean(), "logits": x}
 
 
+@pytest.mark.slow
 def test_what_is_no_loss_is_refused_and_a_function_may_give_it() -> None:
     args = (torch.zeros(2, 32),)
     with pytest.raises(OptionError, match="loss_fn: gives 2 results"):

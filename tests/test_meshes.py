@@ -117,7 +117,9 @@ def divided(rank: int, shape: tuple[int, int, int], suffix: str) -> tuple[str, l
     return refused(train), found
 
 
-@pytest.mark.parametrize(("shape", "suffix"), [((1, 2, 2), "_a"), ((1, 2, 1), "_b")])
+@pytest.mark.parametrize(
+    ("shape", "suffix"), [pytest.param((1, 2, 2), "_a", marks=pytest.mark.slow), ((1, 2, 1), "_b")]
+)
 def test_a_tensor_parallel_dimension_counts_and_one_of_size_one_does_not(
     ranks: Ranks, shape: tuple[int, int, int], suffix: str
 ) -> None:

@@ -139,6 +139,7 @@ def trained(rank: int, options: dict[str, Any], ways: list[str], nodes: int = 1)
     return found
 
 
+@pytest.mark.slow
 @quickly(
     "options, ways",
     [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from tests.cases import diagonal
 from tests.models import GPT, TiedGPT
 from zcompile import Program
 from zcompile.ir.axis import Axis, AxisKind
@@ -60,10 +61,9 @@ def step_of(
     return made.program, values_of_rank(traced, made.program, made.stages, place)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("model", "stage"), [("gpt", 1), ("tied", 3)])
-def test_programs_of_all_schedules_compute_what_was_traced(schedule: str, rank: int, model: str, stage: int) -> None:
+@diagonal("schedule, rank, traced", SCHEDULES, [0, 1], [("gpt", 1), ("tied", 3)])
+def test_programs_of_all_schedules_compute_what_was_traced(schedule: str, rank: int, traced: tuple[str, int]) -> None:
+    model, stage = traced
     program, values = step_of(stage, rank, schedule, 4, model)
     assert list(values.violations(program)) == []
 

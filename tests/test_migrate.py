@@ -17,6 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zcompile
+from tests.cases import quickly
 from zcompile import OptionError, SubjectError
 from zcompile.schedule.options import Options
 from zcompile.tools import command_line
@@ -257,8 +258,10 @@ def test_a_config_becomes_a_line_that_zcompile_takes(case: str, tmp_path: Path) 
     assert options_in(text_of(case, tmp_path)) == CASES[case][1]
 
 
-@pytest.mark.parametrize(
-    "case", ["zero 2", "auto", "plain", "fsdp by number", "deepspeed of accelerate", "ddp", "quantized"]
+@quickly(
+    "case",
+    ["zero 2", "auto", "plain", "fsdp by number", "deepspeed of accelerate", "ddp", "quantized"],
+    ["zero 2", "fsdp by number", "ddp"],
 )
 def test_the_script_trains(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -223,7 +224,10 @@ def agree(rank: int, kind: str, stage: int) -> list[str]:
     return differing(got, want)
 
 
-@diagonal("kind, stage, world", MADE, [0, 3, 3, 0], [3, 2, 2, 2])
+TRAINED = [*itertools.product(MADE, [0, 3], [2, 3])]
+
+
+@quickly("kind, stage, world", TRAINED, TRAINED[::18])
 def test_trains_as_in_one_process_on_the_joined_batch(ranks: Ranks, kind: str, stage: int, world: int) -> None:
     assert ranks.run(world, agree, kind, stage) == [[]] * world
 
@@ -366,6 +370,7 @@ def two_forwards(rank: int, stage: int, reverse: bool) -> list[str]:
     return differing(*({n: full(p.grad) for n, p in m.named_parameters()} for m in (compiled, model)))
 
 
+@pytest.mark.slow
 @diagonal("stage, reverse", [0, 3], [False, True])
 def test_two_forwards_before_a_backward(ranks: Ranks, stage: int, reverse: bool) -> None:
     assert ranks.run(3, two_forwards, stage, reverse) == [[]] * 3

@@ -62,7 +62,7 @@ def plain(name: str) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in params.items()}
 
 
-@pytest.mark.parametrize("name", ["odd, 3 ranks", "conv", "gpt, train_step, arenas", "hpz, odd, 2 by 3"])
+@quickly("name", ["odd, 3 ranks", "conv", "gpt, train_step, arenas", "hpz, odd, 2 by 3"], ["conv", "hpz, odd, 2 by 3"])
 def test_the_oracle_computes_what_plain_pytorch_does(name: str) -> None:
     found = outcome(original(name).program).tensors
     for param, wanted in plain(name).items():
@@ -122,8 +122,8 @@ def test_what_computes_something_else_would_be_seen_if_it_were_accepted(mutation
     ("mutation", "name"),
     [
         *product(["gather over another axis", "gather inside of another unit"], ["hpz, odd, 2 by 3", "hfsdp, frozen"]),
-        ("send shards otherwise", "hpz, bf16 gathers"),
-        ("send shards otherwise", "hfsdp, bf16 gathers, train_step"),
+        pytest.param("send shards otherwise", "hpz, bf16 gathers", marks=pytest.mark.slow),
+        pytest.param("send shards otherwise", "hfsdp, bf16 gathers, train_step", marks=pytest.mark.slow),
     ],
 )
 def test_secondary_shards_that_are_not_a_units_own_would_be_seen(mutation: str, name: str) -> None:

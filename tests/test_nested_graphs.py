@@ -5,6 +5,7 @@ A region within a region is refused by torch 2.13, whatever the backend.
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -84,6 +85,7 @@ def same(rank: int, marked: type[nn.Module], backend: str) -> None:
 WAYS = [(marked, backend) for marked in (Inner, Block) for backend in ("eager", "inductor")]
 
 
+@pytest.mark.slow
 @quickly("marked, backend", WAYS, [(Inner, "eager")])
 def test_marked_blocks_train_with_the_same_bits(marked: type[nn.Module], backend: str, ranks: Ranks) -> None:
     ranks.run(2, same, marked, backend)

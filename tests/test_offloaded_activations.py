@@ -244,6 +244,7 @@ def filling(rank: int, folder: str) -> list[str]:
     return found + [n for n, p in compiled.named_parameters() if not torch.equal(p.to_local(), before[n])]
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_the_step_before_anything_is_updated(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, filling, str(tmp_path)) == [[], []]
 

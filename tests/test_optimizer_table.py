@@ -121,7 +121,7 @@ def differs_as(case: Case, column: str, found: float | str) -> bool:
 
 CELLS = [(case.name, column) for case in CASES for column in COLUMNS]
 OF_TORCH = [case.name for case in CASES if case.package == "torch"]
-QUICK = [(name, COLUMNS[index % len(COLUMNS)]) for index, name in enumerate(OF_TORCH)][::4]
+QUICK = [(name, COLUMNS[index % len(COLUMNS)]) for index, name in enumerate(OF_TORCH)][::8]
 
 
 @pytest.mark.filterwarnings("ignore")  # libraries warn of torch's own deprecations

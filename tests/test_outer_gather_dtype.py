@@ -160,6 +160,7 @@ def sweep(
 FEW = [("hpz", 3, 1), ("hfsdp", 3, 2), ("hpz", 2, 0), ("hfsdp", 1, 1)]
 
 
+@pytest.mark.slow
 @quickly(
     "kind, shape, wire",
     [

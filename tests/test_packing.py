@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ INTERVALS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(INTERVALS)
 def test_no_two_alive_together_share_a_byte(intervals: list[Interval]) -> None:
     packing = pack(intervals)
@@ -31,6 +33,7 @@ def test_no_two_alive_together_share_a_byte(intervals: list[Interval]) -> None:
     assert max(ends, default=0) <= packing.size <= sum(aligned(i.nbytes) for i in intervals)
 
 
+@pytest.mark.slow
 @given(INTERVALS)
 def test_it_is_never_below_what_is_alive_and_always_the_same(intervals: list[Interval]) -> None:
     assert most_alive(intervals) <= pack(intervals).size

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import zcompile
+from tests.cases import quickly
 from tests.models import batch, make
 from tests.test_dumps import steps
 from zcompile.cost.forecast import Choice, Forecast, Plan
@@ -57,6 +58,7 @@ def text(journal: Journal) -> str:
     return page_text("a GPT", [journal], RATES)
 
 
+@pytest.mark.slow
 def test_every_line_of_the_program_is_there(journal: Journal, text: str) -> None:
     """As it is printed, blank for blank: parts of a line are in tags and nothing else."""
     shown = re.findall(r'<div class="line[^>]*?(?: data-node="([^"]*)"[^>]*)?>(.*?)</div>', text)
@@ -133,6 +135,7 @@ def test_hardware_that_was_measured_is_said_to_be(tmp_path: Path) -> None:
     assert "measured when the model was compiled, on all ranks at once (1)" in told
 
 
+@pytest.mark.slow
 def test_memory_is_drawn_over_the_time_of_the_step(journal: Journal) -> None:
     program = journal.entries[-1].after
     timeline = simulate(program, RATES, steps=True)
@@ -297,6 +300,7 @@ def page(browser: Any, text: str, tmp_path: Path) -> Iterator[Any]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_page_without_a_line_works(browser: Any, tmp_path: Path) -> None:
     compiled = zcompile.compile(Given(), backend="eager")
     compiled(torch.ones(2))
@@ -306,6 +310,7 @@ def test_a_page_without_a_line_works(browser: Any, tmp_path: Path) -> None:
         made.keyboard.press("ArrowDown")
 
 
+@pytest.mark.slow
 def test_a_click_on_a_line_marks_it_everywhere(page: Any) -> None:
     line = page.locator(".text .line[data-node$='_gather']").nth(1)
     node = line.get_attribute("data-node")
@@ -319,6 +324,7 @@ def test_a_click_on_a_line_marks_it_everywhere(page: Any) -> None:
     assert "kept" not in line.get_attribute("class"), "a second click takes the mark away"
 
 
+@pytest.mark.slow
 def test_a_click_on_the_timeline_marks_the_line(page: Any) -> None:
     bar = page.locator("rect.bar.compute[data-node]").nth(1)
     bar.click()
@@ -326,6 +332,7 @@ def test_a_click_on_the_timeline_marks_the_line(page: Any) -> None:
     assert page.locator(f".text .line.kept[data-node='{node}']").count() >= 1
 
 
+@pytest.mark.slow
 def test_hovering_marks_and_leaves_nothing(page: Any) -> None:
     line = page.locator(".text .line[data-node]").nth(2)
     line.hover()
@@ -334,6 +341,7 @@ def test_hovering_marks_and_leaves_nothing(page: Any) -> None:
     assert "hover" not in line.get_attribute("class")
 
 
+@pytest.mark.slow
 def test_the_memory_leads_to_its_line(page: Any) -> None:
     button = page.locator("button.to-line")
     button.click()
@@ -347,6 +355,7 @@ def test_the_memory_leads_to_its_line(page: Any) -> None:
     assert kept.first.get_attribute("data-node") != button.get_attribute("data-node")
 
 
+@pytest.mark.slow
 def test_lanes_memory_and_axis_are_on_one_time_axis(page: Any) -> None:
     """What is drawn at a moment is at one place: bars, the border before the backward, and the memory."""
     left, width = page.locator("svg.curve").evaluate("one => [one.getBoundingClientRect().x, one.clientWidth]")
@@ -377,7 +386,7 @@ def test_light_and_dark(page: Any) -> None:
     assert page.locator("#theme").get_attribute("aria-pressed") == "true"
 
 
-@pytest.mark.parametrize("width", [360, 390, 800, 1280, 2400])
+@quickly("width", [360, 390, 800, 1280, 2400], [390])
 def test_no_width_scrolls_sideways(page: Any, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
@@ -387,6 +396,7 @@ def test_no_width_scrolls_sideways(page: Any, width: int) -> None:
     assert not page.locator(".text").evaluate(cut), "types and modules are not cut"
 
 
+@pytest.mark.slow
 def test_passes_show_what_they_change(page: Any) -> None:
     step = page.locator("details.pass", has_text="insert_gathers")
     step.locator("summary").click()
@@ -394,6 +404,7 @@ def test_passes_show_what_they_change(page: Any) -> None:
     assert step.locator(".added").first.is_visible()
 
 
+@pytest.mark.slow
 def test_each_line_of_a_difference_is_a_line(page: Any) -> None:
     step = page.locator("details.pass", has_text="insert_gathers")
     step.locator("summary").click()
@@ -406,6 +417,7 @@ def test_each_line_of_a_difference_is_a_line(page: Any) -> None:
     assert max(box["width"] for box in boxes) < 1300
 
 
+@pytest.mark.slow
 def test_the_scheme_of_the_system_is_taken_without_a_click(browser: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(text)
     papers = []
@@ -440,6 +452,7 @@ def test_every_choice_of_a_plan_is_there(plan: Plan) -> None:
     assert "http" not in text
 
 
+@pytest.mark.slow
 def test_the_memory_limit_has_a_line_wherever_it_is(plan: Plan) -> None:
     largest = max(forecast.nbytes for forecast in plan.of(2))
     for limit in (1, largest // 2, 2 * largest):
@@ -454,6 +467,7 @@ def test_the_memory_limit_has_a_line_wherever_it_is(plan: Plan) -> None:
     assert "<dd>none of a rank" in plan_page_text(boundless)
 
 
+@pytest.mark.slow
 def test_the_best_choice_and_its_neighbours_have_names(plan: Plan) -> None:
     chart, best = plan_chart(plan, 2), plan.fastest(2)
     assert best is not None
@@ -545,7 +559,7 @@ def test_a_plan_marks_sorts_and_copies(browser: Any, plan: Plan, tmp_path: Path)
 PLACES = "all => all.map((one) => one.getBoundingClientRect().toJSON())"
 
 
-@pytest.mark.parametrize("width", [360, 390, 768, 1280, 2400])
+@quickly("width", [360, 390, 768, 1280, 2400], [390])
 def test_no_width_scrolls_a_plan_sideways(browser: Any, plan: Plan, tmp_path: Path, width: int) -> None:
     with opened(browser, plan_page_text(plan), tmp_path) as page:
         page.set_viewport_size({"width": width, "height": 800})
@@ -556,6 +570,7 @@ def test_no_width_scrolls_a_plan_sideways(browser: Any, plan: Plan, tmp_path: Pa
                 assert box["right"] <= width, part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_names_cover_neither_dots_nor_each_other(browser: Any, plan: Plan, tmp_path: Path, width: int) -> None:
     with opened(browser, plan_page_text(plan), tmp_path) as page:
@@ -570,6 +585,7 @@ def test_names_cover_neither_dots_nor_each_other(browser: Any, plan: Plan, tmp_p
             assert min(across, down) < 3, (one, other)
 
 
+@pytest.mark.slow
 def test_headings_stand_above_their_columns(browser: Any, plan: Plan, tmp_path: Path) -> None:
     with opened(browser, plan_page_text(plan), tmp_path) as page:
         headings = page.locator("#world-2 th:has(button)")

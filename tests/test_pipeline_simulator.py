@@ -83,6 +83,7 @@ def test_interleaved_stages_and_divided_backwards_have_smaller_bubbles() -> None
     assert shares["interleaved1f1b"] == pytest.approx((RANKS - 1) / 2 / (MICROBATCHES + (RANKS - 1) / 2))
 
 
+@pytest.mark.slow
 def test_a_rank_waits_for_what_another_sends() -> None:
     programs = programs_of("1f1b")
 
@@ -97,6 +98,7 @@ def test_a_rank_waits_for_what_another_sends() -> None:
     assert all(message.group == "pp to 1" for message in first.messages or ())
 
 
+@pytest.mark.slow
 def test_one_rank_alone_is_simulated_as_if_others_were_never_late() -> None:
     program = programs_of("1f1b")[1]
     alone = simulate(program, CPU)

@@ -62,6 +62,7 @@ def evaluates(rank: int, name: str, pipeline: int, data: int, schedule: str, sta
     return wrong
 
 
+@pytest.mark.slow
 @quickly(
     "name, pipeline, data, schedule, stage",
     [

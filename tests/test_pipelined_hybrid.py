@@ -23,6 +23,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @quickly(
     "name, pipeline, replicas, shards, stage, shard",
     WAYS,

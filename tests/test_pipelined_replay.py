@@ -72,6 +72,7 @@ def records_one(rank: int, folder: Path) -> list[str]:
     return [type(step).__name__]
 
 
+@pytest.mark.slow
 def test_one_step_is_recorded_where_that_is_asked(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, records_one, tmp_path)
     for rank in range(2):

@@ -84,6 +84,7 @@ def metrics(rank: int, schedule: str, results: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @quickly("schedule, results", [(s, r) for s in ("1f1b", "zbvzerobubble") for r in ("all", "last")], [("1f1b", "last")])
 def test_metrics_are_those_of_each_micro_batch(threads: Threads, schedule: str, results: str) -> None:
     assert threads.run(4, metrics, schedule, results) == [[]] * 4
@@ -236,6 +237,7 @@ def full_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipelined", [True, False])
 def test_an_overflow_in_one_stage_skips_the_step_on_all(threads: Threads, pipelined: bool) -> None:
     for found in threads.run(2, one_stage_overflows, pipelined):

@@ -110,6 +110,7 @@ def test_the_program_of_a_hybrid_plan_is_that_of_its_axes() -> None:
     assert {param.name: param.shards for param in own.params} == {p.name: p.shards for p in large.layout.params}
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_program() -> None:
     model = make("gpt")
     plan = zcompile.plan(model, batch("gpt", 0, 0), worlds=[1, 4], hardware=RATES, **FEW)

@@ -309,6 +309,7 @@ def kept_copies(rank: int, stage: int) -> bool:
     return compiled(*x).item() == first != second
 
 
+@pytest.mark.slow
 @quickly("stage", range(3), [2])
 def test_kept_casts_are_renewed(threads: Threads, stage: int) -> None:
     assert threads.run(2, kept_copies, stage) == [True, True]

@@ -82,7 +82,7 @@ def frozen(rank: int, backend: str) -> bool:
     return 0 < int((compiled(torch.ones(64)) == 0).sum()) < 64
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@quickly("backend", ["eager", "inductor"], ["eager"])
 def test_dropout_in_a_checkpoint_without_a_backward(ranks: Ranks, backend: str) -> None:
     assert ranks.run(1, frozen, backend) == [True]
 

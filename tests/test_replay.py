@@ -377,6 +377,7 @@ def not_finite(rank: int, folder: Path, where: str, backend: str) -> None:
     (loss * torch.inf if where == "loss" and rank == 1 else loss).backward()
 
 
+@pytest.mark.slow
 @quickly("backend", ["eager", "inductor"], ["eager"])
 def test_an_operation_that_makes_nan_is_found(threads: Threads, tmp_path: Path, backend: str) -> None:
     threads.run(2, not_finite, tmp_path, "layer", backend)
@@ -463,6 +464,7 @@ def edited(home: Path, name: str, edit: Callable[[str], str]) -> None:
     (home / INDEX).write_text(json.dumps({"checksum": digest_of(written.encode()), "index": written}))
 
 
+@pytest.mark.slow
 def test_an_operation_that_was_changed_shows_where_it_computes_something_else(broken: Path) -> None:
     (program,) = (broken / "rank_0").glob("programs/*/program.py")
     edited(

@@ -69,6 +69,7 @@ def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[str, int, int]
     return found
 
 
+@pytest.mark.slow
 def test_two_by_two_equals_the_sum_in_order_bit_for_bit(ranks: Ranks) -> None:
     choices = [("hfsdp", 3, 2), ("hpz", 3, 1)]
     assert ranks.run(4, sweep, "tied", (2, 2), choices) == [[]] * 4

@@ -140,6 +140,7 @@ def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, 
 CHOICES = {"whole": ("flat", "hsdp"), "across": tuple(Hybrid), "gathered in few bits": ("hfsdp", "hpz")}
 
 
+@pytest.mark.slow
 @quickly("how", ["loop", "step", *CHOICES], ["gathered in few bits"])
 def test_all_ranks_choose_alike_and_train_as_if_it_had_been_asked_for(ranks: Ranks, how: str) -> None:
     found = ranks.run(4, compiled_by, how, (2, 2))

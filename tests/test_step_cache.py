@@ -212,6 +212,7 @@ def other_options(rank: int, folder: str) -> None:
         assert mlp() == [True, True]
 
 
+@pytest.mark.slow
 def test_other_options_weights_and_versions_find_nothing(one: Callable[..., Any]) -> None:
     one(other_options)
 
@@ -274,6 +275,7 @@ def own_operator(rank: int, folder: str) -> None:
         assert not torch.allclose(gradient(), before)
 
 
+@pytest.mark.slow
 def test_an_operator_of_the_users_own_may_change(one: Callable[..., Any]) -> None:
     one(own_operator)
 

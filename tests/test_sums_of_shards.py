@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -108,6 +109,7 @@ def read(rank: int, stage: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @quickly("world, stage", [(world, stage) for world in (2, 3) for stage in range(4)], [(2, 3)])
 def test_numbers_of_shards_are_those_of_all_ranks(ranks: Ranks, world: int, stage: int) -> None:
     assert ranks.run(world, read, stage) == [[]] * world

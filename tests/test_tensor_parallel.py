@@ -634,15 +634,27 @@ def wrong(rank: int, case: str) -> str:
         ("on meta", ModelError, "is on the meta device, and the model is tensor-parallel"),
         ("no mesh", GroupError, "mesh=mesh['dp']"),
         ("its own mesh", GroupError, "parameters are divided over"),
-        ("another mesh", GroupError, "is no dimension beside"),
-        ("weights", OptionError, "load_full_state_dict afterwards"),
+        pytest.param("another mesh", GroupError, "is no dimension beside", marks=pytest.mark.slow),
+        pytest.param("weights", OptionError, "load_full_state_dict afterwards", marks=pytest.mark.slow),
         ("differing", ModelError, "norm.weight"),
-        ("empty", ModelError, "head.weight: has 1 rows on dim 0, which leave some of 2 ranks without any"),
-        ("several meshes", ModelError, "divide all parameters over one tensor-parallel mesh"),
+        pytest.param(
+            "empty",
+            ModelError,
+            "head.weight: has 1 rows on dim 0, which leave some of 2 ranks without any",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "several meshes", ModelError, "divide all parameters over one tensor-parallel mesh", marks=pytest.mark.slow
+        ),
         ("a buffer", ModelError, "table: is a buffer and a DTensor"),
-        ("twice", ModelError, "is sharded by zcompile already"),
+        pytest.param("twice", ModelError, "is sharded by zcompile already", marks=pytest.mark.slow),
         ("held", ParameterError, "is held from before zcompile.compile"),
-        ("a break", CaptureError, "blocks.1.scale: is tensor-parallel, and the code of blocks.1"),
+        pytest.param(
+            "a break",
+            CaptureError,
+            "blocks.1.scale: is tensor-parallel, and the code of blocks.1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_an_error_on_every_rank(

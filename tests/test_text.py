@@ -62,7 +62,7 @@ def test_the_program_after_every_pass_parses_back_to_its_own_text(kind: str, sta
         seen.add(text)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@quickly("kind", KINDS, KINDS[:1])
 def test_a_parsed_program_communicates_like_the_original(kind: str) -> None:
     program = after_each_pass(kind, 3, 1)[-1]
     assert zcompile.parse(program.text(regions=True)).communications() == program.communications()

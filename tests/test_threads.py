@@ -249,6 +249,7 @@ def stepped(rank: int, loss: Any, pipelined: bool) -> float:
     return float(step(torch.ones(2, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_what_is_traced_follows_the_loss(threads: Threads, pipelined: bool) -> None:
     shared_traces._TRACES.clear()

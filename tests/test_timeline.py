@@ -105,6 +105,7 @@ def test_a_step_shows_the_lines_of_its_programs(ranks: Ranks, stage: int, tmp_pa
         assert crossing(spans) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_read_before_a_step_has_ended() -> None:
     compiled = zcompile.compile(make("mlp"), backend="eager")
     assert compiled.timelines == []

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zcompile
-from tests.cases import quickly
+from tests.cases import diagonal, quickly
 from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from zcompile import OptionError
@@ -108,6 +108,7 @@ def test_a_step_is_the_loop_where_no_size_divides(ranks: Ranks, stage: int) -> N
     assert ranks.run(3, against_the_loop, "mlp", "adamw", stage) == [[], [], []]
 
 
+@pytest.mark.slow
 def test_alone_too() -> None:
     assert against_the_loop(0, "mlp", "adamw", 3) == []
 
@@ -192,8 +193,7 @@ def norms(rank: int, stage: int) -> list[str]:
     return [f"{step.grad_norm:.6f}", f"{norm.item():.6f}", f"{float(norm):.6f}"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 3])
+@diagonal("world, stage", [1, 2], [0, 3])
 def test_the_norm_can_be_printed(ranks: Ranks, world: int, stage: int) -> None:
     found = {text for texts in ranks.run(world, norms, stage) for text in texts}
     assert len(found) == 1
@@ -295,6 +295,7 @@ def gathers(rank: int, changed: bool) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_first_gathers_of_a_step_start_in_the_one_before(ranks: Ranks) -> None:
     found = ranks.run(2, gathers, False)
     assert found[0] == found[1]
@@ -388,6 +389,7 @@ class Insists(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Decays, Insists])
 def test_an_optimizer_steps_once_for_each_parameter(kind: type[torch.optim.Optimizer]) -> None:
     model, other = make("mlp"), make("mlp")
@@ -599,6 +601,7 @@ def test_a_graph_break_is_refused_where_it_is() -> None:
         step(*batch("mlp", 0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_of_before_and_no_sync_are_refused(stage: int) -> None:
     compiled = zcompile.compile(make("mlp"), backend="eager", stage=stage)

@@ -125,6 +125,7 @@ CASES = [
 CASES += [(3, 3, "by rank", 1, "loop"), (2, 0, "alternating", 1, "backend"), (2, 3, "alternating", 1, "backend")]
 
 
+@pytest.mark.slow
 @quickly("world, stage, uses, micro, way", CASES, CASES[10:12])
 def test_no_gradient_where_none_flows(ranks: Ranks, world: int, stage: int, uses: str, micro: int, way: str) -> None:
     missing, values = expected(world, USES[uses], 3, micro)

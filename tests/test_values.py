@@ -341,7 +341,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[fx.Node], tuple[Any, ...]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", EFFECTS)
+@quickly("name", list(EFFECTS), list(EFFECTS)[::3])
 def test_what_does_more_than_give_a_value_is_refused_also_where_nobody_reads_it(name: str) -> None:
     target, args, words = EFFECTS[name]
 
@@ -474,7 +474,7 @@ MISTAKES: dict[str, tuple[Callable[[Program], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@quickly("mistake", list(MISTAKES), list(MISTAKES)[::2])
 def test_a_program_that_computes_something_else_is_refused(mistake: str) -> None:
     change, said = MISTAKES[mistake]
     message = refusal(change)

@@ -270,6 +270,7 @@ def has_no_program(rank: int) -> tuple[str, str, float]:
     return failed(lambda: compiled(*batch("gpt", rank, 0)))
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_program_is_told_of_at_once(ranks: Ranks) -> None:
     (kind, _, _), *others = ranks.run(3, has_no_program, group=60)
     assert kind == "PipelineError"

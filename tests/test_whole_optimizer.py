@@ -90,6 +90,7 @@ def there_and_back(rank: int, stage: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @quickly("stage, world", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3), (3, 1)], [(0, 2)])
 def test_whole_state_of_ddp_goes_into_every_stage_and_comes_out_again(ranks: Ranks, stage: int, world: int) -> None:
     assert ranks.run(world, there_and_back, stage) == [[]] * world
@@ -210,12 +211,14 @@ def unlike(rank: int) -> str:
     return str(caught.value).split("\n")[0]
 
 
+@pytest.mark.slow
 def test_ranks_whose_optimizers_differ_are_told(ranks: Ranks) -> None:
     first, second = ranks.run(2, unlike)
     assert first == second
     assert "has other state in the optimizer of rank 1 than in rank 0's" in first
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_on_every_rank(ranks: Ranks) -> None:
     first, second = ranks.run(2, refusals)
     assert first == second

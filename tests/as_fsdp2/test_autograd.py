@@ -65,6 +65,7 @@ def gives(rank: int, kind: str, stage: int) -> list[str]:
     return beside(plain, compiled, three(rank), lambda model, x: OUTPUTS[kind][1](model(x)), tolerance=1e-5)
 
 
+@pytest.mark.slow
 @quickly(
     "kind, world, stage",
     [(kind, world, stage) for kind in OUTPUTS for world in (2, 3) for stage in (3, 2)],
@@ -114,6 +115,7 @@ def of_inputs(rank: int) -> list[str]:
     return found + differing(gradients(compiled), gradients(plain), "gradient")
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_are_the_ranks_own(threads: Threads) -> None:
     assert threads.run(2, of_inputs) == [[], []]
 
@@ -223,6 +225,7 @@ def backward(rank: int, way: str, model: str) -> list[str]:
     return beside(plain, compiled, three(rank), BACKWARDS[way], tolerance=1e-5)
 
 
+@pytest.mark.slow
 @quickly(
     "way, model",
     [(way, model) for way in BACKWARDS for model in ("net", "own")],
@@ -243,5 +246,6 @@ def penalised(rank: int) -> str:
     return "ran"
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_are_refused(threads: Threads) -> None:
     assert threads.run(2, penalised) == ["BackwardError"] * 2

@@ -46,6 +46,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @quickly(
     "norm_type, foreach, mesh, stage",
     CASES,

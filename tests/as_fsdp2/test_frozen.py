@@ -71,6 +71,7 @@ def frozen(rank: int, how: str, several: bool, stage: int) -> list[str]:
 CASES = [(how, several, stage) for how in FREEZE for several in (False, True) for stage in (3, 2)]
 
 
+@pytest.mark.slow
 @quickly("how, several, stage", CASES, CASES[2:3])
 def test_frozen_parameters_beside_trained_ones(threads: Threads, how: str, several: bool, stage: int) -> None:
     assert threads.run(3, frozen, how, several, stage) == [[]] * 3

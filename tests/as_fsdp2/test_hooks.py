@@ -141,6 +141,7 @@ def on_root(rank: int, kind: str) -> list[str]:
     return found + ([] if seen[0] == seen[1] else [f"{seen}"])
 
 
+@pytest.mark.slow
 @quickly("kind", ["forward", "pre", "backward"], ["backward"])
 def test_hooks_on_the_compiled_module_are_the_roots(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, on_root, kind) == [[], []]

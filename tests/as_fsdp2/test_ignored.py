@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -53,6 +54,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @quickly("stage, options", CASES, [CASES[4]])
 def test_ignored_parameters_are_left_alone_as_by_ddp(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
     assert ranks.run(3, ignores, stage, options) == [[]] * 3

@@ -63,6 +63,7 @@ def replicas(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_mesh_of_two_dimensions_repeats_shards_along_the_first(ranks: Ranks) -> None:
     assert ranks.run(4, replicas) == [[]] * 4
 

@@ -249,6 +249,7 @@ def of_a_low_model(rank: int, reduce_dtype: torch.dtype | None) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @quickly("reduce_dtype", [None, torch.float32], [torch.float32])
 def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
     threads: Threads, reduce_dtype: torch.dtype | None
@@ -256,6 +257,7 @@ def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
     assert threads.run(2, of_a_low_model, reduce_dtype) == [[], []]
 
 
+@pytest.mark.slow
 @quickly(
     "stage, breaks",
     [(stage, breaks) for stage in range(4) for breaks in (False, True)],

@@ -193,10 +193,10 @@ def renumbered(traced: Program) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("name", "starts"),
     [
-        ("gpt", ["blocks.1"]),
-        ("gpt", ["blocks.0", "blocks.2", "head"]),
+        pytest.param("gpt", ["blocks.1"], marks=pytest.mark.slow),
+        pytest.param("gpt", ["blocks.0", "blocks.2", "head"], marks=pytest.mark.slow),
         ("tied", ["blocks.1"]),
-        ("skips", ["down.1", "down.2", "up.0", "up.2"]),
+        pytest.param("skips", ["down.1", "down.2", "up.0", "up.2"], marks=pytest.mark.slow),
         ("skips", ["up.1"]),
     ],
 )

@@ -63,6 +63,7 @@ def _finds(rank: int) -> tuple[list[str], dict[str, int]]:
     return [str(finding) for finding in checker.findings.values()], dict(checker.waits)
 
 
+@pytest.mark.slow
 def test_findings_name_the_operations_and_the_lines(gpus: Ranks) -> None:
     ((findings, waits),) = gpus.run(1, _finds)
     here = f"at {__name__.replace('.', '/')}.py:"

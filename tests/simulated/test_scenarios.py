@@ -11,16 +11,10 @@ from tests.simulated.scenarios import SCENARIOS
 
 QUICK = (
     "stage 3, graph breaks",
-    "stage 3, graphs, bf16, checkpoint",
     "train step, stage 3, alternating",
-    "pipeline, stage 1, v of zero bubbles",
-    "pipeline, activations, checkpoint",
-    # other ways to train, and steps that fail
     "stage 3, parameters, reduction fails",
-    "tensor parallel, stage 3",
     "hpz, int8 gathers, parameters",
     "owners, bf16, arenas, checkpoint",
-    "train step, stage 3, optimizer, update fails",
 )
 WAITS: dict[str, int | tuple[int, ...]] = {
     # Copies to the device have to end before the host may write to shards, those of gradients before it steps.
