@@ -81,7 +81,7 @@ def against_ddp(rank: int, kind: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mlp", "conv"))])
+@quickly("kind", ["gpt", "mlp", "conv"], ["gpt"], slow=())
 def test_numbers_are_those_of_ddp(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, against_ddp, kind) == [[], []]
 
@@ -93,7 +93,7 @@ def against_none(rank: int, stage: int, backend: str) -> list[str]:
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
-@quickly("stage, backend", [(3, "eager"), (1, "inductor"), (3, "inductor")], [])
+@quickly("stage, backend", [(3, "eager"), (1, "inductor"), (3, "inductor")], [], pairs=False)
 def test_in_an_odd_world_nothing_changes(ranks: Ranks, stage: int, backend: str) -> None:
     assert ranks.run(3, against_none, stage, backend) == [[], [], []]
 

@@ -152,6 +152,7 @@ def trains(rank: int, world: int, stage: int, way: str, first: bool) -> list[str
     "stage, way, world, first",
     [(stage, way, world, first) for stage in range(4) for way in CALLS for world in (2, 3) for first in (False, True)],
     [(0, "methods", 2, True)],
+    pairs=False,
 )
 def test_calls_of_modules_and_methods_are_trained_through(
     ranks: Ranks, stage: int, way: str, world: int, first: bool
@@ -321,6 +322,7 @@ def looks(rank: int, stage: int, options: dict[str, Any]) -> tuple[list[bool], i
     "stage, options",
     [(stage, options) for stage in range(4) for options in ({}, {"dtype": torch.bfloat16})],
     [(0, {})],
+    pairs=False,
 )
 def test_full_parameters_are_those_of_the_plain_model_and_nothing_is_sent(
     ranks: Ranks, stage: int, options: dict[str, Any]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cases import diagonal, pairwise, quickly
+from tests.cases import diagonal, once_more, pairwise, quickly
 
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=4)
 
@@ -33,6 +33,21 @@ def test_a_product_takes_few_more_than_its_two_longest_axes(sizes: list[int]) ->
     assert longest * second <= len(pairwise(cases)) <= 2 * longest * second
 
 
+@given(SIZES, st.randoms())
+def test_each_value_is_in_one_that_is_chosen_beside_the_first(sizes: list[int], random: Any) -> None:
+    cases = list(itertools.product(*map(range, sizes)))
+    first = random.sample(range(len(cases)), random.randint(0, min(3, len(cases))))
+    chosen = once_more(cases, first)
+    others = [case for at, case in enumerate(cases) if at not in first]
+    assert {*enumerated(others)} == {*enumerated([cases[at] for at in chosen])}
+    assert len(chosen) <= sum(sizes)
+    assert not {*first}.intersection(chosen)
+
+
+def enumerated(cases: list[tuple[Any, ...]]) -> list[tuple[int, Any]]:
+    return [place for case in cases for place in enumerate(case)]
+
+
 def marks(decorator: pytest.MarkDecorator) -> dict[str, list[Any]]:
     suites: dict[str, list[Any]] = {"quick": [], "slow": [], "nightly": []}
     for case in decorator.args[1]:
@@ -45,6 +60,9 @@ def test_a_product_is_divided_among_the_suites() -> None:
     assert product["quick"] == [(0, 0, 0), (1, 1, 1)]
     assert product["slow"] == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
     assert product["nightly"] == [(0, 1, 1), (1, 0, 1), (1, 1, 0)]
+    costly = marks(diagonal("a, b, c", [0, 1], [0, 1], [0, 1], pairs=False))
+    assert costly["quick"] == product["quick"]
+    assert costly["slow"] == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
     chosen = marks(quickly("one", ["a", "b", "c"], ["b"], slow=["c"]))
     assert chosen == {"quick": [("b",)], "slow": [("c",)], "nightly": [("a",)]}
     assert marks(quickly("one", ["a", "b"], ["b"])) == {"quick": [("b",)], "slow": [("a",)], "nightly": []}

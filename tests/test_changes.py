@@ -242,7 +242,7 @@ HOOKS = [before_block, behind_linear, behind_model, of_backward, before_backward
 
 
 @pytest.mark.filterwarnings("ignore:zcompile. graph break")
-@diagonal("register, early", HOOKS, [False, True])
+@diagonal("register, early", HOOKS, [False, True], pairs=False)
 def test_hooks_run_until_they_are_removed(register: Register, early: bool) -> None:
     torch.manual_seed(0)
     plain = Model()

@@ -262,13 +262,13 @@ BROKEN = list(itertools.product(MODELS, range(4), (2, 3)))
 QUICK = [(kind, 3, 2 + index % 2) for index, kind in enumerate(MODELS) if index % 6 == 0]
 
 
-@quickly("kind, stage, world", BROKEN, QUICK)
+@quickly("kind, stage, world", BROKEN, QUICK, pairs=False)
 def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: int, world: int) -> None:
     assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
 
 
 @pytest.mark.slow
-@diagonal("order, stage", ["model first", "module first"], [0, 3])
+@diagonal("order, stage", ["model first", "module first"], [0, 3], pairs=False)
 def test_a_module_is_checkpointed_within_a_broken_model_and_past_it(ranks: Ranks, stage: int, order: str) -> None:
     assert ranks.run(2, train, "Nested", 2, stage, "eager", "layers.0", order == "module first") == [[]] * 2
 

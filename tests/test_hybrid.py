@@ -117,13 +117,18 @@ def test_two_by_two_equals_the_sum_in_order_bit_for_bit(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@quickly("kind", KINDS, ["mlp"], slow=())
 def test_two_by_two_equals_the_sum_in_order_in_every_stage(ranks: Ranks, kind: str) -> None:
     assert ranks.run(4, sweep, kind, (2, 2), ALL) == [[]] * 4
 
 
 @pytest.mark.slow
-@quickly("shape, kind", [((3, 1), "mlp"), ((1, 3), "mlp"), ((4, 1), "conv"), ((1, 4), "conv")], [((3, 1), "mlp")])
+@quickly(
+    "shape, kind",
+    [((3, 1), "mlp"), ((1, 3), "mlp"), ((4, 1), "conv"), ((1, 4), "conv")],
+    [((3, 1), "mlp")],
+    pairs=False,
+)
 def test_dimensions_of_one_and_worlds_of_three(threads: Threads, shape: Shape, kind: str) -> None:
     found = threads.run(shape[0] * shape[1], sweep, kind, shape, [(1, 1), (3, 1)])
     assert found == [[]] * len(found)
@@ -203,6 +208,7 @@ def accumulated(rank: int, stage: int, shape: Shape, synchronised: list[bool], s
         for synchronised in ([False, True], [True, False, True], [False, True, False, True], [True, True])
     ],
     [(3, (2, 2), [False, True])],
+    pairs=False,
 )
 def test_gradients_are_accumulated(threads: Threads, stage: int, shape: Shape, synchronised: list[bool]) -> None:
     assert threads.run(4, accumulated, stage, shape, synchronised) == [[]] * 4
@@ -222,7 +228,7 @@ def compare_steps(rank: int, stage: int, prefetch: int, shard: str | None = None
 
 
 @pytest.mark.slow
-@quickly("stage, prefetch", [(stage, prefetch) for stage in (1, 2, 3) for prefetch in (0, 2)], [(3, 2)])
+@quickly("stage, prefetch", [(stage, prefetch) for stage in (1, 2, 3) for prefetch in (0, 2)], [(3, 2)], pairs=False)
 def test_a_train_step_updates_as_the_loop_does(threads: Threads, stage: int, prefetch: int) -> None:
     assert threads.run(4, compare_steps, stage, prefetch) == [[]] * 4
 
@@ -248,7 +254,7 @@ def beside(rank: int, name: str, shard: str | None = None) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
+@quickly("name", list(OPTIONS), list(OPTIONS)[:1], slow=list(OPTIONS)[3:4])
 def test_other_options_change_no_bits(ranks: Ranks, name: str) -> None:
     assert ranks.run(4, beside, name) == [[]] * 4
 
@@ -440,13 +446,14 @@ def divided(rank: int, shape: tuple[int, int, int], stage: int, shard: str | Non
     "shape, stage",
     [((2, 1, 2), 3), ((1, 2, 2), 3), ((2, 2, 1), 3), ((2, 1, 2), 0), ((2, 1, 2), 2)],
     [((2, 1, 2), 3)],
+    pairs=False,
 )
 def test_it_stands_beside_tensor_parallelism(ranks: Ranks, shape: tuple[int, int, int], stage: int) -> None:
     assert ranks.run(4, divided, shape, stage) == [[]] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["hsdp", "hfsdp", "hpz", "flat"])
+@quickly("shard", ["hsdp", "hfsdp", "hpz", "flat"], ["hfsdp"], slow=())
 def test_all_three_dimensions_of_two(shard: str) -> None:
     pool = Ranks(8)
     try:
@@ -582,7 +589,7 @@ def choosing(rank: int, names: tuple[str, str], others: list[int]) -> str:
 @pytest.mark.parametrize(
     "names", [("replicate", "shard"), pytest.param(("shard", "replicate"), marks=pytest.mark.slow)]
 )
-@quickly("others, named", [([1, 3], "rank 0"), ([2, 3], "rank 0"), ([3], "rank 3")], [([3], "rank 3")])
+@quickly("others, named", [([1, 3], "rank 0"), ([2, 3], "rank 0"), ([3], "rank 3")], [([3], "rank 3")], pairs=False)
 def test_ranks_that_run_other_programs_are_told_along_any_dimension(
     ranks: Ranks, names: tuple[str, str], others: list[int], named: str
 ) -> None:

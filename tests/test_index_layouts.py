@@ -136,7 +136,7 @@ def test_every_element_arrives_over_two_axes(case: Case) -> None:
     assert run(case) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @given(cases(levels=True))
 @settings(max_examples=2500, suppress_health_check=[HealthCheck.too_slow])
@@ -152,7 +152,7 @@ def test_what_is_packed_at_once_as_on_gpus_arrives_over_two_axes(case: Case) -> 
         assert run(case) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @given(cases())
 @settings(max_examples=2500, suppress_health_check=[HealthCheck.too_slow])
@@ -351,7 +351,7 @@ def strided(rank: int, data: int, tensor: int, shapes: list[tuple[int, ...]]) ->
 
 
 @pytest.mark.slow
-@quickly("shapes", [STRIDED, STRIDED[:2]], [STRIDED[:2]])
+@quickly("shapes", [STRIDED, STRIDED[:2]], [STRIDED[:2]], slow=())
 def test_torch_makes_strided_shards_whole_again(ranks: Ranks, shapes: list[tuple[int, ...]]) -> None:
     assert ranks.run(4, strided, 2, 2, shapes) == [[]] * 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -88,15 +89,13 @@ def all_ranks_name(answers: list[tuple[str, list[bool], float]], culprit: int) -
 
 
 @pytest.mark.slow
-@diagonal("what, stage", ["backward", "step"], [0, 3])
+@diagonal("what, stage", ["backward", "step"], [0, 3], pairs=False)
 def test_one_more_on_a_rank(ranks: Ranks, stage: int, what: str) -> None:
     all_ranks_name(ranks.run(2, out_of_step, stage, 0, what, group=60), 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("what", FAULTS)
+@quickly("what, stage, world", [*itertools.product(FAULTS, range(4), [2, 3])], [], pairs=False)
 def test_one_more_of_anything_on_the_last_rank(ranks: Ranks, world: int, stage: int, what: str) -> None:
     answers = ranks.run(world, out_of_step, stage, world - 1, what, group=60)
     if stage == 0 and what in ("evaluation", "forward"):
@@ -315,6 +314,7 @@ def set_apart(rank: int, stage: int, change: str, at: tuple[int, str], nodes: bo
     "stage, change, place",
     [(stage, change, place) for stage in range(4) for change in SETTINGS for place in ("first", "within")],
     [(0, "rate", "within"), (1, "betas", "first")],
+    pairs=False,
 )
 def test_a_rank_that_is_set_otherwise_is_named_before_anything_is_updated(
     ranks: Ranks, stage: int, change: str, place: str

@@ -122,7 +122,7 @@ MANY += [("tied", "1f1b", 2, 4, stage, True, 4) for stage in range(4)]
 
 
 @pytest.mark.slow
-@quickly("case", [*CASES, *MANY], CASES[::3])
+@quickly("case", [*CASES, *MANY], CASES[::6], slow=CASES[3::6])
 def test_a_forecast_is_near_what_the_programs_take(case: Case) -> None:
     programs, pipeline = programs_of(case), divided(case)
     found, lines = forecast(pipeline), simulate_pipeline(programs, H100)
@@ -417,6 +417,7 @@ class Towers(nn.Module):
     "model, schedule",
     [Odd("plain"), Towers()],
     ["1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble"],
+    pairs=False,
 )
 def test_no_step_is_faster_than_its_bound(model: nn.Module, schedule: str) -> None:
     width = 64 if isinstance(model, Towers) else 32

@@ -133,7 +133,7 @@ QUICK = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:zcompile. graph break")  # update_bn lets batch normalization read a number
-@quickly("world, kind, stage", CASES, QUICK[1:2])
+@quickly("world, kind, stage", CASES, QUICK[1:2], pairs=False)
 def test_averages_of_shards_have_the_bits_of_plain_ones(ranks: Ranks, world: int, kind: str, stage: int) -> None:
     assert ranks.run(world, against_plain, kind, {"stage": stage}) == [[]] * world
 

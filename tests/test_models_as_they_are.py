@@ -227,7 +227,7 @@ def agree(rank: int, kind: str, stage: int) -> list[str]:
 TRAINED = [*itertools.product(MADE, [0, 3], [2, 3])]
 
 
-@quickly("kind, stage, world", TRAINED, TRAINED[::18])
+@quickly("kind, stage, world", TRAINED, TRAINED[::18], pairs=False)
 def test_trains_as_in_one_process_on_the_joined_batch(ranks: Ranks, kind: str, stage: int, world: int) -> None:
     assert ranks.run(world, agree, kind, stage) == [[]] * world
 
@@ -276,7 +276,7 @@ def statistics(rank: int, stage: int) -> list[str]:
 
 
 @pytest.mark.slow
-@diagonal("stage, world", [0, 3], [3, 2])
+@diagonal("stage, world", [0, 3], [3, 2], pairs=False)
 def test_buffers_begin_as_rank_0s_and_follow_the_ranks_own_data(ranks: Ranks, stage: int, world: int) -> None:
     assert ranks.run(world, statistics, stage) == [[]] * world
 
@@ -499,7 +499,7 @@ def undisturbed(rank: int, stage: int, kind: str) -> list[str]:
 
 
 @pytest.mark.slow
-@diagonal("stage, kind", [0, 3], FAULTS)
+@quickly("stage, kind", [*itertools.product([0, 3], FAULTS)], [(3, kind) for kind in FAULTS], slow=())
 def test_after_an_exception_on_all_ranks_training_goes_on(ranks: Ranks, stage: int, kind: str) -> None:
     assert ranks.run(2, undisturbed, stage, kind) == [[], []]
 
@@ -621,7 +621,7 @@ def same_bits(rank: int, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@quickly("stage", range(4), [3])
+@quickly("stage", range(4), [3], slow=[1])
 def test_any_optimizer_and_schedule_gives_the_bits_of_ddp(ranks: Ranks, stage: int) -> None:
     """The shards of 13 and 5 rows over two ranks are uneven, the last layer's row is on one rank, a scalar on both."""
     assert ranks.run(2, same_bits, stage) == [{}, {}]
@@ -647,7 +647,7 @@ def clipped(rank: int, kind: str, stage: int, norm: float) -> tuple[list[str], f
 
 
 @pytest.mark.slow
-@diagonal("stage, case", range(4), [("mlp", 3, 2.0), ("gpt", 2, float("inf")), ("mlp", 3, 1.0)])
+@diagonal("stage, case", range(4), [("mlp", 3, 2.0), ("gpt", 2, float("inf")), ("mlp", 3, 1.0)], pairs=False)
 def test_the_global_norm_is_clipped(ranks: Ranks, stage: int, case: tuple[str, int, float]) -> None:
     """Not the infinite norm where a rank's shard is empty, as of one row over two ranks: torch has none of nothing."""
     kind, world, norm = case

@@ -86,6 +86,6 @@ WAYS = [(marked, backend) for marked in (Inner, Block) for backend in ("eager", 
 
 
 @pytest.mark.slow
-@quickly("marked, backend", WAYS, [(Inner, "eager")])
+@quickly("marked, backend", WAYS, [(Inner, "eager")], pairs=False)
 def test_marked_blocks_train_with_the_same_bits(marked: type[nn.Module], backend: str, ranks: Ranks) -> None:
     ranks.run(2, same, marked, backend)

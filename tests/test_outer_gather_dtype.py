@@ -170,6 +170,7 @@ FEW = [("hpz", 3, 1), ("hfsdp", 3, 2), ("hpz", 2, 0), ("hfsdp", 1, 1)]
         if (kind, wire) != ("mlp", INT8)  # of which all shards are tiny
     ],
     [("mlp", (2, 2), BF16)],
+    pairs=False,
 )
 def test_a_step_is_one_at_what_arrives_for_what_was_sent(
     threads: Threads, kind: str, shape: Shape, wire: torch.dtype
@@ -184,7 +185,7 @@ def test_every_stage_and_depth(ranks: Ranks, wire: torch.dtype) -> None:
     assert ranks.run(4, sweep, "gpt", (2, 2), wire, ALL, {}) == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
 def test_six_ranks(shape: Shape) -> None:
     pool = Ranks(6)
@@ -206,7 +207,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@quickly("name", list(OPTIONS), ["train step"])
+@quickly("name", list(OPTIONS), ["train step"], slow=())
 def test_other_options_change_no_bits(ranks: Ranks, name: str) -> None:
     choices = [("hpz", 3, 1), ("hfsdp", 2, 2)][: 1 if name == "a limit" else 2]
     assert ranks.run(4, sweep, "gpt", (2, 2), INT8, choices, OPTIONS[name]) == [[]] * 4
@@ -284,7 +285,7 @@ COMPUTED: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:zcompile")
-@quickly("kind, wire, options", COMPUTED, [COMPUTED[5]])
+@quickly("kind, wire, options", COMPUTED, [COMPUTED[5]], pairs=False)
 def test_every_rank_computes_with_what_the_others_got(
     threads: Threads, kind: str, wire: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -376,6 +377,7 @@ def sent_by(rank: int, shard: str, stage: int, wire: torch.dtype) -> dict[str, A
     "shard, stage, wire",
     [(shard, stage, wire) for shard in HYBRIDS for stage in (1, 3) for wire in WIRES],
     [("hpz", 3, INT8)],
+    pairs=False,
 )
 def test_bytes_outside_are_as_foretold_and_by_hand(threads: Threads, shard: str, stage: int, wire: torch.dtype) -> None:
     for one in threads.run(4, sent_by, shard, stage, wire):
@@ -412,7 +414,9 @@ def written(rank: int, shard: str, stage: int) -> list[str]:
 
 
 @pytest.mark.slow
-@quickly("shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 1)])
+@quickly(
+    "shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 1)], pairs=False
+)
 def test_writes_to_parameters_are_noticed(ranks: Ranks, shard: str, stage: int) -> None:
     assert ranks.run(4, written, shard, stage) == [[]] * 4
 

@@ -173,7 +173,7 @@ KINDS = ("gpt", "mlp", "tied", "conv")
 
 
 @pytest.mark.slow
-@quickly("world, kind", [(world, kind) for world in (1, 2, 3, 4) for kind in KINDS], [(3, "tied")])
+@quickly("world, kind", [(world, kind) for world in (1, 2, 3, 4) for kind in KINDS], [(3, "tied")], slow=[(2, "gpt")])
 def test_muon_steps_as_on_one_process_bit_for_bit(ranks: Ranks, world: int, kind: str) -> None:
     choices = [(stage, prefetch) for stage in range(1, 4) for prefetch in range(3)]
     assert ranks.run(world, sweep, kind, world, choices if kind != "tied" else choices[2::3]) == [[]] * world

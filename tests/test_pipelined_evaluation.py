@@ -74,6 +74,7 @@ def evaluates(rank: int, name: str, pipeline: int, data: int, schedule: str, sta
         if not (name == "norms" and data > 1)  # statistics of each rank's own batches
     ],
     [("norms", 2, 1, "interleaved1f1b", 3)],
+    pairs=False,
 )
 def test_evaluations_are_those_of_plain_pytorch(
     threads: Threads, name: str, pipeline: int, data: int, schedule: str, stage: int

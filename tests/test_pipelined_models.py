@@ -133,6 +133,7 @@ WAYS = [
         ("llama", 2, 1, "1f1b", 1),
         ("resnet", 2, 1, "interleavedzerobubble", 3),
     ],
+    pairs=False,
 )
 def test_a_real_model_trains_in_a_pipeline_as_in_one_process(
     ranks: Ranks, kind: str, pipeline: int, data: int, schedule: str, stage: int

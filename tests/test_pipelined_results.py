@@ -72,7 +72,8 @@ def metrics(rank: int, schedule: str, results: str) -> list[str]:
         optimizers[1].step()
         optimizers[1].zero_grad()
         if results == "last" and step.program is not None and not found:
-            wrong += [] if mesh["pp"].get_local_rank() == 0 and found is None else ["nothing"]
+            first = 1 if schedule == "zbvzerobubble" else 0  # in a V the first rank has the last stage
+            wrong += [] if mesh["pp"].get_local_rank() == first and found is None else ["nothing"]
             continue
         loss, named = found
         wrong += [] if torch.equal(loss, wanted) else [f"{loss} for {wanted}"]
@@ -85,7 +86,12 @@ def metrics(rank: int, schedule: str, results: str) -> list[str]:
 
 
 @pytest.mark.slow
-@quickly("schedule, results", [(s, r) for s in ("1f1b", "zbvzerobubble") for r in ("all", "last")], [("1f1b", "last")])
+@quickly(
+    "schedule, results",
+    [(s, r) for s in ("1f1b", "zbvzerobubble") for r in ("all", "last")],
+    [("1f1b", "last")],
+    pairs=False,
+)
 def test_metrics_are_those_of_each_micro_batch(threads: Threads, schedule: str, results: str) -> None:
     assert threads.run(4, metrics, schedule, results) == [[]] * 4
 
@@ -199,6 +205,7 @@ def scaled(rank: int, pipeline: int, data: int, stage: int, clip: float | None) 
     "pipeline, data, stage, clip",
     [(p, d, s, c) for p, d in ((2, 1), (2, 2), (4, 1)) for s in range(4) for c in (None, 0.5)],
     [(2, 1, 3, 0.5)],
+    pairs=False,
 )
 def test_steps_that_overflow_are_skipped_on_all_ranks(
     threads: Threads, pipeline: int, data: int, stage: int, clip: float | None

@@ -101,7 +101,7 @@ MESHES: list[Any] = [
 
 
 @pytest.mark.slow
-@quickly("name, first, others", MESHES, MESHES[1:2])
+@quickly("name, first, others", MESHES, MESHES[1:2], pairs=False)
 def test_a_checkpoint_is_loaded_on_any_mesh(
     ranks: Ranks, tmp_path: Path, name: str, first: Any, others: list[Any]
 ) -> None:

@@ -112,7 +112,7 @@ WAYS = [
 
 
 @pytest.mark.slow
-@quickly("plan, stage, schedule", WAYS, [("sequences", 3, "zbvzerobubble")])
+@quickly("plan, stage, schedule", WAYS, [("sequences", 3, "zbvzerobubble")], pairs=False)
 def test_a_pipeline_trains_as_tensor_parallelism_alone(ranks: Ranks, plan: str, stage: int, schedule: str) -> None:
     assert ranks.run(4, trains, (2, 1, 2), plan, stage, schedule, {}) == [[]] * 4
 
@@ -132,7 +132,7 @@ def test_three_dimensions_train_as_tensor_parallelism_alone() -> None:
         pool.close()
 
 
-@quickly("plan, schedule", [(p, s) for p in PLANS for s in ("1f1b", "zbvzerobubble")], [])
+@quickly("plan, schedule", [(p, s) for p in PLANS for s in ("1f1b", "zbvzerobubble")], [], pairs=False)
 def test_checkpoints_repeat_collectives_with_the_same_numbers(ranks: Ranks, plan: str, schedule: str) -> None:
     assert ranks.run(4, trains, (2, 1, 2), plan, 1, schedule, {"checkpoint": "unit"}) == [[]] * 4
 

@@ -42,7 +42,7 @@ SAID = {
 
 
 @pytest.mark.slow
-@quickly("how", list(SAID), ["hangs"])
+@quickly("how", list(SAID), ["hangs"], slow=())
 def test_a_rank_that_fails_is_replaced_alone(ranks: Ranks, how: str) -> None:
     before = ranks.run(2, process)
     with pytest.raises(RankError, match=SAID[how]):

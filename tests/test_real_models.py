@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import statistics
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests import zoo
+from tests.cases import quickly
 from tests.ranks import Ranks
 
 STEPS = 3
@@ -108,39 +110,24 @@ def check(ranks: Ranks, world: int, kind: str, stage: int, backend: str = "eager
     return answers
 
 
-def usually(kinds: set[str]) -> list[Any]:
-    """All models; those not in `kinds` take their time in `make test-all`."""
-    return [pytest.param(kind, marks=[] if kind in kinds else pytest.mark.slow) for kind in sorted(zoo.MODELS)]
+KINDS = sorted(zoo.MODELS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", usually({"llama"}))
-def test_two_ranks_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str) -> None:
-    for answer in check(ranks, 2, kind, 3):
+@quickly(
+    "kind, stage, world",
+    [*itertools.product(KINDS, range(4), [2, 3])],
+    [(kind, 3, 2) for kind in KINDS],
+    pairs=False,
+)
+def test_it_trains_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str, stage: int, world: int) -> None:
+    for answer in check(ranks, world, kind, stage):
         if kind in WHOLE:
             assert answer["programs"] == 2, "one forward and one backward"
 
 
-@pytest.mark.parametrize("kind", usually(set()))
-def test_two_ranks_without_sharding(ranks: Ranks, kind: str) -> None:
-    check(ranks, 2, kind, 0)
-
-
-@pytest.mark.parametrize("kind", usually(set()))
-def test_three_ranks_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str) -> None:
-    check(ranks, 3, kind, 3)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "world"), [(0, 3), (1, 2), (2, 2), (1, 3), (2, 3)])
-@pytest.mark.parametrize("kind", sorted(zoo.MODELS))
-def test_other_stages_train_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str, stage: int, world: int) -> None:
-    check(ranks, world, kind, stage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", sorted(zoo.MODELS))
+@quickly("kind, stage", [*itertools.product(KINDS, [0, 3])], [], pairs=False)
 def test_inductor_trains_as_eager_pytorch_to_the_rounding_of_fused_code(ranks: Ranks, kind: str, stage: int) -> None:
     check(ranks, 2, kind, stage, "inductor")
 

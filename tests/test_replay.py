@@ -79,7 +79,7 @@ STEP = ("forward", "backward")
 
 
 @pytest.mark.slow
-@quickly("stage", range(4), [3])
+@quickly("stage", range(4), [3], slow=[0])
 def test_each_rank_of_a_stage_is_replayed_alone(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     losses = ranks.run(2, one_step, tmp_path, "gpt", {"stage": stage})
     for rank, loss in enumerate(losses):
@@ -106,7 +106,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@quickly("way", list(WAYS), ["dropout, recomputed, bf16, arenas"])
+@quickly("way", list(WAYS), ["dropout, recomputed, bf16, arenas"], slow=list(WAYS)[::4])
 def test_every_way_to_train_is_replayed(threads: Threads, tmp_path: Path, way: str) -> None:
     kind, options = WAYS[way]
     threads.run(2, one_step, tmp_path, kind, options)
@@ -133,7 +133,7 @@ def train_steps(rank: int, folder: Path, stage: int) -> None:
 
 
 @pytest.mark.slow
-@quickly("stage", range(4), [2])
+@quickly("stage", range(4), [2], slow=())
 def test_train_steps_are_replayed_with_what_was_gathered_ahead(threads: Threads, tmp_path: Path, stage: int) -> None:
     threads.run(2, train_steps, tmp_path, stage)
     for rank in range(2):
@@ -156,7 +156,7 @@ def micro_batches(rank: int, folder: Path, stage: int) -> None:
 
 
 @pytest.mark.slow
-@quickly("stage", range(4), [1])
+@quickly("stage", range(4), [1], slow=())
 def test_a_step_is_its_micro_batches_and_what_is_evaluated_between_them(
     ranks: Ranks, tmp_path: Path, stage: int
 ) -> None:

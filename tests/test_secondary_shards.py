@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -88,7 +89,7 @@ def test_dimensions_of_one_and_worlds_of_three(threads: Threads, shape: Shape, k
     assert found == [[]] * len(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
 def test_six_ranks(shape: Shape) -> None:
     pool = Ranks(6)
@@ -107,6 +108,7 @@ def test_six_ranks(shape: Shape) -> None:
         for synchronised in ([False, True], [True, False, True], [True, True])
     ],
     [(3, [True, True], "hpz")],
+    pairs=False,
 )
 def test_gradients_are_accumulated(threads: Threads, stage: int, synchronised: list[bool], shard: str) -> None:
     assert threads.run(4, accumulated, stage, (2, 2), synchronised, shard) == [[]] * 4
@@ -117,14 +119,14 @@ def test_gradients_are_accumulated(threads: Threads, stage: int, synchronised: l
     "stage, prefetch, shard",
     [(stage, prefetch, shard) for stage in (1, 2, 3) for prefetch in (0, 2) for shard in HYBRIDS],
     [(3, 2, "hfsdp")],
+    pairs=False,
 )
 def test_a_train_step_updates_as_the_loop_does(threads: Threads, stage: int, prefetch: int, shard: str) -> None:
     assert threads.run(4, compare_steps, stage, prefetch, shard) == [[]] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", HYBRIDS)
-@pytest.mark.parametrize("name", OPTIONS)
+@quickly("name, shard", [*itertools.product(OPTIONS, HYBRIDS)], [], pairs=False)
 def test_other_options_change_no_bits(ranks: Ranks, name: str, shard: str) -> None:
     assert ranks.run(4, beside, name, shard) == [[]] * 4
 
@@ -152,6 +154,7 @@ def test_the_backend_of_torch_compile_takes_it(ranks: Ranks, shard: str) -> None
     "shape, shard",
     [(shape, shard) for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1)) for shard in (*HYBRIDS, "flat")],
     [((2, 1, 2), "hpz")],
+    pairs=False,
 )
 def test_it_stands_beside_tensor_parallelism(ranks: Ranks, shape: tuple[int, int, int], shard: str) -> None:
     assert ranks.run(4, divided, shape, 3, shard) == [[]] * 4
@@ -195,7 +198,9 @@ def sent_by(rank: int, shard: str, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@quickly("shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 3)])
+@quickly(
+    "shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 3)], pairs=False
+)
 def test_what_goes_over_each_axis_is_as_predicted(threads: Threads, shard: str, stage: int) -> None:
     for one in threads.run(4, sent_by, shard, stage):
         step, forward = one["step"], one["forward"]
@@ -411,7 +416,9 @@ def test_a_checkpoint_loads_in_other_layouts(ranks: Ranks, shard: str, tmp_path:
 
 
 @pytest.mark.slow
-@quickly("shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (2, 3)], [("hpz", 3), ("hfsdp", 3)])
+@quickly(
+    "shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (2, 3)], [("hpz", 3), ("hfsdp", 3)], pairs=False
+)
 def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, shard: str, stage: int, tmp_path: Path) -> None:
     threads.run(4, replayed_with, str(tmp_path), shard, stage)
     assert_proven(tmp_path / "dump")

@@ -47,7 +47,7 @@ def estimates(rates: Hardware, kind: str = "gpt", stage: int = 3) -> dict[str, E
 # -- what is counted --------------------------------------------------------------------------------------------------
 
 
-@diagonal("kind, shard, stage", sorted(MODELS), ["flat", *Hybrid], [1, 3])
+@diagonal("kind, shard, stage", sorted(MODELS), ["flat", *Hybrid], [1, 3], pairs=False)
 def test_what_is_counted_is_what_a_traced_program_sends(kind: str, shard: str, stage: int) -> None:
     layout = layout_of(kind, stage, shard)
     traced = trace(make(kind), batch(kind, 0, 0))

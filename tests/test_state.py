@@ -933,7 +933,7 @@ def take_whole(rank: int, kind: str, stage: int) -> list[bool]:
 
 
 @pytest.mark.slow
-@quickly("stage, kind", [(stage, kind) for stage in (0, 1, 3) for kind in ("mlp", "conv")], [(3, "mlp")])
+@quickly("stage, kind", [(stage, kind) for stage in (0, 1, 3) for kind in ("mlp", "conv")], [(3, "mlp")], pairs=False)
 def test_a_full_state_is_taken_by_every_rank_or_sent_by_the_first(ranks: Ranks, kind: str, stage: int) -> None:
     for facts in ranks.run(3, take_whole, kind, stage):
         assert facts == [True] * 4

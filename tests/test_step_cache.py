@@ -137,7 +137,7 @@ PRODUCT = itertools.product(
 )
 
 
-@quickly("kind, stage, world, option", list(PRODUCT), [("mlp", 3, 2, ("prefetch", 2))])
+@quickly("kind, stage, world, option", list(PRODUCT), [("mlp", 3, 2, ("prefetch", 2))], pairs=False)
 def test_what_is_found_trains_with_the_same_bits(
     kind: str, stage: int, world: int, option: tuple[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -153,7 +153,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@quickly("kind, options", [*ASKED, ("gpt", {"arenas": True}), ("gpt", {"dtype": torch.bfloat16})], ASKED)
+@quickly("kind, options", [*ASKED, ("gpt", {"arenas": True}), ("gpt", {"dtype": torch.bfloat16})], ASKED, pairs=False)
 def test_what_is_found_does_what_options_ask_for(
     kind: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -455,6 +455,7 @@ def varying(rank: int, folder: str, kind: str, backend: str) -> None:
     "kind, backend",
     [(kind, backend) for kind in ("tied", "mlp", "conv") for backend in ("eager", "inductor")],
     [("tied", "eager"), ("conv", "eager")],
+    pairs=False,
 )
 def test_sizes_may_vary(one: Callable[..., Any], kind: str, backend: str) -> None:
     one(varying, kind, backend)

@@ -82,7 +82,7 @@ def test_two_ranks_equal_ddp_bit_for_bit(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, sweep, kind, "eager", EAGER[kind]) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["gpt", "mlp", "conv"])
 def test_two_ranks_equal_ddp_with_every_prefetch(ranks: Ranks, kind: str) -> None:
     assert ranks.run(2, sweep, kind, "eager", ALL) == [[], []]
@@ -119,7 +119,7 @@ def test_weights_that_are_computed_last_train_as_ddp(ranks: Ranks, stage: int) -
 
 
 @pytest.mark.slow
-@quickly("kind, world", list(itertools.product(["gpt", "mlp", "conv"], [1, 3, 4])), [("mlp", 3)])
+@quickly("kind, world", list(itertools.product(["gpt", "mlp", "conv"], [1, 3, 4])), [("mlp", 3)], pairs=False)
 def test_other_worlds_agree_to_rounding(threads: Threads, kind: str, world: int) -> None:
     assert max(threads.run(world, compare_rounding, kind, world)) < 2e-6
 
@@ -171,7 +171,7 @@ def summed_twice(rank: int, world: int, stage: int, bucket: int | None, held: bo
 
 
 @pytest.mark.slow
-@quickly("stage, world", [*itertools.product(range(4), [1, 2])], [(0, 2), (3, 2)])
+@quickly("stage, world", [*itertools.product(range(4), [1, 2])], [(0, 2), (3, 2)], pairs=False)
 def test_a_gradient_that_is_one_number_expanded(threads: Threads, world: int, stage: int) -> None:
     for bucket, held in ((None, False), (16, False), (None, True)):
         assert threads.run(world, summed_twice, world, stage, bucket, held) == [True] * world

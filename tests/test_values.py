@@ -182,6 +182,7 @@ KINDS = [*OWN, "llama", "t5", "vit", "bert"]
     "kind, dtype, stages",
     [(kind, dtype, stages) for kind in KINDS for dtype in (None, torch.bfloat16) for stages in ((0, 3), (1, 2))],
     [("shared", None, (1, 2))],
+    pairs=False,
 )
 def test_real_programs_compute_what_was_traced_after_every_pass(
     kind: str, dtype: torch.dtype | None, stages: tuple[int, ...]

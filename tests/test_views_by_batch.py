@@ -51,6 +51,7 @@ class Scaled(nn.Module):
     "kind, checkpoint",
     [(kind, checkpoint) for kind in VIEWS for checkpoint in (None, "unit")],
     [("slice", None)],
+    pairs=False,
 )
 def test_every_length_gives_the_gradients_of_the_plain_model(kind: str, checkpoint: str | None) -> None:
     torch.manual_seed(0)

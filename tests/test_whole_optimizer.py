@@ -91,7 +91,7 @@ def there_and_back(rank: int, stage: int) -> list[str]:
 
 
 @pytest.mark.slow
-@quickly("stage, world", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3), (3, 1)], [(0, 2)])
+@quickly("stage, world", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3), (3, 1)], [(0, 2)], pairs=False)
 def test_whole_state_of_ddp_goes_into_every_stage_and_comes_out_again(ranks: Ranks, stage: int, world: int) -> None:
     assert ranks.run(world, there_and_back, stage) == [[]] * world
 

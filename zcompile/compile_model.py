@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zcompile._torch import local_tensor
 from zcompile.compiled import CompiledModule, agreed, ignored_names, model_lines, over
 from zcompile.engine.automatic_shard import choose_shard
+from zcompile.engine.calls.entries import methods_with_entries
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards
@@ -199,7 +200,7 @@ def _compiled(
     engine = Engine(runtime, title=type(model).__name__)
     shards, sites, retired = shard_model(model, layout, communicator, read, parallel, memory)
     for module in kept.values():
-        compute_in_own_dtype(module, communicator.device)
+        compute_in_own_dtype(module, methods_with_entries(module), communicator.device)
     point_at_shards(optimizers, shards.values(), retired)
     runtime.has_optimizer_state = any(optimizer.state for optimizer in optimizers)
     return over(model, engine, shards, sites, retired)

@@ -70,6 +70,7 @@ def gives(rank: int, kind: str, stage: int) -> list[str]:
     "kind, world, stage",
     [(kind, world, stage) for kind in OUTPUTS for world in (2, 3) for stage in (3, 2)],
     [("nested", 2, 3)],
+    pairs=False,
 )
 def test_a_backward_goes_through_outputs_of_every_form(threads: Threads, kind: str, world: int, stage: int) -> None:
     assert threads.run(world, gives, kind, stage) == [[]] * world
@@ -156,7 +157,7 @@ USES = [(which, skips) for which in ("one", "another on each rank", "another in 
 
 
 @pytest.mark.slow
-@quickly("which, skips", USES, [USES[3], USES[4]])
+@quickly("which, skips", USES, [USES[3], USES[4]], pairs=False)
 def test_unused_outputs_and_modules_have_no_gradient_and_others_have_theirs(
     threads: Threads, which: str, skips: bool
 ) -> None:
@@ -230,6 +231,7 @@ def backward(rank: int, way: str, model: str) -> list[str]:
     "way, model",
     [(way, model) for way in BACKWARDS for model in ("net", "own")],
     [("hooked", "net")],
+    pairs=False,
 )
 def test_a_backward_may_be_run_in_every_way(threads: Threads, way: str, model: str) -> None:
     assert threads.run(2, backward, way, model) == [[], []]

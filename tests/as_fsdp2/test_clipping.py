@@ -51,6 +51,7 @@ CASES = [
     "norm_type, foreach, mesh, stage",
     CASES,
     [(2.0, None, "one", 3)],
+    pairs=False,
 )
 def test_gradients_are_clipped_by_the_norm_of_all_ranks(
     ranks: Ranks, norm_type: float, foreach: bool | None, mesh: str, stage: int

@@ -72,7 +72,7 @@ CASES = [(how, several, stage) for how in FREEZE for several in (False, True) fo
 
 
 @pytest.mark.slow
-@quickly("how, several, stage", CASES, CASES[2:3])
+@quickly("how, several, stage", CASES, CASES[2:3], pairs=False)
 def test_frozen_parameters_beside_trained_ones(threads: Threads, how: str, several: bool, stage: int) -> None:
     assert threads.run(3, frozen, how, several, stage) == [[]] * 3
 

@@ -46,7 +46,7 @@ def scaled(rank: int, stage: int, hybrid: bool, clips: bool) -> list[str]:
 CASES = [(stage, hybrid, clips) for stage in (3, 2, 1, 0) for hybrid in (False, True) for clips in (False, True)]
 
 
-@quickly("stage, hybrid, clips", CASES, [(0, False, False)])
+@quickly("stage, hybrid, clips", CASES, [(0, False, False)], pairs=False)
 def test_steps_are_skipped_and_scales_set_as_for_a_plain_model(
     threads: Threads, stage: int, hybrid: bool, clips: bool
 ) -> None:

@@ -55,7 +55,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@quickly("stage, options", CASES, [CASES[4]])
+@quickly("stage, options", CASES, [CASES[4]], pairs=False)
 def test_ignored_parameters_are_left_alone_as_by_ddp(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
     assert ranks.run(3, ignores, stage, options) == [[]] * 3
 

@@ -172,7 +172,7 @@ def trained(rank: int, kind: str, reduce_dtype: torch.dtype | None, micro: int) 
 CASES = [(kind, dtype, micro) for kind in MODELS for dtype in (None, torch.bfloat16) for micro in (1, 2)]
 
 
-@quickly("kind, reduce_dtype, micro", CASES, [("net", None, 1)])
+@quickly("kind, reduce_dtype, micro", CASES, [("net", None, 1)], pairs=False)
 def test_numbers_are_those_of_cast_parameters_and_averages_in_the_dtype_of_the_reduction(
     threads: Threads, kind: str, reduce_dtype: torch.dtype | None, micro: int
 ) -> None:
@@ -262,6 +262,7 @@ def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
     "stage, breaks",
     [(stage, breaks) for stage in range(4) for breaks in (False, True)],
     [(3, False)],
+    pairs=False,
 )
 def test_modules_may_keep_their_dtype(threads: Threads, stage: int, breaks: bool) -> None:
     assert threads.run(2, kept, stage, breaks) == [[], []]

@@ -136,7 +136,7 @@ CASES = [
 ]
 
 
-@quickly("kind, world, options", CASES, CASES[:1])
+@quickly("kind, world, options", CASES, CASES[:1], pairs=False)
 def test_gradients_and_parameters_are_those_of_plain_pytorch(
     threads: Threads, kind: str, world: int, options: dict[str, Any]
 ) -> None:
@@ -160,6 +160,7 @@ def divided(rank: int, units: str, checkpoint: str | None) -> list[str]:
     "units, checkpoint",
     [(units, checkpoint) for units in UNITS for checkpoint in (None, "unit")][:-1],  # a layer computes nothing again
     [("one", "unit"), ("each layer", None)],
+    pairs=False,
 )
 def test_how_modules_are_grouped_and_what_is_recomputed_changes_no_number(
     threads: Threads, units: str, checkpoint: str | None
@@ -296,7 +297,7 @@ WAYS = [(stage, way) for stage in (3, 2) for way in ("sharded", "full", "flag")]
 
 
 @pytest.mark.slow
-@quickly("stage, way", WAYS, [(3, "sharded"), (3, "full"), (3, "flag")])
+@quickly("stage, way", WAYS, [(3, "sharded"), (3, "full"), (3, "flag")], pairs=False)
 def test_gradients_accumulate_with_and_without_synchronisation(threads: Threads, stage: int, way: str) -> None:
     assert threads.run(3, accumulated, stage, way) == [[]] * 3
 
@@ -332,7 +333,7 @@ HYBRIDS = [(shard, stage) for shard in ("hsdp", "hfsdp", "hpz", "flat") for stag
 
 
 @pytest.mark.slow
-@quickly("shard, stage", HYBRIDS, [("hsdp", 3)])
+@quickly("shard, stage", HYBRIDS, [("hsdp", 3)], pairs=False)
 def test_a_mesh_that_replicates_and_shards_averages_over_both(threads: Threads, shard: str, stage: int) -> None:
     assert threads.run(4, hybrid, shard, stage) == [[]] * 4
 

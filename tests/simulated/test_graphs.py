@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,8 +141,7 @@ def _both(rank: int, train: Any, way: str, options: dict[str, Any]) -> tuple[lis
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@quickly("way", list(WAYS), ["overlapping"])
-@quickly("name", list(OPTIONS), ["stage 3"])
+@quickly("way, name", [*itertools.product(WAYS, OPTIONS)], [("overlapping", "stage 3")], pairs=False)
 def test_graphs_compute_what_is_computed_without(gpus: Ranks, name: str, way: str) -> None:
     check(gpus.run(2, _both, trained, way, OPTIONS[name], timeout=300))
 
@@ -263,6 +263,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         *((train, "", stage) for train in (returning, waving) for stage in (0, 1, 2, 3)),
     ],
     [(waving, "", 3)],
+    pairs=False,
 )
 def test_graphs_of_other_models(gpus: Ranks, train: Any, kind: str, stage: int) -> None:
     check(gpus.run(2, _both, train, kind, {"stage": stage}, timeout=300))

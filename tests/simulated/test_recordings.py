@@ -38,7 +38,7 @@ def recorded(rank: int, name: str, folder: Path) -> tuple[list[str], dict[str, i
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@quickly("name", NAMES, ["stage 3, activations, arenas"])
+@quickly("name", NAMES, ["stage 3, activations, arenas"], slow=NAMES[:1])
 def test_what_is_recorded_is_complete(gpus: Ranks, tmp_path: Path, name: str) -> None:
     world = 2 * scenarios.SCENARIOS[name].tensor  # of four, the first is there alone
     for findings, verdicts in gpus.run(world, recorded, name, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,13 @@ from zcompile.model.units import AUTOCAST
 
 @dataclass(frozen=True)
 class OwnDtype:
-    """Stands in a module for its `forward`: calls that outside of autocast, with arguments cast to `dtype`.
+    """Stands in a module for a method, `forward` too: calls it outside of autocast, with arguments cast to `dtype`.
 
     An attribute of the instance, as wrappers of forward commonly are. It holds a bound method, so that a copy of the
     module has one that calls the copy.
     """
 
-    forward: Callable[..., Any]
+    method: Callable[..., Any]
     device: str
     dtype: torch.dtype
     __wrapped__: Callable[..., Any] = field(repr=False)
@@ -30,13 +30,15 @@ class OwnDtype:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         with torch.autocast(self.device, enabled=False):
-            return self.forward(*args, **kwargs)
+            return self.method(*args, **kwargs)
 
     def _cast(self, argument: torch.Tensor) -> torch.Tensor:
         return argument.to(self.dtype) if argument.dtype in AUTOCAST else argument
 
 
-def compute_in_own_dtype(module: nn.Module, device: torch.device) -> None:
-    """Let calls of `module`, whose parameters have one dtype, be computed in it, whatever autocast is around them."""
+def compute_in_own_dtype(module: nn.Module, methods: Iterable[str], device: torch.device) -> None:
+    """Let `methods` of a module, whose parameters have one dtype, compute in it, whatever autocast is around them."""
     dtype = next(module.parameters()).dtype
-    vars(module)["forward"] = OwnDtype(module.forward, device.type, dtype, module.forward)
+    for name in methods:
+        method = getattr(module, name)
+        vars(module)[name] = OwnDtype(method, device.type, dtype, method)
