@@ -331,7 +331,7 @@ def test_the_command_starts_without_torch() -> None:
     assert found.stdout.strip() == "set()"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_way_on_the_processor(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--tiny", "--starts", "1", "--rounds", "2", "--steps", "2", "--precisions", "bf16"]
     names = ["--only", "compile", "eager", "zcompile-0", "zcompile-3-cast", "--minutes", "4", "--output", str(tmp_path)]

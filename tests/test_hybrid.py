@@ -134,7 +134,7 @@ def test_dimensions_of_one_and_worlds_of_three(threads: Threads, shape: Shape, k
     assert found == [[]] * len(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
 def test_six_ranks(shape: Shape) -> None:
     pool = Ranks(6)

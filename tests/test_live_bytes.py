@@ -44,8 +44,8 @@ print(json.dumps(found))
     ("backend", "tolerance", "settings"),
     [
         ("eager", 0.02, [None, 0.7]),
-        pytest.param("eager", 0.02, ["unit"], marks=pytest.mark.slow),
-        pytest.param("inductor", 0.08, [None, "unit", 0.7], marks=pytest.mark.slow),  # what Inductor fuses is foretold
+        pytest.param("eager", 0.02, ["unit"], marks=pytest.mark.nightly),
+        pytest.param("inductor", 0.08, [None, "unit", 0.7], marks=pytest.mark.nightly),  # fusions are foretold
     ],
 )
 def test_the_predicted_peak_is_what_a_step_takes(

@@ -93,7 +93,7 @@ def campaign(*arguments: object) -> list[re.Match[str]]:
 
 
 @pytest.mark.slow
-@quickly("every", [1, 3], [3])
+@quickly("every", [1, 3], [3], slow=())
 def test_every_mutation_makes_mutants_and_none_is_a_hole(every: int) -> None:
     told = campaign("--only", *range(0, len(MUTATIONS), every), "--program", *QUICK)
     assert [one["mutation"] for one in told] == list(MUTATIONS)[::every]

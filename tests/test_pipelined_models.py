@@ -146,7 +146,7 @@ def test_a_real_model_trains_in_a_pipeline_as_in_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+@quickly("kind", ["llama", "gpt2", "t5"], ["llama"], slow=())
 def test_inductor_rounds_elsewhere(ranks: Ranks, kind: str) -> None:
     for answer in ranks.run(2, trains, kind, 2, 1, "1f1b", 1, "inductor"):
         assert {name: found for name, found in answer["found"].items() if not found <= FUSED} == {}

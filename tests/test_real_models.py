@@ -127,7 +127,7 @@ def test_it_trains_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str, s
 
 
 @pytest.mark.slow
-@quickly("kind, stage", [*itertools.product(KINDS, [0, 3])], [], pairs=False)
+@quickly("kind, stage", [*itertools.product(KINDS, [0, 3])], [("gpt2", 3)], slow=())
 def test_inductor_trains_as_eager_pytorch_to_the_rounding_of_fused_code(ranks: Ranks, kind: str, stage: int) -> None:
     check(ranks, 2, kind, stage, "inductor")
 

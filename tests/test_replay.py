@@ -378,7 +378,7 @@ def not_finite(rank: int, folder: Path, where: str, backend: str) -> None:
 
 
 @pytest.mark.slow
-@quickly("backend", ["eager", "inductor"], ["eager"])
+@quickly("backend", ["eager", "inductor"], ["eager"], slow=())
 def test_an_operation_that_makes_nan_is_found(threads: Threads, tmp_path: Path, backend: str) -> None:
     threads.run(2, not_finite, tmp_path, "layer", backend)
     code, text = command("replay", tmp_path, "--rank", 0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
+from tests.cases import quickly
 from zcompile._torch import FakeTensorMode, compile_with_inductor, force_stride_order
 from zcompile.engine.region_strides import keep_strides
 
@@ -125,7 +126,7 @@ class Channel(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[(2, 3)], [(2, 3), (4, 5)]])
+@quickly("sizes", [[(2, 3)], [(2, 3), (4, 5)]], [[(2, 3), (4, 5)]], slow=())
 def test_a_part_of_a_convolution_keeps_its_strides(sizes: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
     model = Channel()

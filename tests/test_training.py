@@ -59,7 +59,6 @@ def train(
 
 ALL = [(stage, prefetch) for stage in range(4) for prefetch in range(3)]
 FEW = [(1, 2), (3, 1)]
-SWEEPS = [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
 
 
 def sweep(rank: int, kind: str, backend: str, sweep_of: list[tuple[int, int]]) -> list[str]:
@@ -191,7 +190,8 @@ def test_training_after_inference_mode_uses_what_it_kept(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sweep_of", SWEEPS)
-@quickly("kind", ["gpt", "conv", "mlp"], ["mlp"])
+@quickly(
+    "kind, sweep_of", [*itertools.product(["gpt", "conv", "mlp"], [FEW, ALL])], [("mlp", FEW)], slow=[("conv", FEW)]
+)
 def test_inductor_stages_equal_stage_0_bit_for_bit(ranks: Ranks, kind: str, sweep_of: list[tuple[int, int]]) -> None:
     assert ranks.run(2, sweep, kind, "inductor", sweep_of, timeout=600) == [[], []]
