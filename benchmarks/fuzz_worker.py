@@ -382,8 +382,8 @@ def joined(task: Task) -> Iterator[None]:
     store = dist.FileStore(str(task.folder / "store"), task.case.world)
     deadline = timedelta(seconds=task.timeout)
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.case.world, timeout=deadline)
-    dist.barrier()  # a rank that is done at once would close its connections while others are still connecting
     try:
+        dist.barrier()  # a rank that is done at once would close its connections while others are still connecting
         yield
     finally:
         dist.destroy_process_group()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import zcompile
+from tests.cases import quickly
 from zcompile.pipelining.action_tables import SCHEDULES
 from zcompile.schedule import option_checks
 from zcompile.tools import choices
@@ -33,11 +34,10 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["--help"], ["plam"], ["plan", "gpt:124m", "--wrold", "2"], ["plan", "-h"]],
-    ids=" ".join,
-)
+WRONG = [[], ["--help"], ["plam"], ["plan", "gpt:124m", "--wrold", "2"]]
+
+
+@quickly("arguments", [*WRONG, ["--version"], *([one, "-h"] for one in COMMANDS)], [*WRONG, ["plan", "-h"]])
 def test_help_and_wrong_commands_do_not_wait_for_torch(arguments: list[str]) -> None:
     found = run(LOADED.format(arguments=arguments))
     assert found.returncode == 0, found.stderr
