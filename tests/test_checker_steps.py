@@ -74,7 +74,6 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvze
         ("skips tied", "interleavedzerobubble", 3, 2),
         ("drawn", "zbvzerobubble", 3, 1),
     ],
-    pairs=False,
 )
 def test_steps_are_proven_from_their_texts(name: str, schedule: str, stage: int, columns: int) -> None:
     steps = made(name, schedule, columns, stage=stage)

@@ -262,7 +262,7 @@ BROKEN = list(itertools.product(MODELS, range(4), (2, 3)))
 QUICK = [(kind, 3, 2 + index % 2) for index, kind in enumerate(MODELS) if index % 6 == 0]
 
 
-@quickly("kind, stage, world", BROKEN, QUICK, pairs=False)
+@quickly("kind, stage, world", BROKEN, QUICK)
 def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: int, world: int) -> None:
     assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
 

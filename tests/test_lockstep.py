@@ -95,7 +95,7 @@ def test_one_more_on_a_rank(ranks: Ranks, stage: int, what: str) -> None:
 
 
 @pytest.mark.slow
-@quickly("what, stage, world", [*itertools.product(FAULTS, range(4), [2, 3])], [], pairs=False)
+@quickly("what, stage, world", [*itertools.product(FAULTS, range(4), [2, 3])], [])
 def test_one_more_of_anything_on_the_last_rank(ranks: Ranks, world: int, stage: int, what: str) -> None:
     answers = ranks.run(world, out_of_step, stage, world - 1, what, group=60)
     if stage == 0 and what in ("evaluation", "forward"):

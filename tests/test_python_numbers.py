@@ -134,7 +134,6 @@ def same(got: Any, want: Any) -> None:
     "kind, stage, trains",
     [(kind, stage, trains) for kind in KINDS for stage in (0, 3) for trains in (True, False)],
     [("affine", 3, True), ("held", 0, True), ("nested", 0, False), ("returned", 3, False)],
-    pairs=False,
 )
 def test_each_call_has_the_numbers_of_the_plain_model(kind: str, stage: int, trains: bool) -> None:
     torch.manual_seed(0)
