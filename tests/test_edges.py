@@ -183,6 +183,43 @@ def test_a_submodule_of_a_broken_model_called_by_itself() -> None:
     assert_as_plain(Outer(False), use)
 
 
+def behind(node: Any, seen: set[Any]) -> set[Any]:
+    if node is not None and node not in seen:
+        seen.add(node)
+        for following, _ in node.next_functions:
+            behind(following, seen)
+    return seen
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() >= needed
+
+
+def frozen_at_the_bottom() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[1].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "by", [zcompile.compile, lambda model, **k: torch.compile(model, backend=zcompile.backend(**k))]
+)
+@pytest.mark.parametrize("made", [frozen_at_the_bottom, Own])
+def test_what_lies_behind_a_result_can_be_read(stage: int, by: Any, made: Callable[[], nn.Module]) -> None:
+    compiled = by(made(), stage=stage, backend="eager")
+    for _ in range(2):
+        result = compiled(X.clone().requires_grad_())
+        nodes = behind(result.grad_fn, set())
+        held = [node.variable for node in nodes if hasattr(node, "variable")]
+        held += [tensor for node in nodes for tensor in getattr(node, "saved_tensors", ())]
+        held += [getattr(node, name) for node in nodes for name in dir(node) if name.startswith("_saved_")]
+        assert all(has_memory(one) for one in held if isinstance(one, torch.Tensor))
+        result.sum().backward()
+
+
 @dataclass(slots=True)
 class Slotted:
     loss: torch.Tensor

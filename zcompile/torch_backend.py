@@ -45,13 +45,13 @@ from zcompile._torch import (
 )
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.automatic_shard import choose_shard
-from zcompile.engine.calls.links import linked
 from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
+from zcompile.frontend.links import linked
 from zcompile.frontend.python_numbers import varying_floats
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program

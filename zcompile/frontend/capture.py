@@ -36,6 +36,7 @@ from zcompile._torch import (
     promise_no_donated_buffers,
 )
 from zcompile.errors import CaptureError
+from zcompile.frontend.links import without_placeholders
 from zcompile.frontend.nested_graphs import written_out
 from zcompile.frontend.opaque_calls import refuse_opaque_calls, where
 from zcompile.frontend.python_numbers import give_floats_as_tensors
@@ -137,8 +138,10 @@ class Capture:
         _make_dense(module, named)
         with no_donated_buffers(), no_rematerialization(), backward_without_autocast():
             if self.cache is None or not can_be_kept(module, example_inputs):
-                return self._traced(module, example_inputs)
-            return self._found_or_traced(module, example_inputs, self.cache)
+                compiled = self._traced(module, example_inputs)
+            else:
+                compiled = self._found_or_traced(module, example_inputs, self.cache)
+        return without_placeholders(compiled, [place for place, entry in enumerate(self.inputs) if entry.parameter])
 
     def _traced(self, module: fx.GraphModule, inputs: Sequence[Any], *, keep: bool = False) -> Callable[..., Any]:
         """What AOTAutograd makes of a graph; with `keep` it looks into its cache, and keeps there what it has made."""

@@ -33,7 +33,6 @@ from zcompile._torch import (
 )
 from zcompile.engine.calls.entries import Entry, draws_in_place, methods_with_entries, taken_out
 from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, digest
-from zcompile.engine.calls.links import linked
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.calls.plain_reads import PlainReads
@@ -43,6 +42,7 @@ from zcompile.engine.interpreter import in_large_frame, old_objects_frozen
 from zcompile.errors import CaptureError, OptionError, ParameterError, ZcompileError, shortened
 from zcompile.frontend.capture import Names, refuse_handed_on
 from zcompile.frontend.dynamo import BREAKS, traceable, typed_errors
+from zcompile.frontend.links import linked
 from zcompile.frontend.local_graphs import Locals
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.model.conversion import kinds_made

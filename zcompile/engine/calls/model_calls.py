@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from zcompile._torch import backward_number, keeps_graph, kinds_left_undefined, tree_leaves, wants_gradient
-from zcompile.engine.calls.links import ParameterLink
 from zcompile.errors import BackwardError
+from zcompile.frontend.links import Witness
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.delivery import Delivery, refuse_compiled_autograd
 from zcompile.runtime.tensors.asked import mark
@@ -97,7 +97,7 @@ class _Check:
 
     call: ModelCall
     accumulator: Node | None
-    """Where autograd would bring the gradient of one of its parameters."""
+    """What a backward runs if it wants gradients of all parameters, behind one of them."""
     kinds: Sequence[Any] | None
     """What autograd knows of its results, where it gives the program nothing for those that no gradient comes to."""
     freed: Sequence[bool] | None = None
@@ -172,10 +172,8 @@ def _compiled_nodes(ends: set[Node], begins: set[Node]) -> Iterator[Node]:
 
 
 def _accumulator(node: Node) -> Node | None:
-    following: list[Any] = [one for one, _ in node.next_functions if one is not None]
-    for one in following:
-        if isinstance(getattr(one, "variable", None), nn.Parameter):
-            return one  # type: ignore[no-any-return]
-        if isinstance(one, ParameterLink):
-            return one.next_functions[0][0]  # type: ignore[no-any-return]
+    for one, _ in node.next_functions:
+        leaf: Any = one.next_functions[0][0] if one is not None and one.next_functions else None
+        if isinstance(getattr(leaf, "variable", None), Witness):
+            return leaf  # type: ignore[no-any-return]
     return None
