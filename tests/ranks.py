@@ -137,6 +137,8 @@ def _work(connection: Connection, size: int, on: Device, number: int, log: str) 
     import torch
     import torch.distributed as dist
 
+    from tests.shared_steps import sharing_steps
+    from tests.shared_traces import sharing
     from zcompile._torch import forget_meshes
     from zcompile.engine.interpreter import in_large_frame
 
@@ -153,7 +155,8 @@ def _work(connection: Connection, size: int, on: Device, number: int, log: str) 
             value: Any = importlib.import_module(module)
             for part in name.split("."):
                 value = getattr(value, part)
-            answer = (True, in_large_frame(value, rank, *args))
+            with sharing(), sharing_steps():
+                answer = (True, in_large_frame(value, rank, *args))
         except BaseException:
             answer = (False, traceback.format_exc())
         finally:

@@ -539,7 +539,7 @@ def train_steps(rank: int, folder: str) -> None:
         step = zcompile.train_step(model, None, torch.optim.AdamW(model.parameters()))
         return [float(step(*batch("mlp", rank, number))) for number in range(3)], found(model)
 
-    with cached(folder):
+    with cached(f"{folder}/{rank}"):  # or it may find what the other rank has kept
         cold = losses()
         torch.distributed.barrier()
         warm = losses()
@@ -562,7 +562,7 @@ def of_torch_compile(rank: int, folder: str) -> None:
         values = [loss.item() for loss in fit(compiled, optimizer, (batch("mlp", rank, n) for n in range(3)))]
         return values, [step.rewritten.is_from_cache for step in backend.engine.runtime.steps]
 
-    with cached(folder):
+    with cached(f"{folder}/{rank}"):
         cold = losses()
         torch.distributed.barrier()
         warm = losses()
