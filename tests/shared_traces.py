@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from zcompile._torch import is_symbolic, tree_leaves, tree_map_only
+from zcompile._torch import is_symbolic, keeps_graph, tree_leaves, tree_map_only
 from zcompile.engine.calls.entries import Entry
 from zcompile.engine.calls.fragments import Fragment
 from zcompile.engine.interception import Traced, intercepting
@@ -93,8 +93,9 @@ class Sharing:
 
     def key(self, watched: str, args: Any, kwargs: Any) -> Key | None:
         """All that a trace depends on; None if that is not known."""
-        is_cached = os.environ.get("ZCOMPILE_CACHE") != "0"  # what that test is about
-        if is_cached or not watched.endswith("hooks ") or torch.is_inference_mode_enabled():
+        if os.environ.get("ZCOMPILE_CACHE") != "0" or self.fragment.tree.engine.compiler.options.backend != "eager":
+            return None  # a test of the cache, or kernels for strides that AOTAutograd sees to
+        if not watched.endswith("hooks ") or torch.is_inference_mode_enabled():
             return None
         reads = set[str]()
         if not is_known(self.fragment.forward, self.fragment, reads):
@@ -209,9 +210,11 @@ class CompiledFunctionOfTest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         sizes = sum(is_symbolic(node.meta.get("val")) for node in ctx.step.saved)
-        saved = ctx.saved[len(ctx.saved) - sizes :] + ctx.saved[: len(ctx.saved) - sizes]
-        tangents = [one for one, is_so in zip(gradients, ctx.differentiable, strict=True) if is_so]
-        return None, None, *ctx.step.backward([*saved, *tangents])
+        box = ctx.saved[len(ctx.saved) - sizes :] + ctx.saved[: len(ctx.saved) - sizes]
+        if not keeps_graph():
+            ctx.saved = None
+        box += [one for one, is_so in zip(gradients, ctx.differentiable, strict=True) if is_so]
+        return None, None, *ctx.step.backward(box)
 
 
 def stand_ins(program: Program) -> list[torch.Tensor]:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.pipelines import mesh_of
 from tests.ranks import Ranks
-from tests.test_pipelined import mesh_of
 from zcompile import OptionError, train_step
 from zcompile.cost.memory import peak_bytes
 from zcompile.pipelining.balance import StageMemory, balanced

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.step_mutants import MUTATIONS, PROGRAMS, judged, program
 from benchmarks.step_programs import Steps, Texts, steps_of
 from tests.cases import quickly
-from tests.test_pipelined import UNITS, batch_of, loss_of, model_of
+from tests.pipelines import UNITS, batch_of, loss_of, model_of
 from zcompile import ProofError
 from zcompile.proof.checker_texts import CAPTURE, STEP
 from zcompile.proof.parts import check_parts

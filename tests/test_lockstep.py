@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.models import batch, make
+from tests.pipelines import batch_of, loss_of, mesh_of, model_of
 from tests.ranks import AT_ONCE, Ranks
-from tests.test_pipelined import batch_of, loss_of, mesh_of, model_of
 from zcompile._torch import FakeTensorMode
 from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
 

@@ -314,7 +314,7 @@ def runs(rank: int, lines: list[str]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_group")
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 1), (1, 2, 2)])
+@quickly("mesh", [(2, 1, 2), (2, 2, 1), (1, 2, 2)], [(2, 1, 2)], slow=())
 def test_what_is_printed_runs(ranks: Ranks, mesh: tuple[int, int, int]) -> None:
     with torch.device("meta"):
         model, tokens = Llama(LlamaShape(2, 128, 256, 4, 2), 64), torch.empty(1, 16, dtype=torch.int64)

@@ -100,7 +100,7 @@ def test_every_mutation_makes_mutants_and_none_is_a_hole(every: int) -> None:
     assert {Verdict.STRUCTURE, Verdict.VALUES, Verdict.RANKS, Verdict.EQUAL} <= {one["verdict"] for one in told}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_mutant_of_any_program_is_a_hole() -> None:
     told = campaign("--seed", 1, "--only", *range(9 * len(MUTATIONS)))
     assert len(told) == 9 * len(MUTATIONS)

@@ -10,7 +10,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
-from tests.test_pipelined import MICROBATCHES, UNITS, Reference, batch_of, loss_of, mesh_of, model_of
+from tests.pipelines import MICROBATCHES, UNITS, Reference, batch_of, loss_of, mesh_of, model_of
 from tests.threads import Threads
 from zcompile.errors import ZcompileError
 from zcompile.ir.actions import ActionTable

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests.cases import quickly
-from tests.test_pipelined import MICROBATCHES, batch_of, loss_of, model_of, trains
+from tests.pipelines import MICROBATCHES, batch_of, loss_of, model_of, trains
 from tests.threads import Threads
 
 WAYS = [

@@ -11,8 +11,8 @@ import torch
 
 import zcompile
 from tests.cases import quickly
+from tests.pipelines import MICROBATCHES, UNITS, batch_of, loss_of, mesh_of, model_of
 from tests.ranks import Ranks
-from tests.test_pipelined import MICROBATCHES, UNITS, batch_of, loss_of, mesh_of, model_of
 from tests.test_replay import assert_equal_bits, command, replayed
 from zcompile.pipelining.step import PipelinedStep
 

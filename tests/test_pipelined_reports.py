@@ -21,8 +21,8 @@ import zcompile
 from benchmarks.live_bytes import build
 from benchmarks.team import ROOT
 from tests.models import GPT
+from tests.pipelines import batch_of, loss_of, mesh_of
 from tests.ranks import Ranks
-from tests.test_pipelined import batch_of, loss_of, mesh_of
 from zcompile import Program
 from zcompile.cost.hardware import CPU, Hardware
 from zcompile.cost.simulator import idle_share, simulate_pipeline

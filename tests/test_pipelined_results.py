@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import zcompile
 from tests.cases import quickly
-from tests.test_pipelined import MICROBATCHES, batch_of, in_order, loss_of, mean, mesh_of, model_of
+from tests.pipelines import MICROBATCHES, batch_of, in_order, loss_of, mean, mesh_of, model_of
 from tests.threads import Threads
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
+from tests.pipelines import MICROBATCHES, UNITS, Reference, batch_of, loss_of, mesh_of, model_of
 from tests.ranks import Ranks
-from tests.test_pipelined import MICROBATCHES, UNITS, Reference, batch_of, loss_of, mesh_of, model_of
 from zcompile.pipelining.step import PipelinedStep
 
 STEPS = 2
@@ -101,7 +101,7 @@ MESHES: list[Any] = [
 
 
 @pytest.mark.slow
-@quickly("name, first, others", MESHES, MESHES[1:2], pairs=False)
+@quickly("name, first, others", MESHES, MESHES[1:2], slow=MESHES[3:4])
 def test_a_checkpoint_is_loaded_on_any_mesh(
     ranks: Ranks, tmp_path: Path, name: str, first: Any, others: list[Any]
 ) -> None:

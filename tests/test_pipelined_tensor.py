@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import zcompile
 from tests.cases import quickly
+from tests.pipelines import MICROBATCHES, in_order, mean
 from tests.ranks import Ranks
-from tests.test_pipelined import MICROBATCHES, in_order, mean
 from tests.test_tensor_parallel import PLANS, Feed
 from zcompile.pipelining.step import PipelinedStep
 

@@ -123,9 +123,9 @@ def low_training(rank: int, stage: int, dtype: torch.dtype, options: dict[str, A
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [
-        pytest.param(0, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(0, torch.bfloat16, marks=pytest.mark.nightly),
         pytest.param(3, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(3, torch.float16, marks=pytest.mark.slow),
+        pytest.param(3, torch.float16, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import zcompile
+from tests.cases import quickly
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, parsed
 from tests.ranks import Ranks
@@ -104,8 +105,7 @@ def unlimited(ranks: Ranks) -> list[tuple[list[str], int]]:
     return ranks.run(2, limited, None, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [0, "auto"])
+@quickly("prefetch", [0, "auto"], [], slow=["auto"])
 def test_ranks_keep_what_fits_on_all_of_them(
     ranks: Ranks, unlimited: list[tuple[list[str], int]], prefetch: int | str
 ) -> None:

@@ -174,7 +174,7 @@ def of_sizes(rank: int, folder: Path, backend: str) -> None:
             compiled(*(one[:size] for one in batch("gpt", rank, size))).backward()
 
 
-@quickly("backend", ["eager", "inductor"], [])
+@quickly("backend", ["eager", "inductor"], [], slow=["eager"])
 def test_sizes_that_vary_are_replayed(threads: Threads, tmp_path: Path, backend: str) -> None:
     threads.run(2, of_sizes, tmp_path, backend)
     for rank in range(2):

@@ -76,8 +76,7 @@ def test_two_by_two_equals_the_sum_in_order_bit_for_bit(ranks: Ranks) -> None:
     assert ranks.run(4, sweep, "tied", (2, 2), choices) == [[]] * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@quickly("kind", KINDS, [], slow=["tied"])
 def test_two_by_two_equals_the_sum_in_order_in_every_stage(ranks: Ranks, kind: str) -> None:
     assert ranks.run(4, sweep, kind, (2, 2), [*ALL, ("flat", 2, 1), ("flat", 3, 2)]) == [[]] * 4
 

@@ -455,7 +455,7 @@ def varying(rank: int, folder: str, kind: str, backend: str) -> None:
     "kind, backend",
     [(kind, backend) for kind in ("tied", "mlp", "conv") for backend in ("eager", "inductor")],
     [("tied", "eager"), ("conv", "eager")],
-    pairs=False,
+    slow=[("mlp", "inductor")],
 )
 def test_sizes_may_vary(one: Callable[..., Any], kind: str, backend: str) -> None:
     one(varying, kind, backend)

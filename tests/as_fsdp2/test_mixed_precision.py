@@ -262,7 +262,7 @@ def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
     "stage, breaks",
     [(stage, breaks) for stage in range(4) for breaks in (False, True)],
     [(3, False)],
-    pairs=False,
+    slow=[(0, True), (2, True)],
 )
 def test_modules_may_keep_their_dtype(threads: Threads, stage: int, breaks: bool) -> None:
     assert threads.run(2, kept, stage, breaks) == [[], []]

@@ -13,7 +13,7 @@ from tests.simulated import library
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable())
 def test_they_pass() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.simulated.plugin", "-m", "gpu", "tests/test_gpu.py"]

@@ -141,7 +141,9 @@ def _both(rank: int, train: Any, way: str, options: dict[str, Any]) -> tuple[lis
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@quickly("way, name", [*itertools.product(WAYS, OPTIONS)], [("overlapping", "stage 3")], pairs=False)
+@quickly(
+    "way, name", [*itertools.product(WAYS, OPTIONS)], [*zip(WAYS, itertools.cycle(OPTIONS), strict=False)], slow=()
+)
 def test_graphs_compute_what_is_computed_without(gpus: Ranks, name: str, way: str) -> None:
     check(gpus.run(2, _both, trained, way, OPTIONS[name], timeout=300))
 

@@ -63,7 +63,7 @@ WAITS: dict[str, int | tuple[int, ...]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@quickly("name", list(SCENARIOS), QUICK, slow=list(SCENARIOS)[::4])
+@quickly("name", list(SCENARIOS), QUICK, slow=list(SCENARIOS)[::6])
 def test_everything_is_ordered(gpus: Ranks, name: str) -> None:
     for rank, report in enumerate(gpus.run(SCENARIOS[name].world or 4, scenarios.run, name)):
         assert report.findings == []
