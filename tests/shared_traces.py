@@ -80,9 +80,11 @@ class Sharing:
     def __init__(self, fragment: Fragment, traced: Callable[..., Any]) -> None:
         self.fragment, self.traced = fragment, traced
         self.bound: dict[Key, Callable[..., Any]] = {}
+        self.sizes: set[Key] = set()
 
     def __call__(self, watched: str, *args: Any, **kwargs: Any) -> Any:
-        key = None if self.fragment.path else self.key(watched, args, kwargs)
+        self.sizes.add(tuple(one.shape for one in given_in(args, kwargs)))
+        key = None if self.fragment.path or len(self.sizes) > 1 else self.key(watched, args, kwargs)
         if key is not None and key not in _TRACES:
             _TRACES[key] = self.record(watched, args, kwargs)
         if key is None or (trace := _TRACES[key]) is None:

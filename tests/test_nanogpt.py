@@ -53,7 +53,7 @@ def test_three_lines_differ() -> None:
     assert len(changes) == 6, "\n".join(changes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_trains_as_ddp_and_each_resumes_what_the_other_saved(tmp_path: Path) -> None:
     scripts = tmp_path / "zcompile.py.txt", tmp_path / "plain.py.txt"
     for script, source in zip(scripts, sources(), strict=True):

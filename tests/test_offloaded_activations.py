@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zcompile
+from tests.cases import quickly
 from tests.models import GPT, make
 from tests.ranks import Ranks
 from zcompile import OptionError, StateError
@@ -208,12 +209,10 @@ def differing(rank: int, case: str, folder: str) -> list[str]:
     return found + ([] if nbytes else ["nothing was away"])
 
 
-SLOW = ("arenas", "inductor", "unit", "whole")
+QUICK = [case for case in CASES if case not in ("arenas", "inductor", "unit", "whole")]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
-)
+@quickly("case", [*CASES], QUICK, slow=["inductor", "whole"])
 def test_numbers_stay_what_they_are(ranks: Ranks, tmp_path: Path, case: str) -> None:
     assert ranks.run(2, differing, case, str(tmp_path)) == [[], []]
     assert not any(path.is_file() for path in tmp_path.rglob("*"))

@@ -170,7 +170,7 @@ FEW = [("hpz", 3, 1), ("hfsdp", 3, 2), ("hpz", 2, 0), ("hfsdp", 1, 1)]
         if (kind, wire) != ("mlp", INT8)  # of which all shards are tiny
     ],
     [("mlp", (2, 2), BF16)],
-    pairs=False,
+    slow=[("conv", (3, 1), INT8), ("tied", (2, 2), BF16)],
 )
 def test_a_step_is_one_at_what_arrives_for_what_was_sent(
     threads: Threads, kind: str, shape: Shape, wire: torch.dtype
@@ -179,8 +179,7 @@ def test_a_step_is_one_at_what_arrives_for_what_was_sent(
     assert found == [[]] * len(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wire", WIRES)
+@quickly("wire", WIRES, [], slow=[INT8])
 def test_every_stage_and_depth(ranks: Ranks, wire: torch.dtype) -> None:
     assert ranks.run(4, sweep, "gpt", (2, 2), wire, ALL, {}) == [[]] * 4
 
