@@ -30,7 +30,7 @@ class ParameterLink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, witness: Witness, *parameters: nn.Parameter) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return torch.empty(0)
+        return torch.empty(0, device=witness.device)
 
     @staticmethod
     def backward(ctx: Any, *_: object) -> Any:
@@ -46,9 +46,11 @@ def without_placeholders(compiled: Callable[..., Any], places: Sequence[int]) ->
             return compiled(*args)
         if not made:
             trained = [place for place in places if args[place].requires_grad]
-            made.update((place, torch.empty(0)) for place in places)
+            # Where parameters are: autograd runs the node in the thread of that device, as it would run theirs.
+            empty = torch.empty(0, device=args[places[0]].device)
+            made.update((place, empty) for place in places)
             # One node for all, which saves nothing that a backward would free, and no views, which are copied to save.
-            values = torch.unsafe_split_with_sizes(Witness(torch.empty(0)), [0] * len(trained))
+            values = torch.unsafe_split_with_sizes(Witness(empty), [0] * len(trained))
             made.update(zip(trained, values, strict=True))
         given = list(args)
         for place, value in made.items():
@@ -71,7 +73,7 @@ def linked(
     if not plain:
         return compiled
     place = next(place for place, parameter in known.items() if parameter is plain[0])
-    witness = Witness(torch.empty(0))
+    witness = Witness(torch.empty(0, device=plain[0].device))
     weak = [weakref.ref(parameter) for parameter in plain]  # Dynamo keeps this until `torch.compiler.reset()`
     del known, plain, parameters, inputs
 
