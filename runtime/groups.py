@@ -325,6 +325,17 @@ def as_one(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else flattened(mesh)
 
 
+def group_again(mesh: DeviceMesh, name: str, device: torch.device) -> dist.ProcessGroup:
+    """Another group of the ranks along one of several dimensions. Collective over all ranks there are.
+
+    Another mesh does not do: along a dimension of all ranks it would have the default group each time.
+    """
+    ranks = mesh.mesh.movedim((mesh.mesh_dim_names or ()).index(name), -1).flatten(0, -2).tolist()
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=group_timeout(mesh.get_group(name), device))
+    return group
+
+
 def axes_of_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> tuple[Axis, ...]:
     """The axes of the data-parallel mesh, and of the one over which tensor parallelism divides the model behind it."""
     parts = 1 if tensor is None else tensor.size()

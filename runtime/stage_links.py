@@ -53,12 +53,14 @@ class StageLinks:
 
     Args:
         mesh: Of that axis, for what all its ranks do together.
-        again: Makes a mesh of the same ranks with a group of its own. Collective.
+        again: Makes another group of the same ranks. Collective.
         whole: The waits for all ranks that train the model.
         data: The ranks that have the same stages: what is sent is counted, and recorded, with what they send.
     """
 
-    def __init__(self, mesh: DeviceMesh, again: Callable[[], DeviceMesh], whole: Waits, data: Communicator) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, again: Callable[[], dist.ProcessGroup], whole: Waits, data: Communicator
+    ) -> None:
         self.device, self.size, self.rank = data.device, mesh.size(), mesh.get_local_rank()
         (self.axis,) = mesh.mesh_dim_names or ("pp",)
         self.group, self._again = mesh.get_group(), again
@@ -90,7 +92,7 @@ class StageLinks:
             name = self.waits.name(f"links of {self.waits.ranks[0]}")
             self._hosts = connected_hosts(name, self.group, self.device)
         for lane in sorted({route.lane for route in routes} - set(self._lanes)):
-            self._lanes[lane] = self._again().get_group()
+            self._lanes[lane] = self._again()
         for route in routes:
             if self.rank in route:
                 byte, group = torch.zeros(1, dtype=torch.uint8, device=self.device), self._lanes[route.lane]

@@ -111,9 +111,9 @@ class Worker:
             if self.connection.poll(max(0.0, end - time.monotonic())):
                 answer: tuple[bool, Any] = self.connection.recv()
                 return answer
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.has_ended = True
-            return False, "the process died (a crash, not an exception)"
+            return False, f"the process died (a crash, not an exception)\n{self.log.read()}"
         self.has_ended = True
         return False, f"no answer: a hang, or the others wait for one that has ended\n{self.stacks()}"
 
@@ -131,7 +131,9 @@ class Worker:
 
 
 def _work(connection: Connection, size: int, on: Device, number: int, log: str) -> None:
-    faulthandler.register(signal.SIGUSR1, open(log, "w"))  # noqa: SIM115  # open as long as the process is there
+    stacks = open(log, "w")  # noqa: SIM115  # as long as the process is there
+    faulthandler.register(signal.SIGUSR1, stacks)
+    faulthandler.enable(stacks)
     os.environ["OMP_NUM_THREADS"] = "1"
     join = {"host": _gloo, "simulated": _simulated}.get(on, partial(_nccl, on == "bound gpu"))(size, number)
     import torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,9 +128,11 @@ WAYS |= {f"{name}, four": replace(SCENARIOS[name], world=4) for name in FOUR}
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_training_is_that_of_distributed_data_parallel(gpu: Ranks, name: str) -> None:
+def test_training_is_that_of_distributed_data_parallel(name: str, request: pytest.FixtureRequest) -> None:
     way = WAYS[name]
-    found = gpu.run(way.world, beside, way, timeout=90)
+    # Meshes of bound ranks split their groups: the second time in a process torch 2.11 ends in a segmentation fault.
+    ranks: Ranks = request.getfixturevalue("gpu" if way.world == 2 else "lazy")
+    found = ranks.run(way.world, beside, way, timeout=90)
     assert max(found) <= is_near(way)
 
 
@@ -233,60 +235,52 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvze
 SHAPES = ((2, 1), (4, 1), (2, 2))
 
 
-@pytest.mark.parametrize("pool", ["lazy", "gpu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_trains(
-    schedule: str, shape: tuple[int, int], pool: str, request: pytest.FixtureRequest
-) -> None:
-    ranks: Ranks = request.getfixturevalue(pool)
-    stage = SCHEDULES.index(schedule) % 4
-    assert (
-        max(ranks.run(shape[0] * shape[1], pipelined, shape, {"schedule": schedule, "stage": stage}, timeout=40)) < 1e-5
-    )
+def test_every_schedule_trains(lazy: Ranks, schedule: str, shape: tuple[int, int]) -> None:
+    options = {"schedule": schedule, "stage": SCHEDULES.index(schedule) % 4}
+    assert max(lazy.run(shape[0] * shape[1], pipelined, shape, options, timeout=40)) < 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pipelines_train_where_communicators_come_with_groups(gpu: Ranks, shape: tuple[int, int]) -> None:
+    gpu.close()  # as above
+    options = {"schedule": "interleaved1f1b", "stage": 2}
+    assert max(gpu.run(shape[0] * shape[1], pipelined, shape, options, timeout=60)) < 1e-5
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def goes_astray(rank: int) -> str:
+def tell(rank: int, folder: str, call: Callable[[], object]) -> None:
+    """Write what a call raises to a file, and end the process: it would wait for good for the ends of its groups."""
+    try:
+        call()
+    except zcompile.ZcompileError as error:
+        (Path(folder) / f"rank {rank}").write_text(type(error).__name__)
+    os._exit(0)
+
+
+def goes_astray(rank: int, folder: str) -> None:
     compiled, _ = trained(rank, 2, 3)
     given = [tensor.cuda() for tensor in batch("mlp", rank, 9)]
-    try:
-        if rank:
-            compiled.full_state_dict()
-        else:
-            compiled(*given).backward()
-    except zcompile.ZcompileError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_a_rank_out_of_step_is_told_on_all(gpu: Ranks) -> None:
-    began = time.monotonic()
-    told = gpu.run(2, goes_astray, timeout=90, group=20)
-    assert all(told), told
-    assert time.monotonic() - began < AT_ONCE
+    tell(rank, folder, compiled.full_state_dict if rank else lambda: compiled(*given).backward())
 
 
 def outlives(rank: int, folder: str) -> None:
     compiled, _ = trained(rank, 2, 3)
+    given = [tensor.cuda() for tensor in batch("mlp", rank, 9)]
+    torch.cuda.synchronize()  # what a rank has launched before it is gone was received
     if rank:
         os._exit(3)
-    given = [tensor.cuda() for tensor in batch("mlp", rank, 9)]
-    try:
-        compiled(*given).backward()
-    except zcompile.ZcompileError as error:
-        (Path(folder) / "told").write_text(f"{type(error).__name__}: {error}")
-    os._exit(0)  # a group whose other end is gone would be waited for
+    tell(rank, folder, lambda: compiled(*given).backward())
 
 
-def test_a_rank_that_dies_is_told_of_on_the_others(tmp_path: Path) -> None:
-    pool = Ranks(2, on="bound gpu")
-    with pytest.raises(RankError, match="rank 1:\nthe process died"):
-        pool.run(2, outlives, str(tmp_path), timeout=90, group=20)
+@pytest.mark.parametrize(("function", "told"), [(goes_astray, ["AgreementError"] * 2), (outlives, ["GroupError"])])
+def test_ranks_are_told(function: Callable[[int, str], None], told: list[str], tmp_path: Path) -> None:
+    began, pool = time.monotonic(), Ranks(2, on="bound gpu")
+    with pytest.raises(RankError, match="the process died"):
+        pool.run(2, function, str(tmp_path), timeout=90, group=20)
     pool.close()
-    deadline = time.monotonic() + AT_ONCE
-    while not (tmp_path / "told").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert "GroupError" in (tmp_path / "told").read_text()
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == told
+    assert time.monotonic() - began < 2 * AT_ONCE

@@ -16,7 +16,15 @@ from zcompile.ir.ops import Receive, Send
 from zcompile.ir.program import Program
 from zcompile.model.tensor_parallel import check_divided, model_parallel
 from zcompile.runtime.agreement import ALIKE, Agreement, first_difference
-from zcompile.runtime.groups import Communicator, as_one, axes_of_mesh, check_inside, data_axes, default_device
+from zcompile.runtime.groups import (
+    Communicator,
+    as_one,
+    axes_of_mesh,
+    check_inside,
+    data_axes,
+    default_device,
+    group_again,
+)
 from zcompile.runtime.stage_links import Route, StageLinks
 from zcompile.runtime.tensors.placement import ModelParallel
 from zcompile.schedule.option_checks import check_axes, check_outer
@@ -67,7 +75,7 @@ class PipelineRanks:
         shared = own[_data_names(own, tensor)]
         everyone = Communicator(as_one(own), device)
         data = Communicator(as_one(shared) if options.has_one_axis else shared, device, options.hybrid)
-        links = StageLinks(own[PIPELINE], lambda: _with_data(mesh, tensor)[PIPELINE], everyone.waits, data)
+        links = StageLinks(own[PIPELINE], lambda: group_again(own, PIPELINE, device), everyone.waits, data)
         parallel = None
         if tensor is not None:
             parallel = model_parallel(model, mesh[_data_names(mesh, tensor)], flat=options.divides_outside)
