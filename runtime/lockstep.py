@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import real_tensors
+from zcompile._torch import outside_modes
 from zcompile.errors import AgreementError
 from zcompile.runtime.collectives import Shared
 from zcompile.runtime.groups import Communicator
@@ -238,7 +238,7 @@ class Lockstep:
 
     def _read(self, call: RollCall) -> None:
         assert call.shared is not None, "a rank that is alone has nothing to read"
-        with real_tensors():  # a rank that waits for others while it compiles reads on
+        with outside_modes():  # a rank that waits for others while it compiles reads on
             rows = call.shared.read().tolist()
         said = [Position.of(row[:NUMBERS]) for row in rows]
         if unlike := self._set_otherwise([row[NUMBERS : NUMBERS + SETTINGS] for row in rows]):

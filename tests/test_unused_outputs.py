@@ -170,11 +170,8 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-FIXED = pytest.mark.xfail(reason="a region of a backward that is compiled later is compiled for one size")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=FIXED)])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_the_tangent_of_what_a_loss_leaves_out_is_nowhere(backend: str) -> None:
     torch.manual_seed(0)
     plain = Speaks()
@@ -189,6 +186,7 @@ def test_the_tangent_of_what_a_loss_leaves_out_is_nowhere(backend: str) -> None:
                 loss.backward()  # type: ignore[union-attr]
         for param, wanted in zip(compiled.parameters(), plain.parameters(), strict=True):
             found = param.grad if param.grad is None else param.grad.to_local()  # type: ignore[attr-defined]
-            torch.testing.assert_close(found, wanted.grad, rtol=0, atol=1e-6 if backend == "inductor" else 0)
+            bound = 1e-6 if backend == "inductor" else 0.0
+            torch.testing.assert_close(found, wanted.grad, rtol=bound, atol=bound)
         if uses == [0]:
             assert not {"aten::zeros", "aten::full", "aten::add.Tensor"}.intersection(sizes.found)

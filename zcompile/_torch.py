@@ -177,6 +177,7 @@ __all__ = [
     "of_fixed_sizes",
     "operator_named",
     "other_kernels",
+    "outside_modes",
     "parameters_of",
     "partitioner_budget",
     "partitioning",
@@ -188,7 +189,6 @@ __all__ = [
     "promise_no_donated_buffers",
     "python_writes",
     "random_state",
-    "real_tensors",
     "recomputes",
     "reduce_together",
     "register_pytree_node",
@@ -441,8 +441,8 @@ def cached_steps(tag: str) -> Iterator[Callable[[], contextlib.AbstractContextMa
         yield outside
 
 
-def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """While a graph is traced: operations inside make and compute real tensors, not those of the tracer."""
+def outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """No mode sees the operations inside: neither a tracer, whose tensors are not real, nor one of the user's."""
     outside: contextlib.AbstractContextManager[Any] = _disable_current_modes()
     return outside
 

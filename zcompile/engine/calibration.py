@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zcompile._torch import real_tensors
+from zcompile._torch import outside_modes
 from zcompile.cost.hardware import Hardware, Link
 from zcompile.cost.profile_files import DTYPES
 from zcompile.runtime.device import is_gpu, synchronize, total_bytes
@@ -48,7 +48,7 @@ def measure(
     `tensor`: of the ranks that have other parts of the model, neighbours of this one; their link comes first then.
     What a tracer would make of tensors, if one is at work, is kept away.
     """
-    with real_tensors(), torch.no_grad():
+    with outside_modes(), torch.no_grad():
         meter = _Meter(communicator, LITTLE)
         near = [] if tensor is None else [_Meter(tensor, LITTLE)]
         links = [(one.link(axis), axis.size) for one in (*near, meter) for axis in one.communicator.axes]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload, real_tensors
+from zcompile._torch import OpOverload, outside_modes
 from zcompile.ir.operation import Phase, data, set_data
 from zcompile.ir.ops import Input, Item, Kind, Parameter
 from zcompile.ir.program import Program
@@ -122,6 +122,6 @@ def _content(program: Program, node: fx.Node) -> str:
     value = program.constants.get(node.name)
     if not isinstance(value, torch.Tensor):
         return ""
-    with real_tensors():
+    with outside_modes():
         content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()
