@@ -103,7 +103,9 @@ def waits(_: float) -> list[str]:
 
 def ranks(seconds: float) -> list[str]:
     """Over NCCL; what is left when time runs out is skipped."""
-    return [*PYTEST, "--numprocesses", "2", "--dist", "worksteal", "--within", f"{max(0.0, seconds - 60):.0f}", RANKS]
+    workers = str(max(2, min(4, (os.cpu_count() or 1) // 4)))  # a test has up to four ranks
+    options = ["--numprocesses", workers, "--dist", "worksteal", "--within", f"{max(0.0, seconds - 60):.0f}"]
+    return [*PYTEST, *options, RANKS]
 
 
 def memory(_: float) -> list[str]:
