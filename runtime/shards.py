@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from zcompile._torch import backward_number, local_tensor, version_of
+from zcompile._torch import backward_number, local_tensor, no_torch_function, version_of
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.low_precision import as_sent, encode_shards
 from zcompile.runtime.shard_memory import ShardMemory, aligned_end
-from zcompile.runtime.tensors.explained import explain
+from zcompile.runtime.tensors.explained import explain, laid_out_like
 from zcompile.runtime.tensors.parameter import ShardedParameter, sharded
 from zcompile.runtime.tensors.placement import ModelParallel, Placing, along
 
@@ -172,8 +172,14 @@ class UnitShards:
 
     def gradient(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, shaped like this rank's part of the parameter `name`, as it stands in `.grad`."""
-        placing = self._placings.get(name)
-        return tensor if placing is None else explain(placing.place(tensor), self.communicator.waits)
+        placing, parameter = self._placings.get(name), self.parameters[name]
+        if placing is None:
+            return tensor
+        if isinstance(parameter, ShardedParameter) and local_tensor(parameter).dtype is tensor.dtype:
+            made = laid_out_like(parameter, tensor)  # torch thinks long about what is laid out anew
+        else:
+            made = placing.place(tensor)
+        return explain(made, self.communicator.waits)
 
     def shard_of(self, name: str, full: torch.Tensor) -> DTensor:
         """This rank's part of `full`, which is shaped like the full parameter `name`, in memory of its own."""
@@ -249,11 +255,10 @@ class UnitShards:
 
     def held(self, name: str) -> HeldGradient | None:
         """What is held back for the parameter `name`, unless the user has dropped it from `.grad`."""
-        held = self._held.get(name)
-        holders = [parameter for parameter in (self.parameters[name], self.twins.get(name)) if parameter is not None]
-        if held is not None and any(holder.grad is not held.shown for holder in holders):
+        if (held := self._held.get(name)) is None:
             return None
-        return held
+        holders = [parameter for parameter in (self.parameters[name], self.twins.get(name)) if parameter is not None]
+        return held if all(holder.grad is held.shown for holder in holders) else None
 
     def _show(self, name: str, gradient: torch.Tensor | None) -> None:
         self.parameters[name].grad = gradient
@@ -287,7 +292,8 @@ class UnitShards:
 
     def version(self) -> int:
         """A number that grows with every write in place that autograd sees; zero for units that have just come."""
-        return sum(_version(parameter) - self._adopted[name] for name, parameter in self.parameters.items())
+        with no_torch_function():
+            return sum(_version(parameter) - self._adopted[name] for name, parameter in self.parameters.items())
 
     def writes(self) -> int:
         """A number that changes with every write that torch, or the parameters themselves, make known."""

@@ -89,8 +89,10 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from torch.utils._pytree import tree_leaves_with_path as leaves_by_path
 
 __all__ = [
+    "GRADIENT",
     "IGNORED_BY_DDP",
     "METADATA_TYPES",
+    "STATE",
     "STATE_HOOKS",
     "BackendCompilerFailed",
     "BypassAOTAutogradCache",
@@ -687,9 +689,18 @@ def is_asked_for(accumulator: Node) -> bool:
         return True
 
 
-def no_torch_function() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a tensor subclass's `__torch_function__` is not called."""
-    return DisableTorchFunctionSubclass()
+STATE = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("requires_grad", "is_leaf", "grad_fn", "_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+)
+"""Functions that `__torch_function__` is called with for what has nothing to do with a tensor's values."""
+_GRAD: Any = torch.Tensor.grad
+GRADIENT = frozenset({_GRAD.__get__, _GRAD.__set__})
+"""Those for reads and writes of `.grad`."""
+
+
+no_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunctionSubclass
+"""Inside, a tensor subclass's `__torch_function__` is not called."""
 
 
 @contextlib.contextmanager
@@ -998,7 +1009,8 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
 
 def have_post_accumulate_hooks(parameters: Iterable[torch.Tensor | None]) -> bool:
     """True if any parameter has such hooks; without a call of Python's for each."""
-    return any(map(attrgetter("_post_accumulate_grad_hooks"), parameters))
+    with no_torch_function():
+        return any(map(attrgetter("_post_accumulate_grad_hooks"), parameters))
 
 
 def profiler_runs() -> bool:
@@ -1008,8 +1020,9 @@ def profiler_runs() -> bool:
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """True if the user has called `register_hook` on it: such hooks see gradients that autograd carries, not ours."""
-    hooks = (parameter._backward_hooks or {}).values()
-    return any(not getattr(hook, "is_own", False) and hook.__module__ != _COUNTS_BYTES for hook in hooks)
+    if not (hooks := parameter._backward_hooks):
+        return False
+    return any(not getattr(hook, "is_own", False) and hook.__module__ != _COUNTS_BYTES for hook in hooks.values())
 
 
 _COUNTS_BYTES = "torch.distributed._tools.mem_tracker"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from zcompile._torch import (
     after_backward,
     backward_number,
+    have_post_accumulate_hooks,
     is_asked_for,
     local_tensor,
     no_torch_function,
@@ -185,22 +186,24 @@ class Delivery:
         # All are asked before the first is delivered: what one raises leaves every `.grad` as it was.
         delivered = [(gradients, unreached()) for gradients, unreached in ended.gradients]
         del self._running[number]
-        for gradients, without in delivered:
-            for name, tensor in gradients.tensors.items():
-                if gradients.held:
-                    gradients.shards.hold(name, None if name in without else tensor)
-                    continue
-                gradients.shards.settle(name, number)
-                if name not in without:
-                    _accumulate(gradients, name, tensor)
-                    changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
-                    whole += [] if gradients.shards.is_sharded(name) else [gradients.shards.parameters[name]]
+        with no_torch_function():
+            for gradients, without in delivered:
+                for name, tensor in gradients.tensors.items():
+                    if gradients.held:
+                        gradients.shards.hold(name, None if name in without else tensor)
+                        continue
+                    gradients.shards.settle(name, number)
+                    if name not in without:
+                        _accumulate(gradients, name, tensor)
+                        changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
+                        whole += [] if gradients.shards.is_sharded(name) else [gradients.shards.parameters[name]]
         if ended.may_overflow:
             communicator = self.lockstep.communicator
             with communicator.waits.explained("a comparison of float16 gradients"):
                 _spread_overflow(changed, whole, communicator.device)
-        for parameter, twin in changed.items():
-            for holder in (parameter, twin) if twin is not None else (parameter,):
+        holders = [holder for pair in changed.items() for holder in pair if holder is not None]
+        if have_post_accumulate_hooks(holders):
+            for holder in holders:
                 run_hooks(holder)
 
     def _reduce_rest(self) -> list[Gradients]:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from zcompile._torch import (
+    GRADIENT,
+    STATE,
     local_tensor,
     no_torch_function,
     supports_foreach,
@@ -105,6 +107,9 @@ class ShardedParameter(ExplainedDTensor):
             GroupError: naming the ranks that have not come, and the line that has called it.
             BackwardError: `torch.autograd.grad` asks for a gradient that a model's backward delivers to `.grad`.
         """
+        if func in STATE or (func in GRADIENT and owner_of(args[0]) is None and owner_of(args[-1]) is None):
+            with no_torch_function():
+                return func(*args)
         if func == _SET_DATA:  # a new object each time
             if (full := _full(args[0])) is not None:
                 full.data = args[1]  # which is noticed

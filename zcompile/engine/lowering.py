@@ -101,7 +101,8 @@ class CompiledStep:
             node for one in groups for node in (one.members if isinstance(one, Bundle) else [one])
         ]
         self._graphs = session.graphs if program.is_captured else None
-        tensors = [node for node in self.saved if not is_symbolic(node.meta.get("val"))]
+        self._is_size = [is_symbolic(node.meta.get("val")) for node in self.saved]
+        tensors = [node for node, is_size in zip(self.saved, self._is_size, strict=True) if not is_size]
         self._made = next(
             (i for i, node in enumerate(tensors) if not isinstance(data(node).op, (Input, WaitSecondary))), None
         )
@@ -210,8 +211,8 @@ class CompiledStep:
         self.session.delivery.results = None if self.session.lockstep.tensor is not None else self._tangents.results
         outputs, crossing = self._forward(values)
         full, saved = crossing[: len(self._kept)], flattened(crossing[len(self._kept) :])
-        sizes = [v for v, n in zip(saved, self.saved, strict=True) if is_symbolic(n.meta.get("val"))]
-        tensors = [v for v, n in zip(saved, self.saved, strict=True) if not is_symbolic(n.meta.get("val"))]
+        sizes = [value for value, is_size in zip(saved, self._is_size, strict=True) if is_size]
+        tensors = [value for value, is_size in zip(saved, self._is_size, strict=True) if not is_size]
         if self._graphs is not None:
             self._graphs.mark(tensors, self._made)
         return [*outputs, *tensors, *self._carried(full, placeholders), *sizes]
@@ -237,16 +238,13 @@ class CompiledStep:
         assert self._backward is not None, "a program without a backward has no gradients"
         kinds, self.session.delivery.kinds = self.session.delivery.kinds, None
         unreached = self._entered()
-        count = {True: 0, False: 0}
-        for node in self.saved:
-            count[is_symbolic(node.meta.get("val"))] += 1
-        end = count[True] + count[False]
-        sizes, tensors = iter(box[: count[True]]), iter(box[count[True] : end])
+        first, end = sum(self._is_size), len(self._is_size)
+        sizes, tensors = iter(box[:first]), iter(box[first:end])
         carried, tangents = box[end : end + len(self._read)], box[end + len(self._read) :]
         if kinds is not None:
             tangents = self._tangents.filled(tangents, kinds, blank=self.session.recordings.current is None)
         box.clear()
-        saved = [next(sizes if is_symbolic(node.meta.get("val")) else tensors) for node in self.saved]
+        saved = [next(sizes if is_size else tensors) for is_size in self._is_size]
         values = [*self._kept_full(carried), *self._regrouped(saved), *tangents]
         del saved, carried, tangents, tensors, sizes
         run = self._backward if self.session.delivery.synchronises else self._accumulating()

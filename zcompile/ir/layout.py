@@ -61,7 +61,7 @@ class Hybrid(StrEnum):
     """The same, with secondary shards from a forward to its backward alone (ZeRO++, Wang et al. 2023, section 3.2)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Param:
     """One parameter and the number of shards it is split into on dim 0 (0: every rank keeps it whole).
 
@@ -85,11 +85,11 @@ class Param:
     outer_gather_dtype: torch.dtype | None = None
     """In which its shards travel outside, where both axes divide it; None: in that of the full parameter."""
 
-    @property
+    @cached_property
     def full_dtype(self) -> torch.dtype:
         return self.compute_dtype or self.dtype
 
-    @property
+    @cached_property
     def reduce_dtype(self) -> torch.dtype:
         return self.reduction_dtype or self.full_dtype
 
@@ -98,7 +98,7 @@ class Param:
         """In which gradients are summed over micro-batches, if not in their own: in that of the average, if wider."""
         return self.reduce_dtype if self.reduce_dtype.itemsize > self.full_dtype.itemsize else None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -106,18 +106,18 @@ class Param:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of dim 0 in one padded shard, as `torch.chunk` and `Shard(0)` divide: the tail is short."""
         height = self.shape[0] if self.shape else 1
         return height if not self.shards or self.owner is not None else -(-height // self.shards)
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         """Elements of one row of dim 0."""
         return math.prod(self.shape[1:])
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of one padded shard; of an owned parameter, those of a shard on average."""
         return self.rows * self.row_numel if self.owner is None else -(-self.numel // self.shards)
@@ -126,7 +126,7 @@ class Param:
         """Elements of what `rank` keeps, padding included."""
         return self.shard_numel if self.owner is None else self.numel if rank == self.owner else 0
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return self.numel if self.owner is not None else self.shard_numel * max(self.shards, 1)
 
@@ -207,8 +207,12 @@ class Unit:
     def names(self) -> tuple[str, ...]:
         return tuple(param.name for param in self.params)
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
+
     def index(self, name: str) -> int:
-        return next(index for index, param in enumerate(self.params) if param.name == name)
+        return self._places[name]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from zcompile._torch import (
     backward_number,
     has_gradient_hooks,
     hook_tables,
+    no_torch_function,
     parameters_of,
     version_of,
     with_local,
@@ -398,9 +399,10 @@ class Fragment:
         """Placeholders in the module's tree while a traced call runs; shards otherwise, also after an exception."""
         before = self._check(self.sites)
         try:
-            for site in self.sites:
-                site.placeholder.requires_grad_(site.shard.requires_grad)
-                parameters_of(site.owner)[site.key] = site.placeholder
+            with no_torch_function():
+                for site in self.sites:
+                    site.placeholder.requires_grad_(site.shard.requires_grad)
+                    parameters_of(site.owner)[site.key] = site.placeholder
             with taken_out(self._entries), self.tree.reads.aside():
                 yield
         finally:
@@ -464,6 +466,11 @@ class Fragment:
 
     def _check(self, sites: Sequence[Site]) -> list[nn.Parameter | None]:
         """What stands in the tree at `sites`: shards, or full parameters for the plain Python around this call."""
+        with no_torch_function():
+            hooked = next((site.name for site in sites if has_gradient_hooks(site.shard)), None)
+        if hooked is not None:
+            fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
+            raise ParameterError(hooked, "has a hook of register_hook, which would not run", fix)
         result: list[nn.Parameter | None] = []
         for site in sites:
             current = parameters_of(site.owner).get(site.key)
@@ -473,9 +480,6 @@ class Fragment:
                 if there is not None and not isinstance(there, nn.Parameter):  # nothing else puts a tensor there
                     fix = "call torch.func.functional_call within compiled.unsharded()"
                 raise ParameterError(site.name, "was replaced or taken away after zcompile.compile", fix)
-            if has_gradient_hooks(site.shard):
-                fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
-                raise ParameterError(site.name, "has a hook of register_hook, which would not run", fix)
             result.append(current)
         return result
 
