@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -263,6 +264,23 @@ def test_freezing_a_parameter_later_makes_a_program_that_does_not_reduce_it() ->
         model.zero_grad()
         model(*batch("mlp", 0, 1)).backward()
     assert_same_gradients(compiled, reference)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_is_frozen_before_the_backward_gets_no_gradient(stage: int) -> None:
+    compiled, reference = pair("mlp", stage=stage)
+    for held in (False, True):
+        for model in (compiled, reference):
+            model.zero_grad()
+            with compiled.no_sync() if held else nullcontext():
+                loss = model(*batch("mlp", 0, 0))
+                model.layers[1].weight.requires_grad_(False)
+                loss.backward()
+            assert model.layers[1].weight.grad is None
+            assert model.layers[1].bias.grad is not None
+            model.layers[1].weight.requires_grad_(True)
+            model(*batch("mlp", 0, 1)).backward()
+        assert_same_gradients(compiled, reference)
 
 
 def test_an_exception_in_the_models_code_leaves_shards_in_place() -> None:

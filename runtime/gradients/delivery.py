@@ -189,11 +189,12 @@ class Delivery:
         with no_torch_function():
             for gradients, without in delivered:
                 for name, tensor in gradients.tensors.items():
+                    is_given = name not in without and not _is_frozen(gradients.shards, name)
                     if gradients.held:
-                        gradients.shards.hold(name, None if name in without else tensor)
+                        gradients.shards.hold(name, tensor if is_given else None)
                         continue
                     gradients.shards.settle(name, number)
-                    if name not in without:
+                    if is_given:
                         _accumulate(gradients, name, tensor)
                         changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
                         whole += [] if gradients.shards.is_sharded(name) else [gradients.shards.parameters[name]]
@@ -285,6 +286,14 @@ def _spread_overflow(changed: Iterable[nn.Parameter], unsharded: Iterable[nn.Par
         dist.all_reduce(overflowed, op=dist.ReduceOp.MAX, group=group)
     for gradient in whole:
         local_tensor(gradient).masked_fill_(overflowed[0].to(gradient.device, torch.bool), torch.inf)
+
+
+def _is_frozen(shards: UnitShards, name: str) -> bool:
+    """True for a parameter that was frozen after its forward: autograd delivers nothing then.
+
+    With what is held back from before, this backward's gradient is one number.
+    """
+    return not shards.twins.get(name, shards.parameters[name]).requires_grad and shards.held(name) is None
 
 
 def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
