@@ -40,6 +40,7 @@ from zcompile.frontend.links import without_placeholders
 from zcompile.frontend.nested_graphs import written_out
 from zcompile.frontend.opaque_calls import refuse_opaque_calls, where
 from zcompile.frontend.python_numbers import give_floats_as_tensors
+from zcompile.frontend.shared_arguments import shared_alike
 from zcompile.frontend.step_cache import (
     BackwardCode,
     ForwardCode,
@@ -141,7 +142,10 @@ class Capture:
                 compiled = self._traced(module, example_inputs)
             else:
                 compiled = self._found_or_traced(module, example_inputs, self.cache)
-        return without_placeholders(compiled, [place for place, entry in enumerate(self.inputs) if entry.parameter])
+        parameters = [place for place, entry in enumerate(self.inputs) if entry.parameter]
+        arguments = zip(placeholders, self.inputs, strict=True)
+        given = {place: entry.readable for place, (node, entry) in enumerate(arguments) if _is_given(node, entry)}
+        return without_placeholders(shared_alike(compiled, given), parameters)
 
     def _traced(self, module: fx.GraphModule, inputs: Sequence[Any], *, keep: bool = False) -> Callable[..., Any]:
         """What AOTAutograd makes of a graph; with `keep` it looks into its cache, and keeps there what it has made."""
@@ -204,6 +208,11 @@ class Capture:
         count = len(results) if isinstance(results, (list, tuple)) else 1
         program = read_joint(written_out(module), count, self.inputs, self.names, self.layout)
         return ForwardCode(self._lowered(program))
+
+
+def _is_given(node: fx.Node, entry: TracedInput) -> bool:
+    """True for what users may give: no parameter, buffer, or attribute of the module."""
+    return not entry.parameter and entry.held in ("", "?") and not str(node.target).startswith("L_self_")
 
 
 def refuse_handed_on(names: Names) -> None:
