@@ -58,6 +58,15 @@ def sharing_steps() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_steps() -> Iterator[None]:
+    """Within, ranks trace for themselves: whether a model has changed since its first step is looked at."""
+    with contextlib.ExitStack() as patches:
+        for room in (first_step, evaluation):
+            patches.enter_context(mock.patch.object(room, "trace_step", trace_step))
+        yield
+
+
 def traced(setup: StepSetup, first: Called, like: StepTrace | None = None) -> StepTrace:
     key = key_of(setup, first, like)
     if key is None:
