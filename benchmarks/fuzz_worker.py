@@ -7,7 +7,6 @@ import gc
 import re
 import sys
 import traceback
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -60,24 +59,13 @@ def judge(task: Task) -> Verdict:
         return Verdict("void", "PyTorch", traceback.format_exc())
     torch.compiler.reset()  # checkpoints and autocast of the oracle have left nothing that a first call would not have
     comparison = Comparison(task)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        return _judged(task, wanted, comparison, told)
-
-
-def _judged(
-    task: Task, wanted: Sequence[Step], comparison: Comparison, told: Sequence[warnings.WarningMessage]
-) -> Verdict:
     try:
         subject = SUBJECTS[task.case.way](task)
         for number, step in enumerate(wanted):
             subject.step(number, step, comparison)
         subject.explain()
     except WrongError as error:
-        is_nan = error.what in ("evaluation", "loss") and "differs by nan" in str(error)
-        # Plain Python between the graphs of torch.compile reads NaN, as a warning says before.
-        is_told = any("reads NaN for each parameter" in (text := str(w.message)) or "is NaN" in text for w in told)
-        return Verdict("refused" if is_nan and is_told else "wrong", error.what, str(error))
+        return Verdict("wrong", error.what, str(error))
     except Exception as error:
         # torch.compile wraps what its backends raise.
         cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error

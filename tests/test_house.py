@@ -50,7 +50,7 @@ ROOMS = {
     "passes": "ir cost passes.common",
     "passes.pipelining": "ir cost passes passes.common",
     "frontend": "ir",
-    "model": "ir frontend runtime",
+    "model": "ir frontend runtime runtime.gradients",
     "schedule": "ir cost facts proof passes passes.pipelining model",
     "recording": "ir runtime",
     "report": "ir cost schedule proof proof.checker_texts",

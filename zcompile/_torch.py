@@ -142,7 +142,6 @@ __all__ = [
     "gather_together",
     "give_up",
     "gloo_of",
-    "graph_break_of",
     "graph_obstacle",
     "group_timeout",
     "handed_on",
@@ -266,26 +265,6 @@ def is_tangent(placeholder: fx.Node) -> bool:
 def within_transform() -> bool:
     """The same, and True where dual numbers are, of forward-mode differentiation."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def graph_break_of(module: fx.GraphModule) -> str:
-    """The line at which a graph of Dynamo's ends because it cannot go on; empty where it does not."""
-    reason = getattr(module, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break or not reason.user_stack:
-        return ""
-    frame = reason.user_stack[-1]
-    return f"{frame.filename}:{frame.lineno}: {frame.line}"
-
-
-def compilation_now() -> tuple[int, int]:
-    """Of what torch.compile compiles now: which code it is, and which of its compilations."""
-    current = torch._guards.CompileContext.current_compile_id()
-    return (-1, -1) if current is None else (current.frame_id or 0, current.frame_compile_id or 0)
-
-
-def recompile_limit() -> int:
-    """How often torch.compile compiles one code before it runs as plain Python."""
-    return int(torch._dynamo.config.recompile_limit)
 
 
 def writes_arguments(operation: OpOverload) -> bool:

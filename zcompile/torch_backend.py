@@ -12,13 +12,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,19 +26,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from zcompile._torch import (
     around_compiling,
-    compilation_now,
     compile_plainly,
-    copyable,
-    graph_break_of,
     has_gradient_hooks,
     modules_given_to,
     of_fixed_sizes,
     path_of_input,
-    recompile_limit,
-    recomputes,
     retracing,
     tracing_context,
-    version_of,
 )
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.automatic_shard import choose_shard
@@ -56,11 +47,12 @@ from zcompile.frontend.python_numbers import varying_floats
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program
 from zcompile.ir.spelling import identifier
+from zcompile.model.graph_parameter import give_to_graphs
 from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
 from zcompile.runtime.agreement import Agreement, told_to_others
-from zcompile.runtime.gradients.delivery import Refusal, read_outside
+from zcompile.runtime.gradients.delivery import Refusal
 from zcompile.runtime.groups import (
     Communicator,
     as_one,
@@ -71,7 +63,6 @@ from zcompile.runtime.groups import (
     resolve_mesh,
 )
 from zcompile.runtime.shards import UnitShards
-from zcompile.runtime.stale_copies import Freshness
 from zcompile.schedule.option_checks import AUTO, check_axes, check_outer
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
@@ -94,11 +85,9 @@ class Backend:
     def __init__(self, options: Options, mesh: DeviceMesh | None = None) -> None:
         self.options, self.mesh = options, mesh
         self._known: dict[int, _Known] = {}
-        self._compilations: defaultdict[int, set[int]] = defaultdict(set)
         self._engine: Engine | None = None
         self._stepping: weakref.ref[Optimizer] | None = None
         """The optimizer whose step runs now: its closure may be what first calls the model."""
-        self._versions: dict[int, int] = {}
         self._hidden: dict[int, torch.Tensor] = {}
         self._nan: dict[torch.dtype, torch.Tensor] = {}
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -118,8 +107,6 @@ class Backend:
         self._take_in(module, inputs)
         if self._engine is None:
             return compile_plainly(module, inputs, self.options.backend)
-        self._tell_of_break(module)
-        self._tell_of_limit()
         context = tracing_context()
         floats = {read.args[0] for read in varying_floats(module.graph)}
         for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -137,26 +124,6 @@ class Backend:
             return self._run(bound[names], args)
 
         return run
-
-    def _tell_of_break(self, module: fx.GraphModule) -> None:
-        """Warn of code between graphs, which reads NaN where it reads a parameter; only a backward refuses it."""
-        if (line := graph_break_of(module)) and self.engine.runtime.layout.stage.optimizer_sharded:
-            problem = f"the graph breaks at {line}\n  What code between graphs reads of a parameter is NaN."
-            fix = "fix the break if that code reads any, or use zcompile.compile, which gathers what it reads"
-            warnings.warn(f"zcompile: {problem}\n  Fix: {fix}.", stacklevel=2)
-
-    def _tell_of_limit(self) -> None:
-        """Warn of the last compilation of a code: what torch runs as plain Python from then on reads NaN."""
-        code, number = compilation_now()
-        self._compilations[code].add(number)
-        limit = recompile_limit()
-        if len(self._compilations[code]) == limit and self.engine.runtime.layout.stage.optimizer_sharded:
-            problem = f"torch.compile has compiled this code {limit} times, its recompile_limit, and will not again"
-            more = "What it runs as plain Python from now on reads NaN for each parameter."
-            fix = (
-                "raise torch._dynamo.config.recompile_limit, or use zcompile.compile; fullgraph=True makes it an error"
-            )
-            warnings.warn(f"zcompile: {problem}\n  {more}\n  Fix: {fix}.", stacklevel=2)
 
     def _names(self, inputs: Sequence[Any]) -> tuple[str, ...]:
         return tuple(self._known[id(value)].name for value in inputs if isinstance(value, nn.Parameter))
@@ -304,14 +271,16 @@ class Backend:
                 shards[unit.name] = held = UnitShards(unit, communicator)
                 for param in unit.params:
                     old = fresh[param.name]
-                    shard = held.adopt_plain(param, old) if plain else held.adopt(param, old)
+                    adopt = held.adopt_plain if plain else held.adopt
+                    adopt(param, old)
                     made[id(old)] = _Known(param.name, old, placeholder_of(old, param.full_dtype, old.device)[0])
                     old.zcompile_backend = weakref.ref(self)  # type: ignore[attr-defined]
+                    old.zcompile_name = param.name  # type: ignore[attr-defined]
                     old.requires_grad_(True).register_hook(Refusal(param.name))
                     old.requires_grad_(param.trainable)
                     if not plain:
                         held.twins[param.name] = old
-                        self._give_up(held, param.name, old, shard)
+                        give_to_graphs(old, param.name, held, engine.runtime.freshness, self._nan[old.dtype])
         engine.runtime.extend(units, shards)
         self._known |= made
         stepping = self._stepping() if self._stepping else None
@@ -323,15 +292,6 @@ class Backend:
         for param in sorted(params, key=nn.Parameter.numel, reverse=True):
             if param.dtype not in self._nan or self._nan[param.dtype].numel() < param.numel():
                 self._nan[param.dtype] = torch.full((param.numel(),), torch.nan, device=param.device).to(param.dtype)
-
-    def _give_up(self, unit: UnitShards, name: str, old: nn.Parameter, shard: nn.Parameter) -> None:
-        """Free the memory of `old`. Code outside of compiled graphs reads NaN in it, and its backward is refused."""
-        old.data = self._nan[old.dtype][: old.numel()].view(old.shape)
-        # nn.Module's state_dict takes `detach()` of a parameter, its load_state_dict `copy_(value)`: the shard's.
-        old.detach = partial(_detached, self.engine.runtime.freshness, name, shard)  # type: ignore[method-assign]
-        old.copy_ = partial(_copy, unit, name)  # type: ignore[method-assign]
-        old.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]
-        self._versions[id(old)] = version_of(old)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -359,7 +319,7 @@ class Backend:
         Raises:
             OptimizerError: it holds others that have a gradient, which nobody has averaged: of a module that this
                 backend was given for, or beside those that it has sharded.
-            ParameterError: a parameter was written to, or given a gradient that is no shard's.
+            ParameterError: a parameter was given a gradient that is no shard's.
         """
         known = self._known.keys() | {id(param) for param in self.shards().values()}
         if not any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
@@ -395,7 +355,7 @@ class Backend:
         A gradient dropped from a parameter or from its shard is dropped from both; one put in its place is the shard's.
 
         Raises:
-            ParameterError: a write to a parameter, a gradient that is no shard's, or a hook that would not run.
+            ParameterError: a gradient that is no shard's, or a hook that would not run.
         """
         for known in self._known.values():
             if has_gradient_hooks(known.parameter):
@@ -403,9 +363,6 @@ class Backend:
                 raise ParameterError(known.name, "has a hook of register_hook, which would not run", fix)
         for unit in self.engine.runtime.shards.values():
             for name, twin in unit.twins.items():
-                if version_of(twin) != self._versions[id(twin)]:
-                    fix = "write before the first call, through model.load_state_dict, or to backend.shards()[name]"
-                    raise ParameterError(name, "was written to, where it has no memory any more", fix)
                 shard = unit.parameters[name]
                 if shard.grad is twin.grad:
                     continue
@@ -515,7 +472,8 @@ def backend(
 
     Parameters are sharded when the first call brings them, from the values of the mesh's first rank. The model keeps
     its own `nn.Parameter` objects; their gradients are the shards', an optimizer over them is pointed at the shards at
-    its first step, `clip_grad_norm_` and `state_dict()` see shards. Outside of compiled graphs their values are NaN.
+    its first step, `clip_grad_norm_` and `state_dict()` see shards. Code outside of
+    compiled graphs that reads or writes one is refused, by name.
 
     Raises:
         OptionError: a stage, prefetch, dtype or backend that cannot be meant.
@@ -548,9 +506,23 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
             fix = "call zcompile.compile(model, ...) with it in place of torch.compile"
             raise OptionError(f"options[{option!r}]", "is an option of zcompile.compile alone, which sees modules", fix)
         raise OptionError(f"options[{option!r}]", "there is no such option", nearest(option, known))
-    found = (value.zcompile_backend() for value in inputs if hasattr(value, "zcompile_backend"))
-    made: Backend = next((one for one in found if one is not None), None) or backend(**(options or {}))
-    return made(module, inputs)
+    return _backend_of(inputs, options or {})(module, inputs)
+
+
+def _backend_of(inputs: Sequence[Any], options: Mapping[str, Any]) -> Backend:
+    """The backend of the module that a graph is of, by the parameters among its `inputs`; one for all of its graphs."""
+    params = {id(value): value for value in inputs if isinstance(value, nn.Parameter)}
+    found = (param.zcompile_backend() for param in params.values() if hasattr(param, "zcompile_backend"))
+    known: Backend | None = next((one for one in found if one is not None), None)
+    if known is not None:
+        return known
+    made = backend(**options)
+    for module in modules_given_to((compiler,)) if params else ():
+        of_module = list(module.parameters())
+        if any(id(param) in params for param in of_module):
+            for param in of_module:
+                param.zcompile_backend = weakref.ref(made)  # type: ignore[attr-defined]
+    return made
 
 
 def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weakref.WeakSet[Optimizer]) -> None:
@@ -576,13 +548,16 @@ def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weak
 
 def _is_plain(param: torch.Tensor) -> bool:
     """True for a parameter with a gradient that nobody shards: neither a backend of ours nor DTensors."""
-    return param.grad is not None and not isinstance(param, DTensor) and not hasattr(param, "zcompile_backend")
+    return param.grad is not None and not isinstance(param, DTensor) and not hasattr(param, "zcompile_name")
 
 
 def _check(fresh: Mapping[str, nn.Parameter]) -> None:
     """Refuse what cannot be sharded in place."""
     devices = {param.device for param in fresh.values()}
     for name, param in fresh.items():
+        if hasattr(param, "zcompile_name"):
+            fix = "give one backend to all of torch.compile: backend=zcompile.backend(...)"
+            raise ModelError(name, "was sharded by another backend, for another graph", fix)
         check_kind(name, param)
         if isinstance(param, DTensor):
             raise ModelError(name, "is a DTensor already", "compile a plain model")
@@ -604,22 +579,3 @@ def _normalising(module: fx.GraphModule) -> set[fx.Node]:
         for value in (*call.args[3:5], call.kwargs.get("weight"), call.kwargs.get("bias"))
         if isinstance(value, fx.Node)
     }
-
-
-def _refuse_copy(name: str, _: object) -> NoReturn:
-    fix = "copy the model before its first compiled call, or its state_dict()"
-    raise ParameterError(name, "cannot be copied: it has no memory, its shard has", fix)
-
-
-def _detached(freshness: Freshness, name: str, shard: nn.Parameter) -> DTensor:
-    if recomputes():  # a checkpoint detaches what an operation saves, which reads it
-        raise read_outside(name)
-    shown = copyable(cast(DTensor, shard.detach()))
-    freshness.give([shown])
-    return shown
-
-
-def _copy(unit: UnitShards, name: str, value: torch.Tensor, *_: object) -> torch.Tensor:
-    """Write `value`, a full tensor or a shard, into the shard of `name`."""
-    with torch.no_grad():
-        return unit.parameters[name].copy_(value if isinstance(value, DTensor) else unit.shard_of(name, value))

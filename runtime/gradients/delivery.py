@@ -131,7 +131,9 @@ class Delivery:
         for unit in self.units.values():
             for name, parameter in (unit.parameters | unit.twins).items():
                 is_leaf = parameter.requires_grad and not isinstance(parameter, ShardedParameter)
-                if is_leaf and is_asked_for(get_gradient_edge(parameter).node):
+                with no_torch_function():
+                    is_asked = is_leaf and is_asked_for(get_gradient_edge(parameter).node)
+                if is_asked:
                     raise asked_alone(name)
 
     def reduce(self, bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
@@ -247,7 +249,8 @@ class Refusal:
 
 def read_outside(name: str) -> ParameterError:
     """The refusal of what plain Python has read of a parameter that is sharded."""
-    fix = "let torch.compile trace that code (fullgraph=True shows what breaks the graph), or use zcompile.compile"
+    why = "fullgraph=True shows what breaks the graph, or that recompile_limit is reached"
+    fix = f"let torch.compile trace that code ({why}), or use zcompile.compile"
     return ParameterError(name, "was read outside of compiled graphs, where it is sharded", fix)
 
 

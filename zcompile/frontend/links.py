@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zcompile._torch import have_post_accumulate_hooks
 
@@ -69,7 +70,7 @@ def linked(
     `parameters`: what a placeholder among `inputs` stands for, by its identity.
     """
     known = {place: parameters[id(value)] for place, value in enumerate(inputs) if id(value) in parameters}
-    plain = [parameter for parameter in known.values() if type(parameter) is nn.Parameter and parameter.requires_grad]
+    plain = [param for param in known.values() if param.requires_grad and not isinstance(param, DTensor)]
     if not plain:
         return compiled
     place = next(place for place, parameter in known.items() if parameter is plain[0])

@@ -1,0 +1,111 @@
+"""A parameter that graphs of `torch.compile` alone can read: it is sharded, and has no memory of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zcompile._torch import copyable, no_torch_function, tracing_context, tree_leaves
+from zcompile.errors import ParameterError
+from zcompile.runtime.gradients.delivery import read_outside
+from zcompile.runtime.shards import UnitShards
+from zcompile.runtime.stale_copies import Freshness
+
+_VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_KIND = frozenset(
+    "__get__ __hash__ __len__ __set__ data_ptr dim element_size get_device is_complex is_contiguous is_floating_point "  # noqa: SIM905
+    "is_pinned is_shared is_signed ndimension nelement numel register_hook register_post_accumulate_grad_hook "
+    "requires_grad_ retain_grad size storage_offset stride untyped_storage".split()
+)
+"""Names of functions that read no values."""
+_OF_GRADIENTS = frozenset({torch.autograd.backward, torch.autograd.grad})
+
+
+class GraphParameter(nn.Parameter):
+    """A parameter of the user's whose memory is given up. What is not traced is refused its values, before it has them.
+
+    `state_dict()` of a module takes `detach()` of it, and `load_state_dict` calls `copy_`: these are the shard's.
+    """
+
+    zcompile_name: str
+    zcompile_unit: UnitShards
+    zcompile_freshness: Freshness
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do `func`, which is traced or looks at no values.
+
+        Raises:
+            ParameterError: it reads values, or writes them.
+        """
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or tracing_context() is not None:  # Dynamo's own questions, the latter
+            return super().__torch_function__(func, types, args, kwargs)
+        of_kind = func.__name__ in _OF_KIND and func not in _VALUES and func != _SET_DATA
+        if of_kind or func in _OF_GRADIENTS:
+            with no_torch_function():
+                return func(*args, **kwargs)
+        if func in _OF_SHARDS and isinstance(args[0], GraphParameter):
+            return _OF_SHARDS[func](*args)
+        held = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GraphParameter))
+        written = func == _SET_DATA or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
+        if written and args[0] is held:
+            fix = "write before the first call, through model.load_state_dict, or to backend.shards()[name]"
+            raise ParameterError(held.zcompile_name, "was written to, where it has no memory any more", fix)
+        raise read_outside(held.zcompile_name)
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        fix = "copy the model before its first compiled call, or its state_dict()"
+        raise ParameterError(self.zcompile_name, "cannot be copied: it has no memory, its shard has", fix)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GraphParameter({self.zcompile_name!r}, {list(self.shape)})"
+
+    @property
+    def zcompile_shard(self) -> nn.Parameter:
+        """What the optimizer steps."""
+        return self.zcompile_unit.parameters[self.zcompile_name]
+
+
+def give_to_graphs(
+    parameter: nn.Parameter, name: str, unit: UnitShards, freshness: Freshness, memory: torch.Tensor
+) -> None:
+    """Give up the memory of `parameter`, which `unit` has sharded as `name`.
+
+    `memory`, at least as large, stands for it: what reads it past torch, as compiled extensions do, finds that.
+    """
+    parameter.data = memory[: parameter.numel()].view(parameter.shape)
+    parameter.__class__ = _class_of(type(parameter))
+    assert isinstance(parameter, GraphParameter)
+    parameter.zcompile_name, parameter.zcompile_unit, parameter.zcompile_freshness = name, unit, freshness
+
+
+@functools.cache
+def _class_of(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class for parameters of a class of the user's, so that it still is one of them."""
+    return GraphParameter if kind is nn.Parameter else type(kind.__name__, (GraphParameter, kind), {})
+
+
+def _detach(parameter: GraphParameter) -> DTensor:
+    shown = copyable(cast(DTensor, parameter.zcompile_shard.detach()))
+    parameter.zcompile_freshness.give([shown])
+    return shown
+
+
+def _copy(parameter: GraphParameter, value: torch.Tensor, *_: object) -> GraphParameter:
+    """Write `value`, a full tensor or a shard, into the shard."""
+    unit, name = parameter.zcompile_unit, parameter.zcompile_name
+    with torch.no_grad():
+        parameter.zcompile_shard.copy_(value if isinstance(value, DTensor) else unit.shard_of(name, value))
+    return parameter
+
+
+_OF_SHARDS: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.detach: _detach, torch.Tensor.copy_: _copy}
