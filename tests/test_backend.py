@@ -335,6 +335,20 @@ def test_parameters_that_have_no_memory_are_traced_as_plain_ones() -> None:
         torch.testing.assert_close(gradients[name], 2 * param.grad)
 
 
+def test_a_model_is_converted_to_what_it_is_and_to_nothing_else() -> None:
+    model = nn.Linear(4, 4)
+    called = torch.compile(model, backend=zcompile.backend(backend="eager"))
+    called(torch.ones(1, 4)).sum().backward()
+    gradient = model.weight.grad
+    assert model.to("cpu", torch.float32).cpu().float() is model
+    assert model.weight.grad is gradient
+    for convert in (nn.Module.half, nn.Module.double, lambda one: one.to("meta"), lambda one: one.weight.to(copy=True)):
+        with pytest.raises(zcompile.ParameterError, match="weight: cannot be converted, copied or moved"):
+            convert(model)
+    called(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(full(model.weight.grad), torch.full((4, 4), 2.0))
+
+
 def test_a_parameter_stays_one_of_its_class() -> None:
     class Scale(nn.Parameter):
         pass

@@ -402,7 +402,11 @@ def refused(rank: int, kind: str) -> tuple[str, bool]:
         ("Adafactor", "Adafactor steps otherwise where parameters are sharded"),
         ("LBFGS", "0.weight: LBFGS flattens it, and 2 ranks do not divide its 9 rows"),
         ("Normed", "Normed steps otherwise where parameters are sharded"),
-        ("Adapting", "Adapting steps otherwise where parameters are sharded"),
+        pytest.param(
+            "Adapting",
+            "Adapting steps otherwise where parameters are sharded",
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 adds its sums up right"),
+        ),
         ("Counting", "Counting adapts itself to all elements"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, TENSOR_PARALLEL, parsed
 from tests.passes.test_partition_activations import SAME
 from zcompile.cost.hardware import Hardware, Link
-from zcompile.cost.roofline import region_seconds
+from zcompile.cost.roofline import FORMULAS, region_seconds
 from zcompile.cost.simulator import UPDATE_BYTES, simulate
 from zcompile.cost.timeline import Sent, Spent
 from zcompile.ir.axis import Axis, AxisKind, axes_of
@@ -206,6 +206,15 @@ def test_products_and_attention_have_rates_by_dtype() -> None:
     assert seconds[torch.float32, 1.0] == pytest.approx((product + attention) / 1e9)
     assert seconds[torch.float32, 0.5] == pytest.approx((product + 2 * attention) / 1e9)
     assert seconds[torch.bfloat16, 1.0] == pytest.approx((product + attention) / 4e9)
+
+
+@pytest.mark.parametrize("kind", ["flash_attention_for_cpu", "flash_attention", "efficient_attention"])
+def test_attention_counts_keys_for_each_head_that_shares_them(kind: str) -> None:
+    query, key, shared = (2, 8, 16, 4), (2, 8, 12, 4), (2, 2, 12, 4)
+    forward, backward = (getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{end}") for end in ("", "_backward"))
+    assert FORMULAS[forward](query, shared, shared) == FORMULAS[forward](query, key, key) == 2 * 2 * 8 * 2 * 16 * 12 * 4
+    for given in (shared, key):
+        assert FORMULAS[backward](query, query, given, given) == 5 * 2 * 8 * 2 * 16 * 12 * 4
 
 
 def test_the_models_own_collectives_take_their_time_within_regions() -> None:

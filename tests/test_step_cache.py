@@ -338,6 +338,9 @@ class Scaled(torch.Tensor):
         plain = [one.inner * Scaled.factor if isinstance(one, Scaled) else one for one in args]
         return func(*plain, **(kwargs or {}))
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Scaled"  # torch 2.11 prints what it traces, and would compute for it
+
 
 def of_a_subclass(rank: int, folder: str) -> None:
     def loss() -> tuple[float, bool]:

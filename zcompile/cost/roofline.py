@@ -58,17 +58,23 @@ _FUNCTIONS = frozenset(
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    return int(sdpa_flop_count(query, *_repeated(query, key, value)))
 
 
 def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))
+    return int(sdpa_backward_flop_count(gradient, query, *_repeated(query, key, value)))
 
 
+def _repeated(query: Any, *shapes: Any) -> list[tuple[int, ...]]:
+    """Keys and values for each head of the queries, where several share them; torch 2.11 counts no others."""
+    return [(shape[0], query[1], *shape[2:]) for shape in shapes]
+
+
+_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    **{getattr(aten, f"_scaled_dot_product_{kind}"): _attention_flops for kind in _ATTENTION},
+    **{getattr(aten, f"_scaled_dot_product_{kind}_backward"): _attention_backward_flops for kind in _ATTENTION},
 }
 """Torch's formulas, and those that it has for the same on other devices."""
 

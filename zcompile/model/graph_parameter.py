@@ -19,11 +19,15 @@ from zcompile.runtime.stale_copies import Freshness
 _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_KIND = frozenset(
-    "__get__ __hash__ __len__ __set__ data_ptr dim element_size get_device is_complex is_contiguous is_floating_point "  # noqa: SIM905
-    "is_pinned is_shared is_signed ndimension nelement numel register_hook register_post_accumulate_grad_hook "
-    "requires_grad_ retain_grad size storage_offset stride untyped_storage".split()
+    "__dir__ __get__ __hash__ __len__ __set__ _has_compatible_shallow_copy_type data_ptr dim element_size "  # noqa: SIM905
+    "get_device is_complex is_contiguous is_floating_point is_pinned is_shared is_signed ndimension nelement numel "
+    "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride "
+    "untyped_storage".split()
 )
 """Names of functions that read no values."""
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+)
 _OF_GRADIENTS = frozenset({torch.autograd.backward, torch.autograd.grad})
 
 
@@ -55,6 +59,10 @@ class GraphParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if func in _OF_SHARDS and isinstance(args[0], GraphParameter):
             return _OF_SHARDS[func](*args)
+        if func in _CONVERSIONS:
+            return _converted(func, *args, **kwargs)
+        if func == _SET_DATA and args[0] is args[1]:  # by a module that was converted to what it is
+            return None
         held = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GraphParameter))
         written = func == _SET_DATA or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
         if written and args[0] is held:
@@ -92,6 +100,16 @@ def give_to_graphs(
 def _class_of(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class for parameters of a class of the user's, so that it still is one of them."""
     return GraphParameter if kind is nn.Parameter else type(kind.__name__, (GraphParameter, kind), {})
+
+
+def _converted(func: Callable[..., Any], parameter: GraphParameter, *args: Any, **kwargs: Any) -> GraphParameter:
+    """The parameter itself, where it is of that dtype on that device already."""
+    with no_torch_function():
+        converted: object = func(parameter, *args, **kwargs)
+    if converted is not parameter:
+        problem = "cannot be converted, copied or moved: it has no memory, its shard has"
+        raise ParameterError(parameter.zcompile_name, problem, "convert the model before its first compiled call")
+    return parameter
 
 
 def _detach(parameter: GraphParameter) -> DTensor:

@@ -20,13 +20,13 @@ FUNCTIONS = ("aten", "ops", "operator", "math", "torch", "float", "unbox")
 BOUND = ("unit", "parameter", "constant", "arena", "stack", "away", "group")
 """What a program is given by name; the rest by its place."""
 _VIEWS = (
-    "_conj _grad_sum_to_size _indices _neg_view _reshape_alias _unsafe_view _values adjoint alias as_strided"
+    "_conj _grad_sum_to_size _indices _neg_view _reshape_alias _unsafe_view _values adjoint alias align_to as_strided"
     " broadcast_to ccol_indices chunk coalesce col_indices conj contiguous crow_indices detach diagonal dsplit expand"
     " expand_as flatten hsplit imag indices lift_fresh linalg_diagonal mH mT matrix_H moveaxis movedim narrow numpy_T"
-    " permute pin_memory positive ravel real reshape reshape_as resolve_conj resolve_neg row_indices select slice"
-    " split split_with_sizes squeeze swapaxes swapdims t tensor_split to transpose type_as unbind unflatten unfold"
-    " unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze values view view_as view_as_complex view_as_real"
-    " vsplit wait_tensor"
+    " permute pin_memory positive ravel real refine_names rename reshape reshape_as resolve_conj resolve_neg"
+    " row_indices select slice split split_with_sizes squeeze swapaxes swapdims t tensor_split to transpose type_as"
+    " unbind unflatten unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze values view view_as"
+    " view_as_complex view_as_real vsplit wait_tensor"
 )
 VIEWS = frozenset(_VIEWS.split())
 """Operations of which a result shows the memory of the first argument, or may."""
