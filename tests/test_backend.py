@@ -297,6 +297,8 @@ def test_what_reads_no_values_of_a_parameter_between_graphs_is_not_refused() -> 
         assert weight.requires_grad
         assert weight in {weight}
         assert repr(weight) == "GraphParameter('linear.weight', [4, 4])"
+        assert torch.equal(torch.zeros_like(weight), weight.new_zeros(4, 4))
+        assert type(torch.ones_like(weight)) is torch.Tensor
         return weight.dim() + weight.numel() + len(weight) + weight.shape[0] + weight.dtype.itemsize
 
     model = Reads(read)

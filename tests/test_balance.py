@@ -37,8 +37,7 @@ def test_the_part_with_most_work_has_least(work: list[int], parts: int) -> None:
     assert max(sum(work[a:b]) for a, b in found) == most
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data(), st.integers(3, 7), st.integers(1, 3), st.integers(0, 120))
 def test_of_the_cuts_that_fit_it_is_the_fastest_and_else_the_smallest(
     drawn: st.DataObject, count: int, parts: int, limit: int

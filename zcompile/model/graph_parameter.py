@@ -20,9 +20,10 @@ _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T"
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_KIND = frozenset(
     "__dir__ __get__ __hash__ __len__ __set__ _has_compatible_shallow_copy_type data_ptr dim element_size "  # noqa: SIM905
-    "get_device is_complex is_contiguous is_floating_point is_pinned is_shared is_signed ndimension nelement numel "
-    "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride "
-    "untyped_storage".split()
+    "empty_like full_like get_device is_complex is_contiguous is_floating_point is_pinned is_same_size is_shared "
+    "is_signed ndimension nelement new_empty new_full new_ones new_zeros numel ones_like rand_like randint_like "
+    "randn_like register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride "
+    "untyped_storage zeros_like".split()
 )
 """Names of functions that read no values."""
 _CONVERSIONS = frozenset(
