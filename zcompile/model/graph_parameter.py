@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile._torch import copyable, no_torch_function, tracing_context, tree_leaves
 from zcompile.errors import ParameterError
+from zcompile.runtime.device import KINDS
 from zcompile.runtime.gradients.delivery import read_outside
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
@@ -26,9 +27,7 @@ _OF_KIND = frozenset(
     "untyped_storage zeros_like".split()
 )
 """Names of functions that read no values."""
-_CONVERSIONS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
-)
+_CONVERSIONS = frozenset(getattr(torch.Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", *KINDS))
 _OF_GRADIENTS = frozenset({torch.autograd.backward, torch.autograd.grad})
 
 
