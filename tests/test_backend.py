@@ -416,6 +416,19 @@ def test_several_graphs_by_name_under_one_optimizer(ranks: Ranks, stage: int, ap
         assert all(found)
 
 
+def test_what_a_module_within_another_has_for_a_backend_stays_its_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inside = torch.compile(model[0], backend="zcompile", options={"backend": "eager", "stage": 2})
+    x = torch.ones(2, 4)
+    inside(x)
+    model.forward = lambda x: model[1](x)
+    torch.compile(model, backend="zcompile", options={"backend": "eager", "stage": 3})(x)
+    with torch.no_grad():  # compiled once more
+        inside(x)
+    assert model[0].weight.zcompile_backend().options.stage == 2
+    assert model[1].weight.zcompile_backend().options.stage == 3
+
+
 def test_a_graph_over_parameters_of_two_backends_is_refused() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     for layer in (first, second):

@@ -29,6 +29,7 @@ from zcompile._torch import (
     compile_plainly,
     has_gradient_hooks,
     modules_given_to,
+    no_torch_function,
     of_fixed_sizes,
     path_of_input,
     retracing,
@@ -357,22 +358,22 @@ class Backend:
         Raises:
             ParameterError: a gradient that is no shard's, or a hook that would not run.
         """
-        for known in self._known.values():
-            if has_gradient_hooks(known.parameter):
-                fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
-                raise ParameterError(known.name, "has a hook of register_hook, which would not run", fix)
-        for unit in self.engine.runtime.shards.values():
-            for name, twin in unit.twins.items():
-                shard = unit.parameters[name]
-                if shard.grad is twin.grad:
-                    continue
-                if shard.grad is None or twin.grad is None:
-                    shard.grad = twin.grad = None
-                elif isinstance(twin.grad, DTensor):
-                    shard.grad = twin.grad
-                else:
-                    fix = "change its gradient in place, or put a DTensor there that was computed from it"
-                    raise ParameterError(name, "has a plain tensor in .grad, which is no shard's gradient", fix)
+        units = self.engine.runtime.shards.values()
+        with no_torch_function():
+            hooked = next((known.name for known in self._known.values() if has_gradient_hooks(known.parameter)), None)
+            pairs = [(name, unit.parameters[name], twin) for unit in units for name, twin in unit.twins.items()]
+            pairs = [pair for pair in pairs if pair[1].grad is not pair[2].grad]
+        if hooked is not None:
+            fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"
+            raise ParameterError(hooked, "has a hook of register_hook, which would not run", fix)
+        for name, shard, twin in pairs:
+            if shard.grad is None or twin.grad is None:
+                shard.grad = twin.grad = None
+            elif isinstance(twin.grad, DTensor):
+                shard.grad = twin.grad
+            else:
+                fix = "change its gradient in place, or put a DTensor there that was computed from it"
+                raise ParameterError(name, "has a plain tensor in .grad, which is no shard's gradient", fix)
 
     # -- looking inside -------------------------------------------------------------------------------------------
 
@@ -472,8 +473,8 @@ def backend(
 
     Parameters are sharded when the first call brings them, from the values of the mesh's first rank. The model keeps
     its own `nn.Parameter` objects; their gradients are the shards', an optimizer over them is pointed at the shards at
-    its first step, `clip_grad_norm_` and `state_dict()` see shards. Code outside of
-    compiled graphs that reads or writes one is refused, by name.
+    its first step, `clip_grad_norm_` and `state_dict()` see shards. Code outside of compiled graphs that reads one, or
+    writes to it, is refused by name.
 
     Raises:
         OptionError: a stage, prefetch, dtype or backend that cannot be meant.
@@ -512,8 +513,7 @@ def compiler(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[
 def _backend_of(inputs: Sequence[Any], options: Mapping[str, Any]) -> Backend:
     """The backend of the module that a graph is of, by the parameters among its `inputs`; one for all of its graphs."""
     params = {id(value): value for value in inputs if isinstance(value, nn.Parameter)}
-    found = (param.zcompile_backend() for param in params.values() if hasattr(param, "zcompile_backend"))
-    known: Backend | None = next((one for one in found if one is not None), None)
+    known = next(filter(None, map(_backend_that_has, params.values())), None)
     if known is not None:
         return known
     made = backend(**options)
@@ -521,8 +521,15 @@ def _backend_of(inputs: Sequence[Any], options: Mapping[str, Any]) -> Backend:
         of_module = list(module.parameters())
         if any(id(param) in params for param in of_module):
             for param in of_module:
-                param.zcompile_backend = weakref.ref(made)  # type: ignore[attr-defined]
+                if _backend_that_has(param) is None:
+                    param.zcompile_backend = weakref.ref(made)  # type: ignore[attr-defined]
     return made
+
+
+def _backend_that_has(param: nn.Parameter) -> Backend | None:
+    """The living backend that has sharded a parameter, or another one of its module."""
+    known: weakref.ref[Backend] | None = getattr(param, "zcompile_backend", None)
+    return None if known is None else known()
 
 
 def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weakref.WeakSet[Optimizer]) -> None:
