@@ -51,10 +51,10 @@ class GraphParameter(nn.Parameter):
             ParameterError: it reads values, or writes them.
         """
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or tracing_context() is not None:  # Dynamo's own questions, the latter
+        if torch.compiler.is_compiling():  # first: Dynamo traces this
             return super().__torch_function__(func, types, args, kwargs)
         of_kind = func.__name__ in _OF_KIND and func not in _VALUES and func != _SET_DATA
-        if of_kind or func in _OF_GRADIENTS:
+        if of_kind or func in _OF_GRADIENTS or tracing_context() is not None:  # the last: Dynamo's own questions
             with no_torch_function():
                 return func(*args, **kwargs)
         if func in _OF_SHARDS and isinstance(args[0], GraphParameter):
