@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 from unittest import mock
 
@@ -120,6 +123,27 @@ def test_a_rank_that_fails_or_waits_in_vain_ends_all(threads: Threads, job: Any,
     assert says in str(raised.value)
     assert str(raised.value).startswith("rank 1:\n")
     assert not dist.is_initialized()
+
+
+def on_and_on(rank: int) -> None:
+    """Rank 0 has the test interrupted, as its timeout does, while both go on."""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    while True:
+        dist.barrier()
+
+
+def test_ranks_end_with_a_test_that_is_interrupted(threads: Threads) -> None:
+    def interrupt(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(TimeoutError):
+            threads.run(2, on_and_on)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank") and thread.is_alive()]
 
 
 @pytest.mark.slow

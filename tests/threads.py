@@ -27,11 +27,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import convert_frame  # noqa: TID251  # as torch's own tests do
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from tests.ranks import RankError
+from tests.ranks import PATIENCE, RankError
 from tests.shared_steps import sharing_steps
 from tests.shared_traces import sharing
 from zcompile._torch import forget_meshes
@@ -399,8 +400,14 @@ class Threads:
             ranks = [threading.Thread(target=begin, args=(rank,), name=f"rank {rank}") for rank in range(world)]
             for thread in ranks:
                 thread.start()
-            for thread in ranks:
-                thread.join()
+            try:
+                for thread in ranks:
+                    thread.join()
+            except BaseException:  # a test's own timeout: whoever waits or comes to wait ends with it
+                shared.turns.failed = True
+                for thread in ranks:
+                    thread.join(PATIENCE)
+                raise
             torch.compiler.reset()
             forget_meshes()
         _set_random_numbers(numbers)
@@ -441,6 +448,8 @@ def _installed(world: World) -> Iterator[None]:
             mock.patch.object(distributed_c10d, "_world", threaded.ThreadLocalWorld()),
             mock.patch.object(Waits, "until", giving_turns),
             mock.patch.object(dist, "new_group", local_group),
+            # Held while a rank compiles, and within that it may wait for the others; turns keep them apart as it is.
+            mock.patch.object(convert_frame, "compile_lock", contextlib.nullcontext()),
         ):
             yield
     finally:
