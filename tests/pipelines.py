@@ -251,7 +251,3 @@ def trains(
     if {id(p) for p in held} != {id(p) for p in kept.values()}:
         wrong.append("the optimizer holds other parameters than this rank's")
     return [*wrong, *(["no parameters"] if not kept else [])]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -11,22 +11,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import gradients
 from tests.models import batch, make
 from tests.test_fragments import make as make_broken
 from tests.threads import Threads
 from zcompile import OptionError
 
 MICRO = 3
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    grads = {name: param.grad for name, param in model.named_parameters()}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
 
 def accumulate(

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch, make
-from tests.ranks import Ranks
 from tests.test_training import STEPS, train, train_ddp
+from tests.threads import Threads
 from zcompile.runtime.arena import Arenas
 
 CPU = torch.device("cpu")
@@ -82,8 +82,8 @@ def against_ddp(rank: int, kind: str) -> list[str]:
 
 @pytest.mark.slow
 @quickly("kind", ["gpt", "mlp", "conv"], ["gpt"], slow=())
-def test_numbers_are_those_of_ddp(ranks: Ranks, kind: str) -> None:
-    assert ranks.run(2, against_ddp, kind) == [[], []]
+def test_numbers_are_those_of_ddp(threads: Threads, kind: str) -> None:
+    assert threads.run(2, against_ddp, kind) == [[], []]
 
 
 def against_none(rank: int, stage: int, backend: str) -> list[str]:
@@ -94,8 +94,8 @@ def against_none(rank: int, stage: int, backend: str) -> list[str]:
 
 
 @quickly("stage, backend", [(3, "eager"), (1, "inductor"), (3, "inductor")], [], slow=[(3, "eager")])
-def test_in_an_odd_world_nothing_changes(ranks: Ranks, stage: int, backend: str) -> None:
-    assert ranks.run(3, against_none, stage, backend) == [[], [], []]
+def test_in_an_odd_world_nothing_changes(threads: Threads, stage: int, backend: str) -> None:
+    assert threads.run(3, against_none, stage, backend) == [[], [], []]
 
 
 def interleaved(rank: int) -> list[str]:
@@ -116,8 +116,8 @@ def interleaved(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_a_backward_still_needs_is_left_alone(ranks: Ranks) -> None:
-    assert ranks.run(2, interleaved) == [[], []]
+def test_what_a_backward_still_needs_is_left_alone(threads: Threads) -> None:
+    assert threads.run(2, interleaved) == [[], []]
 
 
 def reserved(rank: int) -> list[int]:
@@ -136,8 +136,8 @@ def reserved(rank: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_arenas_stop_growing_once_they_have_seen_the_largest_batch(ranks: Ranks) -> None:
-    for kept in ranks.run(2, reserved):
+def test_arenas_stop_growing_once_they_have_seen_the_largest_batch(threads: Threads) -> None:
+    for kept in threads.run(2, reserved):
         assert len(set(kept[10:])) == 1
 
 
@@ -168,8 +168,8 @@ def with_dropout(rank: int, backend: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_states_of_random_numbers_stay_where_torch_can_read_them(ranks: Ranks, backend: str) -> None:
-    assert ranks.run(1, with_dropout, backend) == [[]]
+def test_states_of_random_numbers_stay_where_torch_can_read_them(threads: Threads, backend: str) -> None:
+    assert threads.run(1, with_dropout, backend) == [[]]
 
 
 class Recomputing(nn.Module):
@@ -201,8 +201,10 @@ def with_checkpoints_of_the_user(rank: int, backend: str, folder: str) -> list[l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_states_that_the_users_checkpoint_saves_stay_where_they_are(ranks: Ranks, backend: str, tmp_path: Path) -> None:
-    assert ranks.run(1, with_checkpoints_of_the_user, backend, str(tmp_path)) == [[[], [], []]]
+def test_states_that_the_users_checkpoint_saves_stay_where_they_are(
+    threads: Threads, backend: str, tmp_path: Path
+) -> None:
+    assert threads.run(1, with_checkpoints_of_the_user, backend, str(tmp_path)) == [[[], [], []]]
 
 
 def test_a_limit_beside_them_is_refused() -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import zcompile
 from tests import zoo
 from tests.cases import quickly
+from tests.compare import full
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import torch_backend
@@ -29,10 +30,6 @@ from zcompile._torch import BackendCompilerFailed, modules_given_to
 from zcompile.torch_backend import compiler
 
 Values = dict[str, torch.Tensor]
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -73,13 +70,12 @@ def compiled_script(rank: int, kind: str, stage: int, backend: str, named: bool)
 SCRIPTS = [("gpt", 0), ("gpt", 3), ("mlp", 0), ("mlp", 1), ("mlp", 2), ("mlp", 3), ("conv", 3)]
 
 
-@quickly("kind, stage", SCRIPTS, [("mlp", 0)], pairs=False)
+@quickly("kind, stage", SCRIPTS, [("mlp", 0)], slow=[("gpt", 3), ("conv", 3)])
 def test_a_script_trains_as_under_ddp(ranks: Ranks, kind: str, stage: int) -> None:
     assert ranks.run(2, compiled_script, kind, stage, "eager", False) == [[], []]
 
 
-@pytest.mark.slow
-@quickly("backend", ["eager", "inductor"], ["eager"])
+@quickly("backend", ["eager", "inductor"], [], slow=["eager"])
 def test_by_name(ranks: Ranks, backend: str) -> None:
     assert ranks.run(2, compiled_script, "mlp", 3, backend, True) == [[], []]
 

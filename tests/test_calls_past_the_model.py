@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.cases import diagonal, quickly
+from tests.compare import full
 from tests.models import GPT, batch
 from tests.ranks import AT_ONCE, Ranks
 from zcompile._torch import default_store
@@ -99,10 +99,6 @@ CALLS: dict[str, Call] = {
 def tokens(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     source = torch.Generator().manual_seed(10 * step + rank)
     return torch.randint(0, 11, (2, 4), generator=source), torch.randint(0, 11, (2, 4), generator=source)
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def made() -> Coder:

@@ -155,8 +155,12 @@ def test_every_part_of_a_model_is_proven(kind: str, tmp_path: Path) -> None:
     assert len(verdicts) > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mlp", "conv", "dropped", *(kind for kind in zoo.MODELS if kind not in BROKEN)])
+@quickly(
+    "kind",
+    ["mlp", "conv", "dropped", *(kind for kind in zoo.MODELS if kind not in BROKEN)],
+    [],
+    slow=["mlp", "dropped"],
+)
 def test_every_model_is_proven_under_every_choice(kind: str) -> None:
     proven = 0
     for choice in CHOICES.values():

@@ -571,7 +571,7 @@ def test_a_rank_of_the_doctor_trains_alone(ranks: Ranks) -> None:
     assert first != second
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_doctor_writes_a_profile_that_plans_take(run: Run, tmp_path: Path) -> None:
     code, _, _ = run("doctor", "--write", "here.toml", "--ranks", "2")
     assert code == 0

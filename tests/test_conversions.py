@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bfloat16": lambda model: model.bfloat16(),
@@ -78,15 +78,15 @@ def both(rank: int, kind: str, stage: int, way: str) -> list[str]:
 
 @pytest.mark.slow
 @quickly("kind, stage", [(kind, stage) for kind in CONVERSIONS for stage in range(4)], [("bfloat16", 3)], pairs=False)
-def test_a_compiled_model_is_converted_as_the_model_would_be(ranks: Ranks, kind: str, stage: int) -> None:
-    assert ranks.run(2, both, kind, stage, "plain") == [[]] * 2
+def test_a_compiled_model_is_converted_as_the_model_would_be(threads: Threads, kind: str, stage: int) -> None:
+    assert threads.run(2, both, kind, stage, "plain") == [[]] * 2
 
 
 @pytest.mark.slow
 @diagonal("way, kind", [way for way in OPTIONS if way != "plain"], ["double", "bfloat16"], pairs=False)
-def test_options_go_by_the_dtypes_that_it_is_converted_to(ranks: Ranks, way: str, kind: str) -> None:
+def test_options_go_by_the_dtypes_that_it_is_converted_to(threads: Threads, way: str, kind: str) -> None:
     world = 4 if way == "hybrid" else 3
-    assert ranks.run(world, both, kind, 3, way) == [[]] * world
+    assert threads.run(world, both, kind, 3, way) == [[]] * world
 
 
 def plain() -> nn.Module:
@@ -247,5 +247,5 @@ def untrained(rank: int, kind: str, stage: int, folder: str) -> list[str]:
 
 
 @diagonal("kind, stage", KINDS, [0, 1, 2, 3], pairs=False)
-def test_models_without_anything_to_train_run(ranks: Ranks, kind: str, stage: int, tmp_path: Any) -> None:
-    assert ranks.run(2, untrained, kind, stage, str(tmp_path / "saved"), group=20) == [[], []]
+def test_models_without_anything_to_train_run(threads: Threads, kind: str, stage: int, tmp_path: Any) -> None:
+    assert threads.run(2, untrained, kind, stage, str(tmp_path / "saved")) == [[], []]

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile._torch import FakeTensorMode
 from zcompile.engine.eager_regions import fit_kernels
 
@@ -95,13 +95,13 @@ def against_plain(rank: int, kind: str, name: str, stage: int, dtype: torch.dtyp
 @quickly(
     "name, stage", [*itertools.product(TRANSPOSED, [0, 3])], [*itertools.product(TRANSPOSED, [0, 3])][1::8], pairs=False
 )
-def test_a_normalization_of_a_transposed_value_trains_as_plain_pytorch(ranks: Ranks, name: str, stage: int) -> None:
-    ranks.run(2, against_plain, "transposed", name, stage, None)
+def test_a_normalization_of_a_transposed_value_trains_as_plain_pytorch(threads: Threads, name: str, stage: int) -> None:
+    threads.run(2, against_plain, "transposed", name, stage, None)
 
 
 @quickly("name, stage", [(name, stage) for name in NORMS for stage in (0, 3)], [(next(iter(NORMS)), 3)], pairs=False)
-def test_a_normalization_first_trains_in_bfloat16(ranks: Ranks, name: str, stage: int) -> None:
-    ranks.run(2, against_plain, "norms", name, stage, torch.bfloat16)
+def test_a_normalization_first_trains_in_bfloat16(threads: Threads, name: str, stage: int) -> None:
+    threads.run(2, against_plain, "norms", name, stage, torch.bfloat16)
 
 
 class Attending(nn.Module):

@@ -13,22 +13,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.cases import diagonal
+from tests.compare import gradients
 from tests.models import batch, make
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 X = torch.ones(2, 4)
 Gradients = dict[str, torch.Tensor | None]
-
-
-def gradients(model: nn.Module) -> Gradients:
-    found = {name: param.grad for name, param in model.named_parameters()}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
 
 
 def assert_as_plain(model: nn.Module, use: Callable[[nn.Module], Any], **options: Any) -> None:

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.cases import diagonal, quickly
+from tests.compare import gradients
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 WIDTH = 6
 
@@ -214,14 +216,6 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    found = {}
-    for name, param in model.named_parameters():
-        grad = param.grad
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
-
-
 def loss_of(model: Any, x: torch.Tensor, past: str = "", first: bool = False) -> torch.Tensor:
     """The model's, and that of its module at `past`, which is checkpointed past the model, before it or after."""
     calls = [lambda: model(x)]
@@ -263,14 +257,14 @@ QUICK = [(kind, 3, 2 + index % 2) for index, kind in enumerate(MODELS) if index 
 
 
 @quickly("kind, stage, world", BROKEN, QUICK)
-def test_broken_models_train_as_on_one_device(ranks: Ranks, kind: str, stage: int, world: int) -> None:
-    assert ranks.run(world, train, kind, world, stage, "eager") == [[]] * world
+def test_broken_models_train_as_on_one_device(threads: Threads, kind: str, stage: int, world: int) -> None:
+    assert threads.run(world, train, kind, world, stage, "eager") == [[]] * world
 
 
 @pytest.mark.slow
 @diagonal("order, stage", ["model first", "module first"], [0, 3], pairs=False)
-def test_a_module_is_checkpointed_within_a_broken_model_and_past_it(ranks: Ranks, stage: int, order: str) -> None:
-    assert ranks.run(2, train, "Nested", 2, stage, "eager", "layers.0", order == "module first") == [[]] * 2
+def test_a_module_is_checkpointed_within_a_broken_model_and_past_it(threads: Threads, stage: int, order: str) -> None:
+    assert threads.run(2, train, "Nested", 2, stage, "eager", "layers.0", order == "module first") == [[]] * 2
 
 
 def train_what_was_kept(rank: int, world: int, stage: int, alone: bool) -> list[str]:
@@ -295,8 +289,8 @@ def train_what_was_kept(rank: int, world: int, stage: int, alone: bool) -> list[
 
 
 @diagonal("alone, stage", [True, False], [0, 3])
-def test_a_loss_that_the_model_keeps_is_trained(ranks: Ranks, stage: int, alone: bool) -> None:
-    assert ranks.run(2, train_what_was_kept, 2, stage, alone) == [[]] * 2
+def test_a_loss_that_the_model_keeps_is_trained(threads: Threads, stage: int, alone: bool) -> None:
+    assert threads.run(2, train_what_was_kept, 2, stage, alone) == [[]] * 2
 
 
 class Differentiates(nn.Module):
@@ -381,8 +375,8 @@ def test_ranks_that_read_other_parameters_are_refused(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_inductor_compiles_fragments(ranks: Ranks) -> None:
-    assert ranks.run(2, train, "Between", 2, 3, "inductor") == [[]] * 2
+def test_inductor_compiles_fragments(threads: Threads) -> None:
+    assert threads.run(2, train, "Between", 2, 3, "inductor") == [[]] * 2
 
 
 def broken(kind: str, **options: Any) -> zcompile.CompiledModule:

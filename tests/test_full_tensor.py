@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import quickly
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 
 class Headless(nn.Module):
@@ -79,9 +80,11 @@ CASES: list[tuple[dict[str, Any], list[int]]] = [
 
 
 @quickly("options, shape", CASES, CASES[:2], pairs=False)
-def test_gradients_through_full_tensors_are_averages(ranks: Ranks, options: dict[str, Any], shape: list[int]) -> None:
+def test_gradients_through_full_tensors_are_averages(
+    threads: Threads, options: dict[str, Any], shape: list[int]
+) -> None:
     world = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
-    assert ranks.run(world, differing, options, shape) == [[]] * world
+    assert threads.run(world, differing, options, shape) == [[]] * world
 
 
 def without_gradient(rank: int) -> list[bool]:

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from tests.compare import full
 from tests.models import batch, make
 from tests.test_fragments import make as make_broken
 from zcompile._torch import local_tensor
@@ -31,10 +31,6 @@ def own_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor, backend: str) -> None:

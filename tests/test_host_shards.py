@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zcompile
 from tests.models import batch, make
-from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import GroupError, OptionError
 from zcompile import compile_model as compiling
 from zcompile._torch import local_tensor
@@ -128,10 +128,10 @@ def trained(rank: int, kind: str, away: bool, whole_step: bool, options: dict[st
     ids=["stage 3 in bfloat16", "stage 2, world 3", "a train step in arenas", "a world of one"],
 )
 def test_training_is_that_without(
-    ranks: Ranks, world: int, kind: str, whole_step: bool, options: dict[str, Any]
+    threads: Threads, world: int, kind: str, whole_step: bool, options: dict[str, Any]
 ) -> None:
-    want = ranks.run(world, trained, kind, False, whole_step, options)
-    got = ranks.run(world, trained, kind, True, whole_step, options)
+    want = threads.run(world, trained, kind, False, whole_step, options)
+    got = threads.run(world, trained, kind, True, whole_step, options)
     assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
 
 

@@ -11,8 +11,8 @@ import torch
 
 import zcompile
 from tests.models import batch, make
-from tests.ranks import Ranks
 from tests.test_train_step import OPTIMIZERS, grouped
+from tests.threads import Threads
 from zcompile._torch import local_tensor
 from zcompile.runtime.offload.optimizer_host import HostState
 
@@ -50,9 +50,9 @@ def trained(rank: int, kind: str, optimizer: str, stage: int, host: bool) -> tup
     ("kind", "optimizer", "stage"),
     [("gpt", "adamw", 3), pytest.param("mlp", "momentum", 0, marks=pytest.mark.slow)],
 )
-def test_training_is_that_without(ranks: Ranks, kind: str, optimizer: str, stage: int) -> None:
-    want = ranks.run(2, trained, kind, optimizer, stage, False)
-    got = ranks.run(2, trained, kind, optimizer, stage, True)
+def test_training_is_that_without(threads: Threads, kind: str, optimizer: str, stage: int) -> None:
+    want = threads.run(2, trained, kind, optimizer, stage, False)
+    got = threads.run(2, trained, kind, optimizer, stage, True)
     for (one, _), (other, moved) in zip(want, got, strict=True):
         assert moved
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

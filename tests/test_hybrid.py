@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
 from tests.ranks import Ranks
@@ -77,11 +78,6 @@ def reference(kind: str, shape: Shape, batches: int = 1, *, flat: bool = False) 
     return {name: param.detach() for name, param in params.items()}
 
 
-def full_values(model: nn.Module) -> Values:
-    pairs = ((n, p.full_tensor() if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
-    return {name: value.detach().clone() for name, value in pairs}
-
-
 def train(rank: int, kind: str, shape: Shape, **options: object) -> Values:
     """Other values on other ranks: rank 0's must win."""
     compiled = zcompile.compile(make(kind, seed=rank), mesh=mesh_of(shape), backend="eager", **options)  # type: ignore[arg-type]
@@ -90,12 +86,7 @@ def train(rank: int, kind: str, shape: Shape, **options: object) -> Values:
         compiled(*batch(kind, rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return full_values(compiled)
-
-
-def differing(got: Values, want: Values) -> list[str]:
-    assert list(got) == list(want)
-    return [name for name in want if not torch.equal(got[name], want[name])]
+    return parameters(compiled)
 
 
 def sweep(rank: int, kind: str, shape: Shape, choices: list[tuple[int, int]]) -> list[str]:
@@ -118,8 +109,8 @@ def test_two_by_two_equals_the_sum_in_order_bit_for_bit(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 @quickly("kind", KINDS, ["mlp"], slow=())
-def test_two_by_two_equals_the_sum_in_order_in_every_stage(ranks: Ranks, kind: str) -> None:
-    assert ranks.run(4, sweep, kind, (2, 2), ALL) == [[]] * 4
+def test_two_by_two_equals_the_sum_in_order_in_every_stage(threads: Threads, kind: str) -> None:
+    assert threads.run(4, sweep, kind, (2, 2), ALL) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -195,7 +186,7 @@ def accumulated(rank: int, stage: int, shape: Shape, synchronised: list[bool], s
                 compiled(*batch("mlp", rank, count * step + micro)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    want, got = reference("mlp", shape, batches=count), full_values(compiled)
+    want, got = reference("mlp", shape, batches=count), parameters(compiled)
     return [name for name in want if not torch.allclose(got[name], want[name], atol=1e-6)]
 
 
@@ -219,7 +210,7 @@ def stepped(rank: int, **options: Any) -> Values:
     step = zcompile.train_step(model, lambda model, *batch: model(*batch), adamw(model))
     for number in range(STEPS):
         step(*batch("mlp", rank, number))
-    return full_values(model)
+    return parameters(model)
 
 
 def compare_steps(rank: int, stage: int, prefetch: int, shard: str | None = None) -> list[str]:
@@ -255,8 +246,8 @@ def beside(rank: int, name: str, shard: str | None = None) -> list[str]:
 
 @pytest.mark.slow
 @quickly("name", list(OPTIONS), list(OPTIONS)[:1], slow=list(OPTIONS)[3:4])
-def test_other_options_change_no_bits(ranks: Ranks, name: str) -> None:
-    assert ranks.run(4, beside, name) == [[]] * 4
+def test_other_options_change_no_bits(threads: Threads, name: str) -> None:
+    assert threads.run(4, beside, name) == [[]] * 4
 
 
 def on_a_disk(rank: int, folder: str, shard: str | None = None) -> list[str]:
@@ -266,8 +257,8 @@ def on_a_disk(rank: int, folder: str, shard: str | None = None) -> list[str]:
 
 
 @pytest.mark.slow
-def test_shards_and_activations_may_be_on_a_disk(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(4, on_a_disk, str(tmp_path)) == [[]] * 4
+def test_shards_and_activations_may_be_on_a_disk(threads: Threads, tmp_path: Path) -> None:
+    assert threads.run(4, on_a_disk, str(tmp_path)) == [[]] * 4
 
 
 def overflowing(rank: int) -> tuple[list[float], bool]:
@@ -275,7 +266,7 @@ def overflowing(rank: int) -> tuple[list[float], bool]:
     compiled = zcompile.compile(make("mlp"), mesh=mesh_of((2, 2)), backend="eager", dtype=torch.float16)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    before, scales = full_values(compiled), []
+    before, scales = parameters(compiled), []
     for step in range(2):
         x, y = batch("mlp", rank, step)
         loss = compiled(x * (1e30 if rank == 3 and step == 0 else 1.0), y)
@@ -285,7 +276,7 @@ def overflowing(rank: int) -> tuple[list[float], bool]:
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
         if step == 0:
-            unchanged = not differing(full_values(compiled), before)
+            unchanged = not differing(parameters(compiled), before)
     return scales, unchanged
 
 
@@ -364,7 +355,7 @@ def saved(rank: int, folder: str, shard: str | None = None) -> Values:
         optimizer.zero_grad()
     compiled.save_checkpoint(folder, optimizer)
     compiled.save_full_state_dict(f"{folder}.pt")
-    return full_values(compiled)
+    return parameters(compiled)
 
 
 def loaded(rank: int, folder: str, shape: Shape | None, shard: str | None = None) -> tuple[Values, Values]:
@@ -373,10 +364,10 @@ def loaded(rank: int, folder: str, shape: Shape | None, shard: str | None = None
     compiled = zcompile.compile(make("mlp", seed=5), mesh=mesh, backend="eager", stage=stage, shard=shard)
     optimizer = adamw(compiled)
     compiled.load_checkpoint(folder, optimizer)
-    found = full_values(compiled)
+    found = parameters(compiled)
     compiled(*batch("mlp", 0, 2)).backward()
     optimizer.step()
-    return found, full_values(compiled)
+    return found, parameters(compiled)
 
 
 @pytest.mark.slow
@@ -632,7 +623,7 @@ def flattened_by_lbfgs(rank: int) -> bool:
             return loss
 
         optimizer.step(closure)
-    got = full_values(compiled)
+    got = parameters(compiled)
     return all(torch.allclose(got[name], want, atol=1e-5) for name, want in plain.named_parameters())
 
 

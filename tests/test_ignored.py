@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import OptionError, StateError
 
 
@@ -112,8 +112,8 @@ CASES = [(3, False), (0, False), (1, True), (2, False), (3, True), (0, True)]
 
 @pytest.mark.slow
 @quickly("stage, breaks", CASES, CASES[:3], pairs=False)
-def test_what_is_ignored_is_each_ranks_own(ranks: Ranks, tmp_path: Path, stage: int, breaks: bool) -> None:
-    assert ranks.run(2, trained, stage, breaks, str(tmp_path / "checkpoint")) == [[], []]
+def test_what_is_ignored_is_each_ranks_own(threads: Threads, tmp_path: Path, stage: int, breaks: bool) -> None:
+    assert threads.run(2, trained, stage, breaks, str(tmp_path / "checkpoint")) == [[], []]
 
 
 def test_it_is_an_input_of_the_program() -> None:

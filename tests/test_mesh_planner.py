@@ -220,7 +220,7 @@ def found(**options: Any) -> zcompile.MeshPlan:
     return zcompile.plan_meshes(model, args, **given)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_fastest_that_fits_is_found_by_looking_at_everything() -> None:
     """Of one mesh, all choices are forecast here without any bound, and compared."""
     plan = found(schedules=["1f1b", "gpipe", "interleaved1f1b"], stages=[1], memory_limit="0.5 GB")
@@ -245,7 +245,7 @@ def test_the_fastest_that_fits_is_found_by_looking_at_everything() -> None:
         assert best.nbytes <= 0.5e9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("without_group")
 def test_meshes_are_all_divisions_of_the_ranks() -> None:
     plan = found(schedules=["1f1b"], tensor_parallel=None)
@@ -312,7 +312,7 @@ def runs(rank: int, lines: list[str]) -> list[float]:
     return [float(names["step"](tokens, tokens.roll(-1, 1))) for _ in range(3)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("without_group")
 @quickly("mesh", [(2, 1, 2), (2, 2, 1), (1, 2, 2)], [(2, 1, 2)], slow=())
 def test_what_is_printed_runs(ranks: Ranks, mesh: tuple[int, int, int]) -> None:

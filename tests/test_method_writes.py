@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import parameters
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 X = torch.randn(4, 7, generator=torch.Generator().manual_seed(5))
 
@@ -106,13 +107,9 @@ def made() -> Two:
     return Two()
 
 
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
-
-
 def wrong(compiled: nn.Module, plain: nn.Module) -> list[str]:
-    here = values(compiled)
-    return [name for name, value in values(plain).items() if not torch.allclose(here[name], value, rtol=1e-4)]
+    here = parameters(compiled)
+    return [name for name, value in parameters(plain).items() if not torch.allclose(here[name], value, rtol=1e-4)]
 
 
 def trained(rank: int, options: dict[str, Any], ways: list[str], nodes: int = 1) -> list[str]:
@@ -149,10 +146,13 @@ def trained(rank: int, options: dict[str, Any], ways: list[str], nodes: int = 1)
         ({"stage": 3, "whole": ["layers.0.base.weight", "layers.1.b"]}, list(WRITES)),
     ],
     [({"stage": 2}, ["augment"])],
-    pairs=False,
+    slow=[
+        ({"stage": 3}, ["more", "assign", "initialise"]),
+        ({"stage": 3, "whole": ["layers.0.base.weight", "layers.1.b"]}, list(WRITES)),
+    ],
 )
-def test_methods_write_as_in_plain_pytorch(ranks: Ranks, options: dict[str, Any], ways: list[str]) -> None:
-    assert ranks.run(2, trained, options, ways) == [[], []]
+def test_methods_write_as_in_plain_pytorch(threads: Threads, options: dict[str, Any], ways: list[str]) -> None:
+    assert threads.run(2, trained, options, ways) == [[], []]
 
 
 class Extra(Lora):
@@ -190,8 +190,8 @@ def test_methods_of_modules_that_keep_their_dtype_write_to_what_they_are_given(w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["hsdp", "hfsdp", "hpz"])
-def test_methods_write_on_hybrid_meshes(ranks: Ranks, shard: str) -> None:
-    assert ranks.run(4, trained, {"shard": shard}, ["merge", "initialise"], 2) == [[]] * 4
+def test_methods_write_on_hybrid_meshes(threads: Threads, shard: str) -> None:
+    assert threads.run(4, trained, {"shard": shard}, ["merge", "initialise"], 2) == [[]] * 4
 
 
 def apart(rank: int) -> tuple[list[float], list[str]]:
@@ -199,7 +199,7 @@ def apart(rank: int) -> tuple[list[float], list[str]]:
     compiled: Any = zcompile.compile(made(), stage=3, backend="eager")
     torch.manual_seed(rank)
     compiled.layers[1].initialise()
-    drawn = values(compiled)["layers.1.a"].flatten().tolist()
+    drawn = parameters(compiled)["layers.1.a"].flatten().tolist()
     torch.manual_seed(0)
     plain = made()
     torch.manual_seed(0)
@@ -223,10 +223,10 @@ def error_of(act: Callable[[], object]) -> str:
 
 def test_what_shards_cannot_have_is_refused() -> None:
     compiled: Any = zcompile.compile(made(), stage=3, backend="eager", dtype=torch.bfloat16)
-    before = values(compiled)
+    before = parameters(compiled)
     layer = compiled.layers[0]
     rounded, replaced, reshaped = error_of(layer.merge), error_of(layer.replace), error_of(layer.reshape)
     assert rounded.startswith("layers.0.a: is torch.bfloat16 in the model's code and torch.float32 otherwise")
     assert replaced.startswith("layers.0.a: was replaced or taken away where it is full for now")
     assert reshaped.startswith("layers.0.a: has shape [2, 7], and its .data would have [3, 7]")
-    assert all(torch.equal(value, before[name]) for name, value in values(compiled).items())
+    assert all(torch.equal(value, before[name]) for name, value in parameters(compiled).items())

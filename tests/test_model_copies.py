@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import differing, full
 from tests.models import batch, make
 from tests.optimizer_cases import AVERAGES
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 STEPS = 3
 Values = dict[str, torch.Tensor]
@@ -48,12 +49,8 @@ def data(rank: int, step: int) -> torch.Tensor:
     return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def state_of(module: nn.Module) -> Values:
-    return {name: whole(value) for name, value in module.state_dict().items()}
+    return {name: full(value) for name, value in module.state_dict().items()}
 
 
 def averaged_over_ranks(model: nn.Module) -> None:
@@ -84,11 +81,6 @@ def evaluated(average: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = average(x)
     return result
-
-
-def differing(ours: Values, theirs: Values) -> list[str]:
-    assert list(ours) == list(theirs)
-    return [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
 
 
 def against_plain(rank: int, kind: str, options: dict[str, Any]) -> list[str]:
@@ -134,15 +126,15 @@ QUICK = [
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:zcompile. graph break")  # update_bn lets batch normalization read a number
 @quickly("world, kind, stage", CASES, QUICK[1:2], pairs=False)
-def test_averages_of_shards_have_the_bits_of_plain_ones(ranks: Ranks, world: int, kind: str, stage: int) -> None:
-    assert ranks.run(world, against_plain, kind, {"stage": stage}) == [[]] * world
+def test_averages_of_shards_have_the_bits_of_plain_ones(threads: Threads, world: int, kind: str, stage: int) -> None:
+    assert threads.run(world, against_plain, kind, {"stage": stage}) == [[]] * world
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:zcompile. graph break")
-def test_averages_of_matrices_with_owners(ranks: Ranks) -> None:
+def test_averages_of_matrices_with_owners(threads: Threads) -> None:
     options = {"whole": ["first.weight", "last.weight"]}
-    assert ranks.run(2, against_plain, "EMA by multi_avg_fn, of buffers, too", options) == [[]] * 2
+    assert threads.run(2, against_plain, "EMA by multi_avg_fn, of buffers, too", options) == [[]] * 2
 
 
 def ways(rank: int, way: str, folder: str) -> list[str]:
@@ -185,9 +177,9 @@ def ways(rank: int, way: str, folder: str) -> list[str]:
 
 @pytest.mark.slow
 @quickly("way", ["plain", "hybrid", "disk", "bfloat16", "frozen"], ["hybrid", "frozen"])
-def test_a_copy_trains_apart_from_its_original_and_as_it(ranks: Ranks, way: str, tmp_path: Any) -> None:
+def test_a_copy_trains_apart_from_its_original_and_as_it(threads: Threads, way: str, tmp_path: Any) -> None:
     world = 4 if way == "hybrid" else 2
-    assert ranks.run(world, ways, way, str(tmp_path)) == [[]] * world
+    assert threads.run(world, ways, way, str(tmp_path)) == [[]] * world
 
 
 def parallel(rank: int) -> list[str]:
@@ -228,8 +220,8 @@ def saved(rank: int, folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_average_is_saved_as_any_compiled_model(ranks: Ranks, tmp_path: Any) -> None:
-    assert ranks.run(2, saved, str(tmp_path / "average")) == [[], []]
+def test_an_average_is_saved_as_any_compiled_model(threads: Threads, tmp_path: Any) -> None:
+    assert threads.run(2, saved, str(tmp_path / "average")) == [[], []]
 
 
 @pytest.mark.slow

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import ModelOutput
 
 import zcompile
 from tests.cases import diagonal, quickly
+from tests.compare import full, parameters
 from tests.models import ConvNet, make
 from tests.models import batch as make_batch
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 STEPS = 3
 Values = dict[str, torch.Tensor]
@@ -29,14 +30,6 @@ Values = dict[str, torch.Tensor]
 both = pytest.mark.parametrize("stage", [0, 3])
 rarely = [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)]
 every = pytest.mark.parametrize("stage", [0, *rarely, 3])
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def parameters(model: nn.Module) -> Values:
-    return {name: full(p) for name, p in model.named_parameters()}
 
 
 def differing(ours: Values, theirs: Values, tolerance: float = 1e-6) -> list[str]:
@@ -228,8 +221,8 @@ TRAINED = [*itertools.product(MADE, [0, 3], [2, 3])]
 
 
 @quickly("kind, stage, world", TRAINED, TRAINED[::18], pairs=False)
-def test_trains_as_in_one_process_on_the_joined_batch(ranks: Ranks, kind: str, stage: int, world: int) -> None:
-    assert ranks.run(world, agree, kind, stage) == [[]] * world
+def test_trains_as_in_one_process_on_the_joined_batch(threads: Threads, kind: str, stage: int, world: int) -> None:
+    assert threads.run(world, agree, kind, stage) == [[]] * world
 
 
 def payload(rank: int, stage: int, learnt: bool) -> int:
@@ -246,9 +239,9 @@ def payload(rank: int, stage: int, learnt: bool) -> int:
 
 @pytest.mark.slow
 @every
-def test_frozen_parameters_are_gathered_but_not_reduced(ranks: Ranks, stage: int) -> None:
+def test_frozen_parameters_are_gathered_but_not_reduced(threads: Threads, stage: int) -> None:
     """A gradient is sent once by a scatter, whose rows are padded, and counts twice in an all_reduce."""
-    saved = ranks.run(2, payload, stage, True)[0] - ranks.run(2, payload, stage, False)[0]
+    saved = threads.run(2, payload, stage, True)[0] - threads.run(2, payload, stage, False)[0]
     rows, times = (8, 1) if stage else (7, 2)
     assert saved == times * 3 * (rows * 7 + rows) * 4
 
@@ -277,8 +270,8 @@ def statistics(rank: int, stage: int) -> list[str]:
 
 @pytest.mark.slow
 @diagonal("stage, world", [0, 3], [3, 2], pairs=False)
-def test_buffers_begin_as_rank_0s_and_follow_the_ranks_own_data(ranks: Ranks, stage: int, world: int) -> None:
-    assert ranks.run(world, statistics, stage) == [[]] * world
+def test_buffers_begin_as_rank_0s_and_follow_the_ranks_own_data(threads: Threads, stage: int, world: int) -> None:
+    assert threads.run(world, statistics, stage) == [[]] * world
 
 
 def evaluate_between(rank: int, stage: int) -> tuple[list[str], float]:
@@ -313,8 +306,8 @@ def twin(compiled: nn.Module) -> nn.Module:
 
 @pytest.mark.slow
 @quickly("stage", [0, 3], [3])
-def test_evaluation_between_steps_leaves_training_alone(ranks: Ranks, stage: int) -> None:
-    for names, worst in ranks.run(2, evaluate_between, stage):
+def test_evaluation_between_steps_leaves_training_alone(threads: Threads, stage: int) -> None:
+    for names, worst in threads.run(2, evaluate_between, stage):
         assert names == []
         assert worst < 1e-6
 
@@ -372,8 +365,8 @@ def two_forwards(rank: int, stage: int, reverse: bool) -> list[str]:
 
 @pytest.mark.slow
 @diagonal("stage, reverse", [0, 3], [False, True])
-def test_two_forwards_before_a_backward(ranks: Ranks, stage: int, reverse: bool) -> None:
-    assert ranks.run(3, two_forwards, stage, reverse) == [[]] * 3
+def test_two_forwards_before_a_backward(threads: Threads, stage: int, reverse: bool) -> None:
+    assert threads.run(3, two_forwards, stage, reverse) == [[]] * 3
 
 
 def one_loss_of_two_calls(rank: int, stage: int) -> list[str]:
@@ -436,10 +429,10 @@ def shapes(rank: int, stage: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_many_shapes_need_few_programs(ranks: Ranks, stage: int) -> None:
+@quickly("stage", [0, 3], [3], slow=())
+def test_many_shapes_need_few_programs(threads: Threads, stage: int) -> None:
     """A pair for the first shape, one for sizes that vary, and one for each dimension found to vary later."""
-    assert max(ranks.run(2, shapes, stage)) <= 6
+    assert max(threads.run(2, shapes, stage)) <= 6
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
@@ -530,8 +523,8 @@ def autocast_ddp(rank: int, stage: int, kind: str) -> tuple[list[str], torch.dty
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_autocast_computes_in_bfloat16_the_bits_of_ddp(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, autocast_ddp, stage, "gpt") == [([], torch.bfloat16)] * 2
+def test_autocast_computes_in_bfloat16_the_bits_of_ddp(threads: Threads, stage: int) -> None:
+    assert threads.run(2, autocast_ddp, stage, "gpt") == [([], torch.bfloat16)] * 2
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -622,9 +615,9 @@ def same_bits(rank: int, stage: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @quickly("stage", range(4), [3], slow=[1])
-def test_any_optimizer_and_schedule_gives_the_bits_of_ddp(ranks: Ranks, stage: int) -> None:
+def test_any_optimizer_and_schedule_gives_the_bits_of_ddp(threads: Threads, stage: int) -> None:
     """The shards of 13 and 5 rows over two ranks are uneven, the last layer's row is on one rank, a scalar on both."""
-    assert ranks.run(2, same_bits, stage) == [{}, {}]
+    assert threads.run(2, same_bits, stage) == [{}, {}]
 
 
 def clipped(rank: int, kind: str, stage: int, norm: float) -> tuple[list[str], float]:
@@ -648,9 +641,9 @@ def clipped(rank: int, kind: str, stage: int, norm: float) -> tuple[list[str], f
 
 @pytest.mark.slow
 @diagonal("stage, case", range(4), [("mlp", 3, 2.0), ("gpt", 2, float("inf")), ("mlp", 3, 1.0)], pairs=False)
-def test_the_global_norm_is_clipped(ranks: Ranks, stage: int, case: tuple[str, int, float]) -> None:
+def test_the_global_norm_is_clipped(threads: Threads, stage: int, case: tuple[str, int, float]) -> None:
     """Not the infinite norm where a rank's shard is empty, as of one row over two ranks: torch has none of nothing."""
     kind, world, norm = case
-    for names, worst in ranks.run(world, clipped, kind, stage, norm):
+    for names, worst in threads.run(world, clipped, kind, stage, norm):
         assert names == []
         assert worst < 1e-6

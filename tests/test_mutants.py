@@ -92,7 +92,7 @@ def campaign(*arguments: object) -> list[re.Match[str]]:
     return [told for line in found.stdout.splitlines() if (told := _TOLD.match(line))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @quickly("every", [1, 3], [3], slow=())
 def test_every_mutation_makes_mutants_and_none_is_a_hole(every: int) -> None:
     told = campaign("--only", *range(0, len(MUTATIONS), every), "--program", *QUICK)

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
+from tests.compare import full
 from tests.models import GPT, batch, make
 from tests.ranks import AT_ONCE, RankError, Ranks
 from tests.simulated.scenarios import SCENARIOS, Scenario, begin, loop
@@ -53,10 +53,6 @@ def far(ours: State, theirs: State) -> float:
     """The largest difference."""
     assert set(ours) == set(theirs)
     return max(float((ours[name].cpu() - value.cpu()).abs().max()) for name, value in theirs.items())
-
-
-def full(parameter: torch.Tensor) -> torch.Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 # -- data parallelism --------------------------------------------------------------------------------------------------

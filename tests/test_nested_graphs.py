@@ -12,7 +12,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 
 class Inner(nn.Module):
@@ -87,5 +87,5 @@ WAYS = [(marked, backend) for marked in (Inner, Block) for backend in ("eager", 
 
 @pytest.mark.slow
 @quickly("marked, backend", WAYS, [(Inner, "eager")], pairs=False)
-def test_marked_blocks_train_with_the_same_bits(marked: type[nn.Module], backend: str, ranks: Ranks) -> None:
-    ranks.run(2, same, marked, backend)
+def test_marked_blocks_train_with_the_same_bits(marked: type[nn.Module], backend: str, threads: Threads) -> None:
+    threads.run(2, same, marked, backend)

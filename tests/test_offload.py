@@ -16,6 +16,7 @@ from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.test_train_step import OPTIMIZERS, grouped
+from tests.threads import Threads
 from zcompile._torch import local_tensor
 
 
@@ -55,9 +56,9 @@ TRAINED = [("gpt", "adamw", 3), ("mlp", "adamw", 1), ("mlp", "momentum", 0), ("m
 
 
 @quickly("kind, optimizer, stage", TRAINED, TRAINED[1:2], pairs=False)
-def test_training_is_that_without(ranks: Ranks, tmp_path: Path, kind: str, optimizer: str, stage: int) -> None:
-    want = ranks.run(2, trained, kind, optimizer, stage, None)
-    got = ranks.run(2, trained, kind, optimizer, stage, str(tmp_path))
+def test_training_is_that_without(threads: Threads, tmp_path: Path, kind: str, optimizer: str, stage: int) -> None:
+    want = threads.run(2, trained, kind, optimizer, stage, None)
+    got = threads.run(2, trained, kind, optimizer, stage, str(tmp_path))
     assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import zcompile
 from tests.cases import quickly
 from tests.models import GPT, make
-from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import OptionError, StateError
 from zcompile.cost.memory import peak_bytes
 from zcompile.ir.ops import Away
@@ -212,9 +212,9 @@ def differing(rank: int, case: str, folder: str) -> list[str]:
 QUICK = [case for case in CASES if case not in ("arenas", "inductor", "unit", "whole")]
 
 
-@quickly("case", [*CASES], QUICK, slow=["inductor", "whole"])
-def test_numbers_stay_what_they_are(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    assert ranks.run(2, differing, case, str(tmp_path)) == [[], []]
+@quickly("case", [*CASES], QUICK, slow=["whole"])
+def test_numbers_stay_what_they_are(threads: Threads, tmp_path: Path, case: str) -> None:
+    assert threads.run(2, differing, case, str(tmp_path)) == [[], []]
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
@@ -244,8 +244,8 @@ def filling(rank: int, folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_fails_the_step_before_anything_is_updated(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, filling, str(tmp_path)) == [[], []]
+def test_a_full_disk_fails_the_step_before_anything_is_updated(threads: Threads, tmp_path: Path) -> None:
+    assert threads.run(2, filling, str(tmp_path)) == [[], []]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

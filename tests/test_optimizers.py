@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zcompile
 from tests.cases import diagonal
 from tests.models import batch, fit, make
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -62,8 +62,8 @@ def pointed(rank: int, kind: str, stage: int, stepped: bool) -> list[str]:
 
 
 @diagonal("kind, stage, stepped", KINDS, [3, 0, 3, 0], [True, False, False, True])
-def test_an_optimizer_goes_on_with_shards(ranks: Ranks, kind: str, stage: int, stepped: bool) -> None:
-    assert ranks.run(2, pointed, kind, stage, stepped) == [[], []]
+def test_an_optimizer_goes_on_with_shards(threads: Threads, kind: str, stage: int, stepped: bool) -> None:
+    assert threads.run(2, pointed, kind, stage, stepped) == [[], []]
 
 
 def test_several_optimizers_and_parameters_that_are_not_the_models() -> None:

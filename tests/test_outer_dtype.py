@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import zcompile
 from benchmarks.mutators import respell
 from tests.cases import quickly
+from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
-from tests.ranks import Ranks
 from tests.rounding import EACH, rounded
-from tests.test_hybrid import STEPS, Shape, Values, adamw, differing, full_values, mean, mesh_of, train
+from tests.test_hybrid import STEPS, Shape, Values, adamw, mean, mesh_of, train
 from tests.threads import Threads
 from zcompile import OptionError, PipelineError, ProgramError
 from zcompile.ir.operation import data
@@ -134,26 +134,26 @@ def beside(rank: int, folder: str) -> tuple[float, float, dict[str, int], dict[s
         make("gpt", 0), mesh=mesh_of((2, 2)), backend="eager", outer_dtype=torch.int8, record=folder
     )
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    begun = full_values(compiled)
+    begun = parameters(compiled)
     before = {name: one.bytes for name, one in compiled.traffic.axes.items()}
     compiled(*batch("gpt", rank, 0)).backward()
     sent = {name: one.bytes - before.get(name, 0) for name, one in compiled.traffic.axes.items()}
     optimizer.step()
-    got = full_values(compiled)
+    got = parameters(compiled)
     compiled.dump(f"{folder}/dump", all_ranks=True)
     want = zcompile.compile(make("gpt", 0), mesh=mesh_of((2, 2)), backend="eager")
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
     want(*batch("gpt", rank, 0)).backward()
     optimizer.step()
-    other = full_values(want)
+    other = parameters(want)
     apart = max(float((got[name] - other[name]).abs().max()) for name in got)
     moved = max(float((begun[name] - other[name]).abs().max()) for name in got)
     return apart, moved, sent, dict(sum((Counter(one.volumes()) for one in compiled.programs), Counter()))
 
 
 @pytest.mark.slow
-def test_int8_is_proven_replayed_and_counted(ranks: Ranks, tmp_path: Path) -> None:
-    for apart, moved, sent, said in ranks.run(4, beside, str(tmp_path)):
+def test_int8_is_proven_replayed_and_counted(threads: Threads, tmp_path: Path) -> None:
+    for apart, moved, sent, said in threads.run(4, beside, str(tmp_path)):
         assert 0 < apart <= moved / 100
         assert sent == said
         psi = 4 * sum(param.numel() for param in make("gpt").parameters())

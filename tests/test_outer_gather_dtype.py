@@ -21,12 +21,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 import zcompile
 from benchmarks.mutators import respell
 from tests.cases import quickly
+from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.rounding import EACH, rounded
 from tests.test_checker import texts_of
-from tests.test_hybrid import PLAN, STEPS, Breaking, Shape, Values, adamw, differing, full_values, mean, mesh_of
+from tests.test_hybrid import PLAN, STEPS, Breaking, Shape, Values, adamw, mean, mesh_of
 from tests.threads import Threads
 from zcompile import OptionError, ProgramError, ProofError, facts
 from zcompile.cost.memory import live_bytes
@@ -142,7 +143,7 @@ def train(rank: int, kind: str, shape: Shape, *, steps: bool = False, **options:
         compiled(*given_).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return full_values(compiled)
+    return parameters(compiled)
 
 
 def sweep(
@@ -179,9 +180,9 @@ def test_a_step_is_one_at_what_arrives_for_what_was_sent(
     assert found == [[]] * len(found)
 
 
-@quickly("wire", WIRES, [], slow=[INT8])
-def test_every_stage_and_depth(ranks: Ranks, wire: torch.dtype) -> None:
-    assert ranks.run(4, sweep, "gpt", (2, 2), wire, ALL, {}) == [[]] * 4
+@quickly("wire", WIRES, [], slow=())
+def test_every_stage_and_depth(threads: Threads, wire: torch.dtype) -> None:
+    assert threads.run(4, sweep, "gpt", (2, 2), wire, ALL, {}) == [[]] * 4
 
 
 @pytest.mark.nightly
@@ -207,15 +208,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @quickly("name", list(OPTIONS), ["train step"], slow=())
-def test_other_options_change_no_bits(ranks: Ranks, name: str) -> None:
+def test_other_options_change_no_bits(threads: Threads, name: str) -> None:
     choices = [("hpz", 3, 1), ("hfsdp", 2, 2)][: 1 if name == "a limit" else 2]
-    assert ranks.run(4, sweep, "gpt", (2, 2), INT8, choices, OPTIONS[name]) == [[]] * 4
+    assert threads.run(4, sweep, "gpt", (2, 2), INT8, choices, OPTIONS[name]) == [[]] * 4
 
 
 @pytest.mark.slow
-def test_shards_may_be_on_a_disk(ranks: Ranks, tmp_path: Path) -> None:
+def test_shards_may_be_on_a_disk(threads: Threads, tmp_path: Path) -> None:
     options = {"offload_parameters": f"disk:{tmp_path}"}
-    assert ranks.run(4, sweep, "gpt", (2, 2), INT8, [("hpz", 3, 1), ("hfsdp", 3, 1)], options) == [[]] * 4
+    assert threads.run(4, sweep, "gpt", (2, 2), INT8, [("hpz", 3, 1), ("hfsdp", 3, 1)], options) == [[]] * 4
 
 
 # -- what is computed with --------------------------------------------------------------------------------------------
@@ -396,7 +397,7 @@ def written(rank: int, shard: str, stage: int) -> list[str]:
     compiled = zcompile.compile(make("gpt", 0), mesh=mesh_of((2, 2)), backend="eager", **how)
     plain, found = make("gpt", 0), []
     for number in range(4):
-        values = full_values(compiled)
+        values = parameters(compiled)
         with torch.no_grad():
             for name, param in plain.named_parameters():
                 param.copy_(arriving(values[name], 4, INT8))
@@ -416,8 +417,8 @@ def written(rank: int, shard: str, stage: int) -> list[str]:
 @quickly(
     "shard, stage", [(shard, stage) for shard in HYBRIDS for stage in (1, 3)], [("hfsdp", 3), ("hpz", 1)], pairs=False
 )
-def test_writes_to_parameters_are_noticed(ranks: Ranks, shard: str, stage: int) -> None:
-    assert ranks.run(4, written, shard, stage) == [[]] * 4
+def test_writes_to_parameters_are_noticed(threads: Threads, shard: str, stage: int) -> None:
+    assert threads.run(4, written, shard, stage) == [[]] * 4
 
 
 def saved(rank: int, folder: str) -> Values:
@@ -430,22 +431,22 @@ def saved(rank: int, folder: str) -> Values:
         optimizer.zero_grad()
     compiled.save_checkpoint(folder, optimizer)
     compiled.save_full_state_dict(f"{folder}.pt")
-    return full_values(compiled)
+    return parameters(compiled)
 
 
 def loaded(rank: int, folder: str) -> Values:
     compiled = zcompile.compile(make("gpt", 5), backend="eager")
     compiled.load_checkpoint(folder, adamw(compiled))
-    return full_values(compiled)
+    return parameters(compiled)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_what_the_optimizer_keeps(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_the_optimizer_keeps(threads: Threads, tmp_path: Path) -> None:
     folder, want = str(tmp_path / "saved"), reference("gpt", (2, 2), INT8)
-    for values in ranks.run(4, saved, folder):
+    for values in threads.run(4, saved, folder):
         assert not differing(values, want)
     assert not differing(torch.load(f"{folder}.pt"), want)
-    for values in ranks.run(2, loaded, folder):
+    for values in threads.run(2, loaded, folder):
         assert not differing(values, want)
 
 
@@ -556,8 +557,8 @@ DUMPED: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @quickly("options", DUMPED, DUMPED[1:2])
-def test_a_step_is_proven_across_ranks_and_replayed(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
-    ranks.run(4, replayed, str(tmp_path), options)
+def test_a_step_is_proven_across_ranks_and_replayed(threads: Threads, options: dict[str, Any], tmp_path: Path) -> None:
+    threads.run(4, replayed, str(tmp_path), options)
     assert_proven(tmp_path / "dump")
     assert_replayed(tmp_path, 4)
 

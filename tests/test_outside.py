@@ -12,6 +12,7 @@ from torch import nn
 import zcompile
 from tests.cases import quickly
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 
 class Model(nn.Module):
@@ -82,7 +83,7 @@ MICRO = [*((name, 1) for name in LOSSES), ("both", 3)]
 
 
 @quickly("loss, micro", MICRO, MICRO[1:4:2] + MICRO[-1:])
-def test_gradients_from_outside_of_the_models_call_are_averaged(ranks: Ranks, loss: str, micro: int) -> None:
+def test_gradients_from_outside_of_the_models_call_are_averaged(threads: Threads, loss: str, micro: int) -> None:
     reference = model()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
     for step in range(3):
@@ -96,7 +97,7 @@ def test_gradients_from_outside_of_the_models_call_are_averaged(ranks: Ranks, lo
         missing = [p.grad is None for p in reference.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    for parameters, without in ranks.run(2, trained, loss, micro):
+    for parameters, without in threads.run(2, trained, loss, micro):
         assert without == missing
         for ours, theirs in zip(parameters, reference.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)

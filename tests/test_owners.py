@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import differing, parameters
 from tests.dumps import assert_proven, assert_replayed
 from tests.models import batch, make
 from tests.ranks import Ranks
@@ -120,11 +121,6 @@ def reference(
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def full_values(model: nn.Module) -> Values:
-    pairs = ((n, p.full_tensor() if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
-    return {name: value.detach().clone() for name, value in pairs}
-
-
 def compiled_of(rank: int, kind: str, **options: object) -> zcompile.CompiledModule:
     """Other values on other ranks: rank 0's must win."""
     model = make(kind, rank)
@@ -152,12 +148,7 @@ def train(
         for optimizer in some:
             optimizer.step()
             optimizer.zero_grad()
-    return full_values(compiled)
-
-
-def differing(got: Values, want: Values) -> list[str]:
-    assert list(got) == list(want)
-    return [name for name in want if not torch.equal(got[name], want[name])]
+    return parameters(compiled)
 
 
 def sweep(rank: int, kind: str, world: int, choices: list[tuple[int, int]]) -> list[str]:
@@ -174,9 +165,9 @@ KINDS = ("gpt", "mlp", "tied", "conv")
 
 @pytest.mark.slow
 @quickly("world, kind", [(world, kind) for world in (1, 2, 3, 4) for kind in KINDS], [(3, "tied")], slow=[(2, "gpt")])
-def test_muon_steps_as_on_one_process_bit_for_bit(ranks: Ranks, world: int, kind: str) -> None:
+def test_muon_steps_as_on_one_process_bit_for_bit(threads: Threads, world: int, kind: str) -> None:
     choices = [(stage, prefetch) for stage in range(1, 4) for prefetch in range(3)]
-    assert ranks.run(world, sweep, kind, world, choices if kind != "tied" else choices[2::3]) == [[]] * world
+    assert threads.run(world, sweep, kind, world, choices if kind != "tied" else choices[2::3]) == [[]] * world
 
 
 def otherwise(rank: int, world: int, name: str, folder: str) -> list[str]:
@@ -224,7 +215,7 @@ def stepped(rank: int, world: int, kind: str, by: type[torch.optim.Optimizer], f
         step = zcompile.train_step(model, loss, some, whole=matrices(model), backend="eager", **options)
         for number in range(STEPS):
             step(*batch(kind, rank, number))
-        found += [f"{name}: {one}" for one in differing(full_values(step.model), reference(kind, world, by=by))]
+        found += [f"{name}: {one}" for one in differing(parameters(step.model), reference(kind, world, by=by))]
     return found
 
 
@@ -376,7 +367,7 @@ def saved(rank: int, folder: str, by: type[torch.optim.Optimizer]) -> Values:
     compiled.save_checkpoint(f"{folder} of the rest", some[1])
     compiled.save_full_state_dict(f"{folder}.pt")
     dcp.save(compiled.state_dict(), checkpoint_id=f"{folder} by torch")
-    return full_values(compiled)
+    return parameters(compiled)
 
 
 def loaded(rank: int, folder: str, by: type[torch.optim.Optimizer], whole: bool) -> tuple[Values, Values | None]:
@@ -386,11 +377,11 @@ def loaded(rank: int, folder: str, by: type[torch.optim.Optimizer], whole: bool)
     some = optimizers(compiled, by)
     compiled.load_checkpoint(folder, some[0])
     compiled.load_checkpoint(f"{folder} of the rest", some[1])
-    found = full_values(compiled)
+    found = parameters(compiled)
     compiled.load_full_state_dict(torch.load(f"{folder}.pt"))
     state = compiled.state_dict()
     dcp.load(state, checkpoint_id=f"{folder} by torch")
-    assert not differing(full_values(compiled), found)
+    assert not differing(parameters(compiled), found)
     compiled(*batch("mlp", 0, 2)).backward()
     if not whole and compiled.layout.world > 1:  # the last matrix has a single row, which torch cannot divide
         with pytest.raises(ParameterError, match="of shape"):
@@ -398,7 +389,7 @@ def loaded(rank: int, folder: str, by: type[torch.optim.Optimizer], whole: bool)
         return found, None
     for optimizer in some:
         optimizer.step()
-    return found, full_values(compiled)
+    return found, parameters(compiled)
 
 
 @pytest.mark.slow
@@ -487,7 +478,7 @@ def in_one_group(rank: int, world: int) -> list[str]:
             param.grad = averaged(grads, name, 1)
         other.step()
         other.zero_grad()
-    return differing(full_values(compiled), {name: param.detach() for name, param in plain.named_parameters()})
+    return differing(parameters(compiled), {name: param.detach() for name, param in plain.named_parameters()})
 
 
 @pytest.mark.slow
@@ -571,7 +562,7 @@ def given_whole(rank: int) -> list[str]:
                 param.grad = param.grad.redistribute(placements=[Replicate()])
         for optimizer in optimizers(compiled):
             optimizer.step()
-        values.append(full_values(compiled))
+        values.append(parameters(compiled))
     return differing(*values)
 
 

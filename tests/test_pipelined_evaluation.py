@@ -74,7 +74,7 @@ def evaluates(rank: int, name: str, pipeline: int, data: int, schedule: str, sta
         if not (name == "norms" and data > 1)  # statistics of each rank's own batches
     ],
     [("norms", 2, 1, "interleaved1f1b", 3)],
-    pairs=False,
+    slow=[("gpt tied", 2, 2, "1f1b", 3), ("skips", 2, 1, "dualpipev", 1), ("skips tied", 2, 2, "zbvzerobubble", 0)],
 )
 def test_evaluations_are_those_of_plain_pytorch(
     threads: Threads, name: str, pipeline: int, data: int, schedule: str, stage: int

@@ -42,7 +42,7 @@ def test_two_levels_of_data_train_as_one_process_bit_for_bit(
     "schedule, shard, stage",
     list(itertools.product(["1f1b", "zbvzerobubble"], ["hsdp", "hfsdp", "hpz"], [1, 2, 3])),
     [],
-    pairs=False,
+    slow=[("1f1b", "hpz", 1), ("zbvzerobubble", "hfsdp", 3)],
 )
 def test_two_levels_of_data_on_eight_ranks(threads: Threads, schedule: str, shard: str, stage: int) -> None:
     assert threads.run(8, trains, "skips", 2, 4, schedule, stage, {"shard": shard}, 2) == [[]] * 8

@@ -13,8 +13,9 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import full
 from tests.models import GPT
-from tests.pipelines import batch_of, loss_of, mesh_of, trains, whole
+from tests.pipelines import batch_of, loss_of, mesh_of, trains
 from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile.cost.memory import model_state, peak_bytes
@@ -74,7 +75,7 @@ def activations(rank: int, folder: str, limit: str | None, options: dict[str, An
     both = [name for name in here if not models[1].get_parameter(name).is_meta]  # a limit may move the cut
     assert len(both) > 20
     pairs = [(name, models[0].get_parameter(name), models[1].get_parameter(name)) for name in both]
-    wrong = [name for name, one, other in pairs if not torch.equal(whole(one), whole(other))]
+    wrong = [name for name, one, other in pairs if not torch.equal(full(one), full(other))]
     return wrong, len(programs[1].nodes(Offload)), *map(peak_bytes, programs)
 
 
@@ -138,7 +139,7 @@ def within(rank: int, schedule: str, stage: int, share: float, tied: bool) -> tu
         name
         for name, one in models[0].named_parameters()
         for other in models[1:]
-        if not one.is_meta and not torch.equal(whole(one), whole(other.get_parameter(name)))
+        if not one.is_meta and not torch.equal(full(one), full(other.get_parameter(name)))
     ]
     return wrong, peaks
 
@@ -153,7 +154,7 @@ def within(rank: int, schedule: str, stage: int, share: float, tied: bool) -> tu
         for share in (0.9, 0.75)
     ],
     [],
-    slow=[("interleaved1f1b", 3, 0.75, True), ("gpipe", 1, 0.9, False)],
+    slow=[("interleaved1f1b", 3, 0.75, True)],
 )
 def test_steps_hold_no_more_than_a_budget(ranks: Ranks, schedule: str, stage: int, share: float, tied: bool) -> None:
     found, most = ranks.run(2, within, schedule, stage, share, tied), 0

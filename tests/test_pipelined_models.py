@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests import zoo
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.compare import full
+from tests.threads import Threads
 from zcompile.pipelining.step import PipelinedStep
 
 STEPS, MICROBATCHES = 3, 4
@@ -102,12 +102,8 @@ def trains(
         kept |= {name: b for name, b in model.named_buffers() if not b.is_meta}  # type: ignore[misc]
     others = {**dict(wanted.named_parameters()), **dict(wanted.named_buffers())}
     begun = {**dict(start.named_parameters()), **dict(start.named_buffers())}
-    found = {name: difference(whole(tensor), others[name]) for name, tensor in kept.items()}
+    found = {name: difference(full(tensor), others[name]) for name, tensor in kept.items()}
     return {"found": found, "moved": {name: difference(begun[name].detach(), others[name]) for name in found}}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -136,17 +132,17 @@ WAYS = [
     pairs=False,
 )
 def test_a_real_model_trains_in_a_pipeline_as_in_one_process(
-    ranks: Ranks, kind: str, pipeline: int, data: int, schedule: str, stage: int
+    threads: Threads, kind: str, pipeline: int, data: int, schedule: str, stage: int
 ) -> None:
-    answers = ranks.run(pipeline * data, trains, kind, pipeline, data, schedule, stage, "eager")
+    answers = threads.run(pipeline * data, trains, kind, pipeline, data, schedule, stage, "eager")
     for answer in answers:
         most = 0.0 if kind in EXACT else TOLERANCE
         assert {name: found for name, found in answer["found"].items() if not found <= most} == {}
         assert statistics.median(answer["moved"].values()) > 1000 * TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @quickly("kind", ["llama", "gpt2", "t5"], ["llama"], slow=())
-def test_inductor_rounds_elsewhere(ranks: Ranks, kind: str) -> None:
-    for answer in ranks.run(2, trains, kind, 2, 1, "1f1b", 1, "inductor"):
+def test_inductor_rounds_elsewhere(threads: Threads, kind: str) -> None:
+    for answer in threads.run(2, trains, kind, 2, 1, "1f1b", 1, "inductor"):
         assert {name: found for name, found in answer["found"].items() if not found <= FUSED} == {}

@@ -19,7 +19,8 @@ from torch import nn
 import zcompile
 from tests import pipelines
 from tests.cases import quickly
-from tests.pipelines import MICROBATCHES, Skips, batch_of, in_order, loss_of, mesh_of, model_of, whole
+from tests.compare import full
+from tests.pipelines import MICROBATCHES, Skips, batch_of, in_order, loss_of, mesh_of, model_of
 from tests.ranks import AT_ONCE, Ranks
 from tests.shared_steps import own_steps
 from tests.threads import Threads
@@ -169,7 +170,7 @@ def means(rank: int) -> list[str]:
         loss_fn(plain, *batch_of("skips", 0, 0)).backward()
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         for name, one in model.named_parameters():
-            if not one.is_meta and not torch.allclose(whole(one), plain.get_parameter(name), atol=1e-5):
+            if not one.is_meta and not torch.allclose(full(one), plain.get_parameter(name), atol=1e-5):
                 refused.append(f"{loss_fn.__name__}: {name} is not as without a pipeline")
     return refused
 

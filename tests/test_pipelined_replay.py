@@ -12,8 +12,8 @@ import torch
 import zcompile
 from tests.cases import quickly
 from tests.pipelines import MICROBATCHES, UNITS, batch_of, loss_of, mesh_of, model_of
-from tests.ranks import Ranks
 from tests.test_replay import assert_equal_bits, command, replayed
+from tests.threads import Threads
 from zcompile.pipelining.step import PipelinedStep
 
 
@@ -53,9 +53,9 @@ WAYS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @quickly("way", list(WAYS), ["zbv, stage 3"], slow=list(WAYS)[:1])
-def test_each_rank_of_a_pipeline_is_replayed_alone(ranks: Ranks, tmp_path: Path, way: str) -> None:
+def test_each_rank_of_a_pipeline_is_replayed_alone(threads: Threads, tmp_path: Path, way: str) -> None:
     name, pipeline, data, options = WAYS[way]
-    losses = ranks.run(pipeline * data, records, tmp_path, name, pipeline, data, options)
+    losses = threads.run(pipeline * data, records, tmp_path, name, pipeline, data, options)
     for rank in range(pipeline * data):
         assert_equal_bits(tmp_path, rank, "step")
     if name == "gpt":  # its loss is called so, and the last rank computes it
@@ -73,8 +73,8 @@ def records_one(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_one_step_is_recorded_where_that_is_asked(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, records_one, tmp_path)
+def test_one_step_is_recorded_where_that_is_asked(threads: Threads, tmp_path: Path) -> None:
+    threads.run(2, records_one, tmp_path)
     for rank in range(2):
         assert_equal_bits(tmp_path, rank, "step")
     code, output = command("replay", tmp_path, "--rank", 1, "--brief")
@@ -86,8 +86,8 @@ def records_nan(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_nan_came_from_is_said_on_the_rank_that_received_it(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, records_nan, tmp_path)
+def test_where_nan_came_from_is_said_on_the_rank_that_received_it(threads: Threads, tmp_path: Path) -> None:
+    threads.run(2, records_nan, tmp_path)
     _, output = command("replay", tmp_path, "--rank", 1, "--brief")
     assert "It was received from the rank at place 0 along pp, as " in output, output
     _, output = command("replay", tmp_path)

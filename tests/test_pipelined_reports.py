@@ -232,7 +232,7 @@ def counted(tmp_path: Path, schedule: str, world: int = 4) -> list[list[int]]:
     return [json.loads(out) for out, _ in ended]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_predicted_peak_of_each_rank_is_what_it_takes(tmp_path: Path) -> None:
     found = counted(tmp_path, "1f1b")
     assert [in_flight for _, _, in_flight in found] == [4, 3, 2, 1]

@@ -112,12 +112,12 @@ WAYS = [
 
 
 @pytest.mark.slow
-@quickly("plan, stage, schedule", WAYS, [("sequences", 3, "zbvzerobubble")], pairs=False)
+@quickly("plan, stage, schedule", WAYS, [("sequences", 3, "zbvzerobubble"), ("mlps", 1, "1f1b")], slow=())
 def test_a_pipeline_trains_as_tensor_parallelism_alone(ranks: Ranks, plan: str, stage: int, schedule: str) -> None:
     assert ranks.run(4, trains, (2, 1, 2), plan, stage, schedule, {}) == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_dimensions_train_as_tensor_parallelism_alone() -> None:
     """Eight processes take a while to start on two cores."""
     pool = Ranks(8)
@@ -132,13 +132,14 @@ def test_three_dimensions_train_as_tensor_parallelism_alone() -> None:
         pool.close()
 
 
-@quickly("plan, schedule", [(p, s) for p in PLANS for s in ("1f1b", "zbvzerobubble")], [], pairs=False)
+@quickly(
+    "plan, schedule", [(p, s) for p in PLANS for s in ("1f1b", "zbvzerobubble")], [], slow=[("everything", "1f1b")]
+)
 def test_checkpoints_repeat_collectives_with_the_same_numbers(ranks: Ranks, plan: str, schedule: str) -> None:
     assert ranks.run(4, trains, (2, 1, 2), plan, 1, schedule, {"checkpoint": "unit"}) == [[]] * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
+@quickly("stage", [0, 2], [], slow=[2])
 def test_clipping_takes_the_norm_over_all_dimensions(ranks: Ranks, stage: int) -> None:
     """By a norm that clips nothing: bits stay."""
     assert ranks.run(4, trains, (2, 1, 2), "everything", stage, "1f1b", {"clip_grad_norm": 1e9}) == [[]] * 4

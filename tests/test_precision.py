@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import full
 from tests.models import GPT, batch, make
 from tests.threads import Threads
 from zcompile.model.own_dtype import OwnDtype
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
 
 # -- the program ------------------------------------------------------------------------------------------------------
 
@@ -187,8 +182,7 @@ def test_an_overflow_in_one_shard_is_seen_by_all_ranks(threads: Threads) -> None
     assert threads.run(3, one_shard_overflows) == [(True, 512.0)] * 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@quickly("backend", ["eager", "inductor"], [], slow=["eager"])
 def test_autocast_around_the_call(backend: str) -> None:
     model = make("gpt")
     compiled = zcompile.compile(copy.deepcopy(model), backend=backend)

@@ -105,7 +105,7 @@ def unlimited(ranks: Ranks) -> list[tuple[list[str], int]]:
     return ranks.run(2, limited, None, 0)
 
 
-@quickly("prefetch", [0, "auto"], [], slow=["auto"])
+@quickly("prefetch", [0, "auto"], [], slow=[0])
 def test_ranks_keep_what_fits_on_all_of_them(
     ranks: Ranks, unlimited: list[tuple[list[str], int]], prefetch: int | str
 ) -> None:

@@ -354,7 +354,7 @@ def test_what_is_let_pass_ends_well_in_every_interleaving_and_nothing_else_is(
     agrees_with_all_interleavings(case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(schedules())
 @settings(max_examples=5000)
 def test_the_same_of_many(case: tuple[Mapping[str, Axis], Programs]) -> None:

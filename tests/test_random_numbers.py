@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import full
 from tests.models import batch, make
 from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile.runtime.tensors.owned import owner_of
 
 
@@ -53,8 +54,8 @@ class Prints(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("breaks", [True, False])
 @quickly("backend", ["eager", "inductor"], ["eager"])
-def test_ranks_seeded_alike_drop_differently(ranks: Ranks, backend: str, breaks: bool) -> None:
-    (first, second, same, after), (other, _, other_same, other_after) = ranks.run(2, masks, True, backend, breaks)
+def test_ranks_seeded_alike_drop_differently(threads: Threads, backend: str, breaks: bool) -> None:
+    (first, second, same, after), (other, _, other_same, other_after) = threads.run(2, masks, True, backend, breaks)
     assert first != other, "another mask on each rank"
     assert first != second, "another mask in each call"
     assert same
@@ -83,8 +84,8 @@ def frozen(rank: int, backend: str) -> bool:
 
 
 @quickly("backend", ["eager", "inductor"], ["eager"])
-def test_dropout_in_a_checkpoint_without_a_backward(ranks: Ranks, backend: str) -> None:
-    assert ranks.run(1, frozen, backend) == [True]
+def test_dropout_in_a_checkpoint_without_a_backward(threads: Threads, backend: str) -> None:
+    assert threads.run(1, frozen, backend) == [True]
 
 
 class Block(nn.Module):
@@ -119,14 +120,10 @@ def checkpointed(rank: int, stage: int) -> bool:
     return all(torch.equal(one.grad, full(other.grad)) for one, other in pairs)
 
 
-def full(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_blocks_that_draw_first_and_are_checkpointed_by_the_user(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(1, checkpointed, stage) == [True]
+def test_blocks_that_draw_first_and_are_checkpointed_by_the_user(threads: Threads, stage: int) -> None:
+    assert threads.run(1, checkpointed, stage) == [True]
 
 
 def untouched(rank: int) -> bool:
@@ -138,8 +135,8 @@ def untouched(rank: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_model_that_draws_nothing_changes_no_generator(ranks: Ranks) -> None:
-    assert ranks.run(2, untouched) == [True, True]
+def test_a_model_that_draws_nothing_changes_no_generator(threads: Threads) -> None:
+    assert threads.run(2, untouched) == [True, True]
 
 
 # -- writes to shards -------------------------------------------------------------------------------------------------
@@ -210,8 +207,8 @@ def written(rank: int, options: dict[str, Any]) -> list[str]:
 @quickly(
     "world, options", [(2, {}), (3, {}), (2, {"stage": 1}), (2, {"whole": ["linear.weight"]})], [(3, {})], pairs=False
 )
-def test_random_writes_to_shards_are_those_to_the_whole(ranks: Ranks, world: int, options: dict[str, Any]) -> None:
-    assert ranks.run(world, written, options) == [[]] * world
+def test_random_writes_to_shards_are_those_to_the_whole(threads: Threads, world: int, options: dict[str, Any]) -> None:
+    assert threads.run(world, written, options) == [[]] * world
 
 
 def reset(rank: int) -> list[bool]:

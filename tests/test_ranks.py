@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
 from tests.cases import quickly
+from tests.compare import full
 from tests.models import GPT, batch, make
 from tests.ranks import AT_ONCE, Ranks
 from zcompile.facts import verify
@@ -180,10 +181,6 @@ def batches_of_different_sizes(rank: int, kind: str, stage: int) -> float:
             optimizer.zero_grad()
     pairs = zip(compiled.parameters(), reference.parameters(), strict=True)
     return max(float((full(ours) - theirs).abs().max()) for ours, theirs in pairs)
-
-
-def full(param: torch.Tensor) -> torch.Tensor:
-    return param.full_tensor() if hasattr(param, "full_tensor") else param
 
 
 @pytest.mark.slow

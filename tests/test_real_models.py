@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests import zoo
 from tests.cases import quickly
+from tests.compare import full
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 STEPS = 3
 TOLERANCE = 1e-6
@@ -76,10 +77,6 @@ def train(rank: int, kind: str, stage: int, backend: str) -> tuple[zcompile.Comp
     return compiled, losses
 
 
-def full(param: torch.Tensor) -> torch.Tensor:
-    return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
-
-
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=FLOOR))
 
@@ -120,16 +117,18 @@ KINDS = sorted(zoo.MODELS)
     [(kind, 3, 2) for kind in KINDS],
     slow=[(kind, stage, 3) for kind, stage in zip(KINDS[::4], range(3), strict=True)],
 )
-def test_it_trains_as_one_process_on_the_joined_batch(ranks: Ranks, kind: str, stage: int, world: int) -> None:
-    for answer in check(ranks, world, kind, stage):
+def test_it_trains_as_one_process_on_the_joined_batch(threads: Threads, kind: str, stage: int, world: int) -> None:
+    for answer in check(threads, world, kind, stage):
         if kind in WHOLE:
             assert answer["programs"] == 2, "one forward and one backward"
 
 
 @pytest.mark.slow
 @quickly("kind, stage", [*itertools.product(KINDS, [0, 3])], [("gpt2", 3)], slow=())
-def test_inductor_trains_as_eager_pytorch_to_the_rounding_of_fused_code(ranks: Ranks, kind: str, stage: int) -> None:
-    check(ranks, 2, kind, stage, "inductor")
+def test_inductor_trains_as_eager_pytorch_to_the_rounding_of_fused_code(
+    threads: Threads, kind: str, stage: int
+) -> None:
+    check(threads, 2, kind, stage, "inductor")
 
 
 def broken(rank: int, kind: str) -> str:
@@ -146,7 +145,7 @@ def broken(rank: int, kind: str) -> str:
         ("mixtral_loop", "model.layers.0.mlp.experts", "for expert_idx in expert_hit"),
     ],
 )
-def test_explain_says_where_a_graph_breaks_and_why(ranks: Ranks, kind: str, where: str, why: str) -> None:
-    for page in ranks.run(2, broken, kind):
+def test_explain_says_where_a_graph_breaks_and_why(threads: Threads, kind: str, where: str, why: str) -> None:
+    for page in threads.run(2, broken, kind):
         assert where in page
         assert why in page

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
-from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile import OptionError, ReplayError
 from zcompile.recording.archive import Archive
@@ -80,8 +79,8 @@ STEP = ("forward", "backward")
 
 @pytest.mark.slow
 @quickly("stage", range(4), [3], slow=[0])
-def test_each_rank_of_a_stage_is_replayed_alone(ranks: Ranks, tmp_path: Path, stage: int) -> None:
-    losses = ranks.run(2, one_step, tmp_path, "gpt", {"stage": stage})
+def test_each_rank_of_a_stage_is_replayed_alone(threads: Threads, tmp_path: Path, stage: int) -> None:
+    losses = threads.run(2, one_step, tmp_path, "gpt", {"stage": stage})
     for rank, loss in enumerate(losses):
         assert_equal_bits(tmp_path, rank, *STEP)
         (value,) = (value for line in replayed(tmp_path, rank, "loss") for value in line.values if value.name == "loss")
@@ -158,9 +157,9 @@ def micro_batches(rank: int, folder: Path, stage: int) -> None:
 @pytest.mark.slow
 @quickly("stage", range(4), [1], slow=())
 def test_a_step_is_its_micro_batches_and_what_is_evaluated_between_them(
-    ranks: Ranks, tmp_path: Path, stage: int
+    threads: Threads, tmp_path: Path, stage: int
 ) -> None:
-    ranks.run(2, micro_batches, tmp_path, stage)
+    threads.run(2, micro_batches, tmp_path, stage)
     for rank in range(2):
         assert_equal_bits(tmp_path, rank, *STEP, "forward", *STEP)
 
@@ -192,8 +191,8 @@ def tensor_parallel(rank: int, folder: Path, backend: str) -> None:
 
 @pytest.mark.slow
 @quickly("backend", ["eager", "inductor"], ["eager"])
-def test_collectives_within_regions_give_what_they_gave(ranks: Ranks, tmp_path: Path, backend: str) -> None:
-    ranks.run(2, tensor_parallel, tmp_path, backend)
+def test_collectives_within_regions_give_what_they_gave(threads: Threads, tmp_path: Path, backend: str) -> None:
+    threads.run(2, tensor_parallel, tmp_path, backend)
     for rank in range(2):
         if backend == "eager":
             assert_equal_bits(tmp_path, rank, *STEP)

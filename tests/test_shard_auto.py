@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zcompile
 from tests.cases import diagonal, quickly
+from tests.compare import differing, parameters
 from tests.models import MODELS, batch, make
 from tests.ranks import Ranks
-from tests.test_hybrid import adamw, differing, full_values, mesh_of, train
+from tests.test_hybrid import adamw, mesh_of, train
 from zcompile import AgreementError, OptionError
 from zcompile.cost.hardware import Hardware, Link
 from zcompile.ir.layout import STAGES, Hybrid, Layout
@@ -134,7 +135,7 @@ def compiled_by(rank: int, how: str, shape: tuple[int, int]) -> tuple[str, str, 
     layout = model.layout
     shard = "flat" if layout.replicated is None else str(layout.hybrid)
     beside = {key: options[key] for key in options if key in ("whole", "outer_dtype", "outer_gather_dtype")}
-    return shard, model.explain(), differing(full_values(model), train(rank, "mlp", shape, shard=shard, **beside))
+    return shard, model.explain(), differing(parameters(model), train(rank, "mlp", shape, shard=shard, **beside))
 
 
 CHOICES = {"whole": ("flat", "hsdp"), "across": tuple(Hybrid), "gathered in few bits": ("hfsdp", "hpz")}

@@ -14,6 +14,7 @@ import zcompile
 from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from tests.test_offload import is_mapped
+from tests.threads import Threads
 from zcompile import OptionError, StateError
 from zcompile._torch import local_tensor
 from zcompile.runtime.offload.shard_file import ShardFile
@@ -37,9 +38,9 @@ def trained(rank: int, kind: str, folder: str | None, options: dict[str, Any]) -
     [pytest.param("gpt", {"stage": 3, "dtype": torch.bfloat16}, marks=pytest.mark.slow), ("mlp", {"stage": 1})],
     ids=["stage 3 in bfloat16", "stage 1"],
 )
-def test_training_is_that_without(ranks: Ranks, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    want = ranks.run(2, trained, kind, None, options)
-    got = ranks.run(2, trained, kind, str(tmp_path), options)
+def test_training_is_that_without(threads: Threads, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    want = threads.run(2, trained, kind, None, options)
+    got = threads.run(2, trained, kind, str(tmp_path), options)
     assert all(torch.equal(one, other) for one, other in zip(want[0], got[0], strict=True))
 
 

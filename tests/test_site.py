@@ -25,7 +25,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_page_scrolls_sideways(browser: Any, site: Path) -> None:
     files = sorted(site.glob("*.html"))
     assert len(files) > 20

@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         return x.square().mean(), kept
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_attention_with_a_cache_trains_as_eager_and_returns_its_strides() -> None:
     torch.manual_seed(0)
     model = Decoder()
@@ -125,7 +125,7 @@ class Channel(nn.Module):
         return self.head(self.wide(turned[:, None])[:, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @quickly("sizes", [[(2, 3)], [(2, 3), (4, 5)]], [[(2, 3), (4, 5)]], slow=())
 def test_a_part_of_a_convolution_keeps_its_strides(sizes: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import quickly
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda t: t.norm().item(),
@@ -111,8 +112,8 @@ def read(rank: int, stage: int) -> list[str]:
 
 @pytest.mark.slow
 @quickly("world, stage", [(world, stage) for world in (2, 3) for stage in range(4)], [(2, 3)], pairs=False)
-def test_numbers_of_shards_are_those_of_all_ranks(ranks: Ranks, world: int, stage: int) -> None:
-    assert ranks.run(world, read, stage) == [[]] * world
+def test_numbers_of_shards_are_those_of_all_ranks(threads: Threads, world: int, stage: int) -> None:
+    assert threads.run(world, read, stage) == [[]] * world
 
 
 def formatted(rank: int) -> tuple[str, float, bool]:

@@ -403,7 +403,7 @@ def choosing(rank: int) -> list[bool]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parts_go_with_schedules_that_are_chosen(ranks: Ranks) -> None:
     assert ranks.run(4, choosing) == [[True] * 4] * 4
 
@@ -529,7 +529,7 @@ def resume(rank: int, folder: Path, data: int, model: int) -> tuple[Values, Valu
     return loaded, after
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_load_on_other_meshes(ranks: Ranks, tmp_path: Path) -> None:
     want = ranks.run(4, save, tmp_path)[0]
     saved = torch.load(tmp_path / "full.pt")

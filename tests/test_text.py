@@ -49,7 +49,7 @@ def after_each_pass(kind: str, stage: int, prefetch: int) -> list[Program]:
 
 
 @pytest.mark.slow
-@quickly("kind", KINDS, [kind for kind in KINDS if kind != "gpt"])
+@quickly("kind", KINDS, [kind for kind in KINDS if kind != "gpt"], slow=())
 @pytest.mark.parametrize(
     "stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3]
 )  # the passes of stage 2 are those of stage 1

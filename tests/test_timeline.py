@@ -17,6 +17,7 @@ import zcompile
 from tests.cases import quickly
 from tests.models import batch, fit, make
 from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile.cost.timeline import Spent, Timeline
 from zcompile.runtime.recorder import MOST_RUNS, Line, Recorder, Track
 
@@ -170,8 +171,8 @@ def split(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_split_model(ranks: Ranks) -> None:
-    assert ranks.run(2, split) == [[], []]
+def test_a_split_model(threads: Threads) -> None:
+    assert threads.run(2, split) == [[], []]
 
 
 def test_through_torch_compile() -> None:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.models import batch, fit, make
-from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import OptionError
 from zcompile.cost.memory import peak_bytes
 
@@ -70,8 +70,8 @@ def against_the_loop(rank: int, kind: str, optimizer: str, stage: int, **options
 
 
 @quickly("stage", range(4), [3])
-def test_a_step_is_the_loop(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, against_the_loop, "gpt", "adamw", stage) == [[], []]
+def test_a_step_is_the_loop(threads: Threads, stage: int) -> None:
+    assert threads.run(2, against_the_loop, "gpt", "adamw", stage) == [[], []]
 
 
 def with_all_optimizers(rank: int) -> list[str]:
@@ -79,8 +79,8 @@ def with_all_optimizers(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_step_is_the_loop_with_any_optimizer(ranks: Ranks) -> None:
-    assert ranks.run(2, with_all_optimizers) == [[], []]
+def test_a_step_is_the_loop_with_any_optimizer(threads: Threads) -> None:
+    assert threads.run(2, with_all_optimizers) == [[], []]
 
 
 @pytest.mark.slow
@@ -94,8 +94,8 @@ def test_a_step_is_the_loop_with_any_optimizer(ranks: Ranks) -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_a_step_is_the_loop_with_any_option(ranks: Ranks, options: dict[str, Any]) -> None:
-    assert ranks.run(2, with_options, options) == [[], []]
+def test_a_step_is_the_loop_with_any_option(threads: Threads, options: dict[str, Any]) -> None:
+    assert threads.run(2, with_options, options) == [[], []]
 
 
 def with_options(rank: int, options: dict[str, Any]) -> list[str]:
@@ -104,8 +104,8 @@ def with_options(rank: int, options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_step_is_the_loop_where_no_size_divides(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(3, against_the_loop, "mlp", "adamw", stage) == [[], [], []]
+def test_a_step_is_the_loop_where_no_size_divides(threads: Threads, stage: int) -> None:
+    assert threads.run(3, against_the_loop, "mlp", "adamw", stage) == [[], [], []]
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def outside_the_model(rank: int, stage: int, clip: float | None) -> list[str]:
     ("stage", "clip"),
     [(1, None), *(pytest.param(*rare, marks=pytest.mark.slow) for rare in [(1, 0.05), (3, None), (3, 0.05)])],
 )
-def test_a_model_as_models_are(ranks: Ranks, stage: int, clip: float | None) -> None:
-    assert ranks.run(2, outside_the_model, stage, clip) == [[], []]
+def test_a_model_as_models_are(threads: Threads, stage: int, clip: float | None) -> None:
+    assert threads.run(2, outside_the_model, stage, clip) == [[], []]
 
 
 def norms(rank: int, stage: int) -> list[str]:
@@ -194,8 +194,8 @@ def norms(rank: int, stage: int) -> list[str]:
 
 
 @diagonal("world, stage", [1, 2], [0, 3])
-def test_the_norm_can_be_printed(ranks: Ranks, world: int, stage: int) -> None:
-    found = {text for texts in ranks.run(world, norms, stage) for text in texts}
+def test_the_norm_can_be_printed(threads: Threads, world: int, stage: int) -> None:
+    found = {text for texts in threads.run(world, norms, stage) for text in texts}
     assert len(found) == 1
 
 
@@ -220,8 +220,8 @@ def gradients_alive(rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_gradients_of_one_unit_are_alive_at_once(ranks: Ranks) -> None:
-    for most, largest in ranks.run(2, gradients_alive):
+def test_gradients_of_one_unit_are_alive_at_once(threads: Threads) -> None:
+    for most, largest in threads.run(2, gradients_alive):
         assert most <= largest
 
 
@@ -241,30 +241,30 @@ def within(rank: int, prefetch: int | str, limit: int | None, kind: str = "gpt")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_step_keeps_full_what_fits_beside_its_updates(ranks: Ranks, prefetch: int | str) -> None:
-    (wanted, _, none), _ = ranks.run(2, within, prefetch, None)
-    (losses, first, all_), (_, second, _) = ranks.run(2, within, prefetch, 2**30)
+def test_a_step_keeps_full_what_fits_beside_its_updates(threads: Threads, prefetch: int | str) -> None:
+    (wanted, _, none), _ = threads.run(2, within, prefetch, None)
+    (losses, first, all_), (_, second, _) = threads.run(2, within, prefetch, 2**30)
     assert losses == wanted
     most = max(first, second)  # what the program that runs takes is what was counted for it
-    (losses, _, kept), _ = ranks.run(2, within, prefetch, most)
-    (_, less, fewer), _ = ranks.run(2, within, prefetch, most - 1)
+    (losses, _, kept), _ = threads.run(2, within, prefetch, most)
+    (_, less, fewer), _ = threads.run(2, within, prefetch, most - 1)
     assert losses == wanted
     assert none == 0 < all_ == kept > fewer
     assert less < most
 
 
 @pytest.mark.slow
-def test_a_limit_is_compared_with_what_a_step_takes_that_frees_its_gradients(ranks: Ranks) -> None:
+def test_a_limit_is_compared_with_what_a_step_takes_that_frees_its_gradients(threads: Threads) -> None:
     """The loop's backward, which keeps them all, takes more."""
-    (_, first, _), (_, second, _) = ranks.run(2, within, 0, None, "mlp")
-    for _, most, _ in ranks.run(2, within, 0, max(first, second), "mlp"):
+    (_, first, _), (_, second, _) = threads.run(2, within, 0, None, "mlp")
+    for _, most, _ in threads.run(2, within, 0, max(first, second), "mlp"):
         assert most <= max(first, second)
 
 
 @pytest.mark.slow
-def test_a_step_within_a_limit_may_choose_its_prefetch(ranks: Ranks) -> None:
-    (wanted, _, _), _ = ranks.run(2, within, "auto", None)
-    (losses, most, _), _ = ranks.run(2, within, "auto", 700_000)
+def test_a_step_within_a_limit_may_choose_its_prefetch(threads: Threads) -> None:
+    (wanted, _, _), _ = threads.run(2, within, "auto", None)
+    (losses, most, _), _ = threads.run(2, within, "auto", 700_000)
     assert losses == wanted
     assert most <= 700_000
 
@@ -276,8 +276,8 @@ def refused(rank: int, limit: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_step_that_takes_more_than_its_limit_is_refused(ranks: Ranks) -> None:
-    for message in ranks.run(2, refused, 100_000):
+def test_a_step_that_takes_more_than_its_limit_is_refused(threads: Threads) -> None:
+    for message in threads.run(2, refused, 100_000):
         assert message.startswith("memory_limit: 97.66 KiB is less than the ")
 
 
@@ -296,12 +296,12 @@ def gathers(rank: int, changed: bool) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_first_gathers_of_a_step_start_in_the_one_before(ranks: Ranks) -> None:
-    found = ranks.run(2, gathers, False)
+def test_the_first_gathers_of_a_step_start_in_the_one_before(threads: Threads) -> None:
+    found = threads.run(2, gathers, False)
     assert found[0] == found[1]
     _, second, third = found[0]
     assert second == third
-    stale = ranks.run(2, gathers, True)[0]
+    stale = threads.run(2, gathers, True)[0]
     assert stale[1] > second, "a copy that anybody has changed is gathered again, on all ranks"
 
 
@@ -346,8 +346,8 @@ def unequal(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_is_gathered_ahead_does_not_depend_on_the_batch(ranks: Ranks) -> None:
-    first, second = ranks.run(2, unequal)
+def test_what_is_gathered_ahead_does_not_depend_on_the_batch(threads: Threads) -> None:
+    first, second = threads.run(2, unequal)
     assert first == second
     assert len(first) == 1
 
@@ -366,8 +366,8 @@ def sent(rank: int, fused: bool) -> int:
 
 
 @pytest.mark.slow
-def test_what_is_frozen_and_kept_is_not_gathered_again(ranks: Ranks) -> None:
-    assert ranks.run(2, sent, True) == ranks.run(2, sent, False)
+def test_what_is_frozen_and_kept_is_not_gathered_again(threads: Threads) -> None:
+    assert threads.run(2, sent, True) == threads.run(2, sent, False)
 
 
 class Decays(torch.optim.SGD):

@@ -111,14 +111,19 @@ def deferred(rank: int, stage: int) -> tuple[list[str], list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_weights_that_are_computed_last_train_as_ddp(ranks: Ranks, stage: int) -> None:
-    for order, differing in ranks.run(2, deferred, stage):
+def test_weights_that_are_computed_last_train_as_ddp(threads: Threads, stage: int) -> None:
+    for order, differing in threads.run(2, deferred, stage):
         assert order[-1].endswith("0"), "the first block's weights come after the embedding's"
         assert not differing
 
 
 @pytest.mark.slow
-@quickly("kind, world", list(itertools.product(["gpt", "mlp", "conv"], [1, 3, 4])), [("mlp", 3)], pairs=False)
+@quickly(
+    "kind, world",
+    list(itertools.product(["gpt", "mlp", "conv"], [1, 3, 4])),
+    [("mlp", 3)],
+    slow=[("conv", 4), ("gpt", 1)],
+)
 def test_other_worlds_agree_to_rounding(threads: Threads, kind: str, world: int) -> None:
     assert max(threads.run(world, compare_rounding, kind, world)) < 2e-6
 
@@ -185,8 +190,8 @@ def inference_first(rank: int) -> bool:
 
 
 @pytest.mark.slow
-def test_training_after_inference_mode_uses_what_it_kept(ranks: Ranks) -> None:
-    assert ranks.run(2, inference_first) == [True, True]
+def test_training_after_inference_mode_uses_what_it_kept(threads: Threads) -> None:
+    assert threads.run(2, inference_first) == [True, True]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.cases import quickly
-from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile._torch import TorchDispatchMode
 
 
@@ -127,10 +127,12 @@ CASES += [(3, 3, "by rank", 1, "loop"), (2, 0, "alternating", 1, "backend"), (2,
 
 @pytest.mark.slow
 @quickly("world, stage, uses, micro, way", CASES, CASES[10:12], pairs=False)
-def test_no_gradient_where_none_flows(ranks: Ranks, world: int, stage: int, uses: str, micro: int, way: str) -> None:
+def test_no_gradient_where_none_flows(
+    threads: Threads, world: int, stage: int, uses: str, micro: int, way: str
+) -> None:
     missing, values = expected(world, USES[uses], 3, micro)
     assert any(any(step.values()) for step in missing), "the case is about gradients that are None"
-    for found, parameters in ranks.run(world, trained, stage, uses, micro, way):
+    for found, parameters in threads.run(world, trained, stage, uses, micro, way):
         assert found == missing
         for ours, theirs in zip(parameters, values, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -170,8 +172,7 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@quickly("backend", ["eager", "inductor"], [], slow=["eager"])
 def test_the_tangent_of_what_a_loss_leaves_out_is_nowhere(backend: str) -> None:
     torch.manual_seed(0)
     plain = Speaks()

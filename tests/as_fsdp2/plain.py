@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import zcompile
+from tests.compare import full, gradients, parameters
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Values = dict[str, torch.Tensor | None]
@@ -51,18 +51,6 @@ def numbers(rank: int, step: int, *shape: int) -> torch.Tensor:
 
 def mean_square(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def gradients(model: nn.Module) -> Values:
-    return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
-
-
-def parameters(model: nn.Module) -> Values:
-    return {name: full(p) for name, p in model.named_parameters()}
 
 
 def average(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

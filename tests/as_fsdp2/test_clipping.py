@@ -16,6 +16,7 @@ import zcompile
 from tests.as_fsdp2.plain import Net, average, differing, full, gradients, mean_square, numbers, pair
 from tests.cases import quickly
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 
 def mesh_of(kind: str) -> torch.distributed.device_mesh.DeviceMesh | None:
@@ -54,10 +55,10 @@ CASES = [
     pairs=False,
 )
 def test_gradients_are_clipped_by_the_norm_of_all_ranks(
-    ranks: Ranks, norm_type: float, foreach: bool | None, mesh: str, stage: int
+    threads: Threads, norm_type: float, foreach: bool | None, mesh: str, stage: int
 ) -> None:
     world = 4 if mesh == "hybrid" else 3
-    assert ranks.run(world, clipped, norm_type, foreach, mesh, stage) == [[]] * world
+    assert threads.run(world, clipped, norm_type, foreach, mesh, stage) == [[]] * world
 
 
 def in_parts(rank: int) -> list[str]:
@@ -77,8 +78,8 @@ def in_parts(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_norms_may_be_taken_first_and_values_clipped(ranks: Ranks) -> None:
-    assert ranks.run(2, in_parts) == [[], []]
+def test_norms_may_be_taken_first_and_values_clipped(threads: Threads) -> None:
+    assert threads.run(2, in_parts) == [[], []]
 
 
 def infinite(rank: int) -> list[str]:
@@ -94,8 +95,8 @@ def infinite(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    assert ranks.run(3, infinite) == [[]] * 3
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(threads: Threads) -> None:
+    assert threads.run(3, infinite) == [[]] * 3
 
 
 def beside_tensor_parallelism(rank: int) -> list[str]:

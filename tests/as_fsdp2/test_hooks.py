@@ -26,6 +26,7 @@ from tests.as_fsdp2.plain import (
 )
 from tests.cases import quickly
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 
 def after_accumulation(rank: int, stage: int) -> list[str]:
@@ -44,8 +45,8 @@ def after_accumulation(rank: int, stage: int) -> list[str]:
 
 @pytest.mark.slow
 @quickly("stage", [3, 2, 1, 0], [3])
-def test_post_accumulate_hooks_run_once_per_backward_with_the_reduced_gradient(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(3, after_accumulation, stage) == [[]] * 3
+def test_post_accumulate_hooks_run_once_per_backward_with_the_reduced_gradient(threads: Threads, stage: int) -> None:
+    assert threads.run(3, after_accumulation, stage) == [[]] * 3
 
 
 def stepping(rank: int, stage: int) -> list[str]:
@@ -74,8 +75,8 @@ def stepping(rank: int, stage: int) -> list[str]:
 
 @pytest.mark.slow
 @quickly("stage", [3, 2, 1, 0], [3])
-def test_an_optimizer_may_step_in_the_backward(ranks: Ranks, stage: int) -> None:
-    assert ranks.run(2, stepping, stage) == [[], []]
+def test_an_optimizer_may_step_in_the_backward(threads: Threads, stage: int) -> None:
+    assert threads.run(2, stepping, stage) == [[], []]
 
 
 def changing(rank: int, late: bool) -> list[str]:
@@ -102,9 +103,9 @@ def change(model: nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_forward_hooks_of_modules_change_what_they_change(ranks: Ranks) -> None:
+def test_forward_hooks_of_modules_change_what_they_change(threads: Threads) -> None:
     for late in (False, True):
-        assert ranks.run(2, changing, late) == [[], []]
+        assert threads.run(2, changing, late) == [[], []]
 
 
 def change_gradients(model: nn.Module) -> None:
@@ -122,8 +123,8 @@ def changing_gradients(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_backward_hooks_of_modules_change_gradients(ranks: Ranks) -> None:
-    assert ranks.run(2, changing_gradients) == [[], []]
+def test_backward_hooks_of_modules_change_gradients(threads: Threads) -> None:
+    assert threads.run(2, changing_gradients) == [[], []]
 
 
 def on_root(rank: int, kind: str) -> list[str]:
@@ -143,8 +144,8 @@ def on_root(rank: int, kind: str) -> list[str]:
 
 @pytest.mark.slow
 @quickly("kind", ["forward", "pre", "backward"], ["backward"])
-def test_hooks_on_the_compiled_module_are_the_roots(ranks: Ranks, kind: str) -> None:
-    assert ranks.run(2, on_root, kind) == [[], []]
+def test_hooks_on_the_compiled_module_are_the_roots(threads: Threads, kind: str) -> None:
+    assert threads.run(2, on_root, kind) == [[], []]
 
 
 def refused(rank: int) -> str:
@@ -159,8 +160,8 @@ def refused(rank: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_hook_on_a_full_gradient_is_refused_with_the_one_to_take(ranks: Ranks) -> None:
-    for message in ranks.run(2, refused):
+def test_a_hook_on_a_full_gradient_is_refused_with_the_one_to_take(threads: Threads) -> None:
+    for message in threads.run(2, refused):
         assert "register_hook" in message
         assert "register_post_accumulate_grad_hook" in message
 

@@ -15,6 +15,7 @@ import zcompile
 from tests.as_fsdp2.plain import Net, adam, differing, gradients, mean_square, numbers, parameters
 from tests.cases import quickly
 from tests.ranks import Ranks
+from tests.threads import Threads
 
 IGNORED = ("first.weight", "blocks.1.up.weight", "blocks.1.up.bias")
 
@@ -56,8 +57,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @quickly("stage, options", CASES, [CASES[4]], pairs=False)
-def test_ignored_parameters_are_left_alone_as_by_ddp(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
-    assert ranks.run(3, ignores, stage, options) == [[]] * 3
+def test_ignored_parameters_are_left_alone_as_by_ddp(threads: Threads, stage: int, options: dict[str, Any]) -> None:
+    assert threads.run(3, ignores, stage, options) == [[]] * 3
 
 
 def in_one_optimizer(rank: int) -> list[str]:

@@ -28,6 +28,7 @@ from tests.as_fsdp2.plain import (
 )
 from tests.cases import quickly
 from tests.ranks import Ranks
+from tests.threads import Threads
 from zcompile import ModelError, OptionError, ParameterError
 
 # -- shards -----------------------------------------------------------------------------------------------------------
@@ -47,8 +48,8 @@ def rows(rank: int) -> list[str]:
 
 
 @quickly("world", [2, 3], [3])
-def test_a_rank_has_the_rows_that_chunk_gives_it(ranks: Ranks, world: int) -> None:
-    assert ranks.run(world, rows) == [[]] * world
+def test_a_rank_has_the_rows_that_chunk_gives_it(threads: Threads, world: int) -> None:
+    assert threads.run(world, rows) == [[]] * world
 
 
 def replicas(rank: int) -> list[str]:
@@ -64,8 +65,8 @@ def replicas(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_mesh_of_two_dimensions_repeats_shards_along_the_first(ranks: Ranks) -> None:
-    assert ranks.run(4, replicas) == [[]] * 4
+def test_a_mesh_of_two_dimensions_repeats_shards_along_the_first(threads: Threads) -> None:
+    assert threads.run(4, replicas) == [[]] * 4
 
 
 def values(rank: int, hybrid: bool) -> list[str]:
@@ -83,9 +84,9 @@ def values(rank: int, hybrid: bool) -> list[str]:
 
 
 @quickly("hybrid", [False, True], [False])
-def test_all_ranks_start_from_the_first_ranks_values(ranks: Ranks, hybrid: bool) -> None:
+def test_all_ranks_start_from_the_first_ranks_values(threads: Threads, hybrid: bool) -> None:
     world = 4 if hybrid else 3
-    assert ranks.run(world, values, hybrid) == [[]] * world
+    assert threads.run(world, values, hybrid) == [[]] * world
 
 
 def of_a_part(rank: int) -> list[str]:
@@ -102,8 +103,8 @@ def of_a_part(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_groups_of_ranks_train_models_of_their_own(ranks: Ranks) -> None:
-    assert ranks.run(4, of_a_part) == [[]] * 4
+def test_groups_of_ranks_train_models_of_their_own(threads: Threads) -> None:
+    assert threads.run(4, of_a_part) == [[]] * 4
 
 
 # -- kinds of parameters ----------------------------------------------------------------------------------------------
@@ -175,8 +176,8 @@ def on_meta(rank: int, way: str) -> list[str]:
 
 
 @quickly("way", ["code", "weights", "loaded", "sent"], ["code", "loaded"])
-def test_models_on_meta_get_values_from_their_code_or_from_a_state(ranks: Ranks, way: str) -> None:
-    assert ranks.run(3, on_meta, way) == [[]] * 3
+def test_models_on_meta_get_values_from_their_code_or_from_a_state(threads: Threads, way: str) -> None:
+    assert threads.run(3, on_meta, way) == [[]] * 3
 
 
 def test_a_model_on_meta_without_values_is_refused() -> None:

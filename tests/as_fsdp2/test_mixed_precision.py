@@ -262,13 +262,13 @@ def test_a_model_of_low_parameters_averages_in_the_dtype_of_the_reduction(
     "stage, breaks",
     [(stage, breaks) for stage in range(4) for breaks in (False, True)],
     [(3, False)],
-    slow=[(0, True), (2, True)],
+    slow=[(2, True)],
 )
 def test_modules_may_keep_their_dtype(threads: Threads, stage: int, breaks: bool) -> None:
     assert threads.run(2, kept, stage, breaks) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, 3])
 def test_modules_may_keep_their_dtype_under_inductor(threads: Threads, stage: int) -> None:
     assert threads.run(2, kept, stage, False, "inductor") == [[], []]

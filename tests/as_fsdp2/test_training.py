@@ -297,7 +297,7 @@ WAYS = [(stage, way) for stage in (3, 2) for way in ("sharded", "full", "flag")]
 
 
 @pytest.mark.slow
-@quickly("stage, way", WAYS, [(3, "sharded"), (3, "full"), (3, "flag")], pairs=False)
+@quickly("stage, way", WAYS, [(3, "sharded"), (2, "full"), (3, "flag")], slow=())
 def test_gradients_accumulate_with_and_without_synchronisation(threads: Threads, stage: int, way: str) -> None:
     assert threads.run(3, accumulated, stage, way) == [[]] * 3
 

@@ -144,7 +144,7 @@ def _both(rank: int, train: Any, way: str, options: dict[str, Any]) -> tuple[lis
 @quickly(
     "way, name",
     [*itertools.product(WAYS, OPTIONS)],
-    [("overlapping", "stage 3"), ("accumulating", "activations"), ("evaluating", "parameters"), ("varying", "stage 1")],
+    [("overlapping", "stage 3")],
     slow=(),
 )
 def test_graphs_compute_what_is_computed_without(gpus: Ranks, name: str, way: str) -> None:
@@ -268,7 +268,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         *((train, "", stage) for train in (returning, waving) for stage in (0, 1, 2, 3)),
     ],
     [(waving, "", 3)],
-    pairs=False,
+    slow=[(two_models, "conv", 2), (whole_steps, "gpt", 1), (by_torch_compile, "gpt", 3), (returning, "", 0)],
 )
 def test_graphs_of_other_models(gpus: Ranks, train: Any, kind: str, stage: int) -> None:
     check(gpus.run(2, _both, train, kind, {"stage": stage}, timeout=300))

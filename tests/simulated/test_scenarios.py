@@ -74,7 +74,7 @@ def test_everything_is_ordered(gpus: Ranks, name: str) -> None:
         assert all(len(both) < 2 for both in ways), ways
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @quickly(
     "names",
