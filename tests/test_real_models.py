@@ -98,7 +98,7 @@ def compare(rank: int, kind: str, stage: int, backend: str) -> dict[str, Any]:
 WHOLE = sorted(zoo.MODELS.keys() - {"gpt2", "mixtral_loop"})
 
 
-def check(ranks: Ranks, world: int, kind: str, stage: int, backend: str = "eager") -> list[dict[str, Any]]:
+def check(ranks: Ranks | Threads, world: int, kind: str, stage: int, backend: str = "eager") -> list[dict[str, Any]]:
     answers = ranks.run(world, compare, kind, stage, backend)
     for answer in answers:
         tolerance = TOLERANCE if backend == "eager" else FUSED

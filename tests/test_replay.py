@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
+from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile import OptionError, ReplayError
 from zcompile.recording.archive import Archive
@@ -191,8 +192,8 @@ def tensor_parallel(rank: int, folder: Path, backend: str) -> None:
 
 @pytest.mark.slow
 @quickly("backend", ["eager", "inductor"], ["eager"])
-def test_collectives_within_regions_give_what_they_gave(threads: Threads, tmp_path: Path, backend: str) -> None:
-    threads.run(2, tensor_parallel, tmp_path, backend)
+def test_collectives_within_regions_give_what_they_gave(ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    ranks.run(2, tensor_parallel, tmp_path, backend)
     for rank in range(2):
         if backend == "eager":
             assert_equal_bits(tmp_path, rank, *STEP)
