@@ -127,6 +127,7 @@ def test_a_rank_that_fails_or_waits_in_vain_ends_all(threads: Threads, job: Any,
 
 def on_and_on(rank: int) -> None:
     """Rank 0 has the test interrupted, as its timeout does, while both go on."""
+    dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGUSR1)
     while True:

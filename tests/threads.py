@@ -398,14 +398,14 @@ class Threads:
         numbers = _random_numbers()
         with _installed(shared), sharing(), sharing_steps():
             ranks = [threading.Thread(target=begin, args=(rank,), name=f"rank {rank}") for rank in range(world)]
-            for thread in ranks:
-                thread.start()
             try:
+                for thread in ranks:
+                    thread.start()
                 for thread in ranks:
                     thread.join()
             except BaseException:  # a test's own timeout: whoever waits or comes to wait ends with it
                 shared.turns.failed = True
-                for thread in ranks:
+                for thread in filter(threading.Thread.is_alive, ranks):
                     thread.join(PATIENCE)
                 raise
             torch.compiler.reset()
