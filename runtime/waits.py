@@ -280,7 +280,7 @@ class Waits:
     def exchange(self, what: str, text: str) -> dict[int, str]:
         """What the group's ranks have to say of an error that all of them know of, as far as they do within seconds."""
         prefix = self.name(what)
-        _within(ANSWERED, lambda: default_store().set(f"{prefix}/{self.rank}", text))
+        _within(ANSWERED, lambda store: store.set(f"{prefix}/{self.rank}", text))
         others = [rank for rank in self.ranks if rank != self.rank]
         return {self.rank: text, **_texts(prefix, others, others, EXCHANGED)}
 
@@ -288,7 +288,7 @@ class Waits:
 
     def _tell(self, report: Report | None) -> None:
         text = json.dumps(asdict(report)) if report is not None else ""
-        _within(ANSWERED, lambda: default_store().set(f"{self.reporting.prefix}/{self.rank}", text))
+        _within(ANSWERED, lambda store: store.set(f"{self.reporting.prefix}/{self.rank}", text))
         self.reporting.told = report is not None
 
     def _reports(self, expected: Sequence[int]) -> dict[int, Report]:
@@ -393,7 +393,7 @@ def _texts(prefix: str, ranks: Sequence[int], expected: Sequence[int], seconds: 
     deadline, result = time.perf_counter() + seconds, dict[int, str]()
     while True:
         for rank in (rank for rank in ranks if rank not in result):
-            text = _within(ANSWERED, functools.partial(_read, f"{prefix}/{rank}"))
+            text = _within(ANSWERED, functools.partial(_read, key=f"{prefix}/{rank}"))
             if text is None:
                 return result
             if text:
@@ -403,18 +403,24 @@ def _texts(prefix: str, ranks: Sequence[int], expected: Sequence[int], seconds: 
         time.sleep(POLL)
 
 
-def _read(key: str) -> str:
-    store = default_store()
+def _read(store: dist.Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What `ask` gives; None if it fails, or has not answered in time. The store may be with a rank that is gone."""
+def _within(seconds: float, ask: Callable[[dist.Store], T]) -> T | None:
+    """What `ask` reads or writes in the store; None if it fails, or has not answered in time.
+
+    The store may be with a rank that is gone.
+    """
+    try:
+        store = default_store()
+    except ValueError:  # the default group has been destroyed
+        return None
     answers: list[T] = []
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):
-            answers.append(ask())
+            answers.append(ask(store))
 
     thread = threading.Thread(target=run, name="zcompile store", daemon=True)
     thread.start()

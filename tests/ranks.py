@@ -63,7 +63,8 @@ class Ranks:
         workers = [self._worker(rank) for rank in range(world if world <= self.size else 1)]
         answers: list[tuple[bool, Any]] = []
         try:
-            with tempfile.TemporaryDirectory() as folder:
+            # A rank that still joins, and is killed with the others, may put the store into a folder that is going.
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 job = (function.__module__, function.__qualname__, args, world, str(Path(folder) / "store"), group)
                 for rank, worker in enumerate(workers):
                     worker.connection.send((rank, *job))

@@ -87,7 +87,8 @@ LENGTHS = [(4, 16), (2, 16), (7, 9), (3, 5), (5, 12), (6, 3)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "lengths"), [("eager", LENGTHS[:4]), pytest.param("inductor", LENGTHS, marks=pytest.mark.slow)]
+    ("backend", "lengths"),
+    [("eager", LENGTHS[:4]), ("inductor", LENGTHS[:3]), pytest.param("inductor", LENGTHS, marks=pytest.mark.nightly)],
 )
 def test_new_batch_and_sequence_lengths_work_without_a_program_for_each(
     backend: str, lengths: list[tuple[int, int]]

@@ -39,6 +39,7 @@ def test_a_part_that_outlives_its_limit_is_stopped_and_shows_what_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = "import time\nprint('begun', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('written')"
+    script = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # as `main` has it\n{script}"
     found = run(part(script), 5, tmp_path)
     assert (found.outcome, found.reason) == ("GAP", "stopped: it did not end within 5 s")
     assert found.shown == "begun\nwritten"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import quickly
 from tests.optimizer_cases import AVERAGES, CASES, COLUMNS, EQUAL, REFUSED, ROUNDING, Case, table
-from tests.ranks import Ranks
+from tests.threads import Threads
 
 WORLD = 2
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "optimizers.md"
@@ -126,10 +126,10 @@ QUICK = [(name, COLUMNS[index % len(COLUMNS)]) for index, name in enumerate(OF_T
 
 @pytest.mark.filterwarnings("ignore")  # libraries warn of torch's own deprecations
 @quickly("name, column", CELLS, QUICK, slow=())
-def test_an_optimizer_gives_what_the_table_says(ranks: Ranks, name: str, column: str) -> None:
+def test_an_optimizer_gives_what_the_table_says(threads: Threads, name: str, column: str) -> None:
     case = next(case for case in CASES if case.name == name)
     pytest.importorskip(case.package)
-    found = ranks.run(WORLD, compared, name, column)
+    found = threads.run(WORLD, compared, name, column)
     assert all(differs_as(case, column, one) for one in found), found
     if case.gives(column) == REFUSED:
         assert all(any(words in str(one) for words in case.says.split("|")) for one in found), found
