@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import zcompile
 from tests.cases import quickly
 from tests.threads import Threads
+from zcompile import AgreementError
 from zcompile._torch import TorchDispatchMode
 
 
@@ -208,3 +209,28 @@ def test_a_mode_that_compares_sizes_has_nothing_compiled_for_these_alone() -> No
         for param, wanted in zip(compiled.parameters(), plain.parameters(), strict=True):
             if wanted.grad is not None:
                 torch.testing.assert_close(param.grad.to_local(), wanted.grad)  # type: ignore[union-attr]
+
+
+class Joined(Heads):
+    """On the second rank the first result is the sum of two: there, both their heads are reached together."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, third = super().forward(x)
+        return (first + second, third) if self.rank else (first, second, third)
+
+
+def uses_the_first(rank: int) -> str:
+    compiled = zcompile.compile(Joined(rank), stage=1, backend="eager")
+    with pytest.raises(AgreementError) as refused:
+        loss_of(compiled(given(rank, 0)), (0,)).backward()
+    return str(refused.value)
+
+
+def test_parameters_that_are_not_reached_alike_on_all_ranks_are_refused(threads: Threads) -> None:
+    """Which of them have a gradient is told by groups, and these ranks have others."""
+    for message in threads.run(2, uses_the_first):
+        assert "give gradients through other results on some ranks than on others" in message
