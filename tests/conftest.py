@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.garbage import Collector
-from tests.lacking import reason_of
+from tests.lacking import NO_LOOPBACK, has_loopback, reason_of
 from tests.ranks import Ranks
 from tests.threads import Threads
 from zcompile.engine.interpreter import in_large_frame
@@ -33,6 +34,8 @@ settings.load_profile("no deadline")
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Four rank processes, started as they are needed and shared by all tests."""
+    if not has_loopback():
+        pytest.skip(NO_LOOPBACK)  # at once: processes would try to meet until a timeout
     pool = Ranks(4)
     yield pool
     pool.close()
@@ -59,13 +62,18 @@ def fresh_compiler(garbage: Collector) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     names = pyfuncitem._fixtureinfo.argnames
+    in_large_frame(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
+    return True
+
+
+@contextmanager
+def skipped_where_something_lacks() -> Iterator[None]:
     try:
-        in_large_frame(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
+        yield
     except Exception as error:
         if reason := reason_of(error):
             pytest.skip(reason)
         raise
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +97,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED] = time.monotonic()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     within = item.config.getoption("--within")
     if within is not None and time.monotonic() - item.config.stash[STARTED] > within:
         pytest.skip("no time was left")
+    with skipped_where_something_lacks():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with skipped_where_something_lacks():
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,8 @@ import shutil
 import socket
 import traceback
 
+NO_LOOPBACK = "there is no loopback interface, over which ranks meet"
+
 
 @functools.cache
 def lacking() -> dict[str, str]:
@@ -23,7 +25,7 @@ def lacking() -> dict[str, str]:
             "failed to connect",
             "Cannot assign requested address",
         )
-        found |= dict.fromkeys(words, "there is no loopback interface, over which ranks meet")
+        found |= dict.fromkeys(words, NO_LOOPBACK)
     return found
 
 
