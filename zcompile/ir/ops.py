@@ -29,7 +29,7 @@ from zcompile.ir.operation import (
     takes,
 )
 from zcompile.ir.secondary import secondary_bytes
-from zcompile.ir.tensor_type import dtype_text
+from zcompile.ir.tensor_type import TensorType, dtype_text
 from zcompile.ir.wire import average_payload, padded_to_blocks, shard_wire_bytes, wire_bytes
 
 ByteRange = tuple[int, int]
@@ -188,6 +188,16 @@ class Communication(Operation):
     def sent_dtype(self, param: Param) -> torch.dtype:
         """In which it sends what it sends of `param`."""
         return param.full_dtype
+
+    def message_text(self, layout: Layout) -> str:
+        """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
+        before, behind = self.agreed
+        texts = []
+        for params in self.messages(layout):
+            types = (TensorType.make(self.sent_dtype(p), p.shape) for p in params)
+            owner = "" if params[0].owner is None else f" owner {params[0].owner}"
+            texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)) + owner)
+        return f"{before} {self.unit} ({', '.join(texts)}){behind}"
 
     def messages(self, layout: Layout) -> list[list[Param]]:
         """The parameters of each of its messages."""

@@ -6,11 +6,9 @@ What stands in the margin is read too: types make the values, the source column 
 from __future__ import annotations
 
 import ast
-import io
 import operator
 import re
-import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +24,7 @@ from zcompile.ir.layout import STAGES, Hybrid, Layout, Param, Unit
 from zcompile.ir.liveness import memory_of_result
 from zcompile.ir.operation import Data, Operation, Phase, data, given_to, op_of, set_data
 from zcompile.ir.operators import known
-from zcompile.ir.ops import Call, Compute, Input, Item, Kind, Parameter, Shards
+from zcompile.ir.ops import Call, Compute, Input, Item, Kind, Parameter, Placeholder, Shards
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
@@ -37,8 +35,10 @@ _MARGIN = re.compile(
     r"#\s*(?P<types>(?:(?:=?&?\w+\[[^\]]*\](?:@\d+)?|=?\d+ values)(?:,\s*)?)*)\s*"
     r"(?:[+-]?[\d.e+]+ (?:B|[KMGT]iB|parameters?))?\s*(?P<source>.*)"
 )
+_COMMENT = re.compile(r"""(?:[^#'"]++|'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")*+(#.*)""")
 _PHASES = frozenset(map(str, Phase))
-_LENT = {kind.label: kind for kind in ops.LENT}
+_NAMED: tuple[type[Placeholder], ...] = (Shards, Parameter, *ops.LENT)
+_PLACEHOLDERS = {kind.label: kind for kind in _NAMED}
 
 
 def parse(text: str) -> Program:
@@ -82,28 +82,52 @@ class _Type:
 
 
 @dataclass(frozen=True, slots=True)
-class _Margin:
+class LineMargin:
+    """What stands behind the code of a line."""
+
     types: tuple[_Type, ...] = ()
     source: str = ""
-    bundle: str | None = None
-    """Of a bundle's values: `=` if all ranks of a model-parallel mesh have them."""
+    count: int | None = None
+    """How many values a bundle has."""
+    replicated: str = ""
+    """Of a bundle: `=` if all ranks of a model-parallel mesh have its values."""
+
+    @classmethod
+    def of(cls, line: str) -> LineMargin | None:
+        """That of a line; None where there is none.
+
+        Raises:
+            ValueError: a type is none.
+        """
+        comment = _COMMENT.match(line)
+        found = _MARGIN.match(comment[1]) if comment else None
+        if found is None:
+            return None
+        types = tuple(map(_Type.parse, re.findall(r"=?&?\w+\[[^\]]*\](?:@\d+)?", found["types"])))
+        bundle = re.search(r"(=?)(\d+) values", found["types"])
+        return cls(types, found["source"].strip(), int(bundle[2]) if bundle else None, bundle[1] if bundle else "")
 
     @property
     def first(self) -> _Type:
         return self.types[0] if self.types else _Type()
 
+    @property
+    def placeholder(self) -> Placeholder | None:
+        """The unit, the parameter or what is lent that a name stands for; None of other inputs."""
+        kind, *named = self.source.split(" ")
+        return _PLACEHOLDERS[kind](*map(unescaped, named)) if kind in _PLACEHOLDERS else None
 
-def _margins(text: str) -> dict[int, _Margin]:
+
+def _margins(text: str) -> dict[int, LineMargin]:
     margins = {}
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and (match := _MARGIN.match(token.string)):
-            try:
-                types = tuple(map(_Type.parse, re.findall(r"=?&?\w+\[[^\]]*\](?:@\d+)?", match["types"])))
-            except ValueError as error:
-                fix = "write it as programs are printed, such as f32[8, s0=256]"
-                raise ParseError(f"line {token.start[0]}", f"no type: {error}", fix) from error
-            bundle = re.search(r"(=?)\d+ values", match["types"])
-            margins[token.start[0]] = _Margin(types, match["source"].strip(), bundle[1] if bundle else None)
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            margin = LineMargin.of(line)
+        except ValueError as error:
+            fix = "write it as programs are printed, such as f32[8, s0=256]"
+            raise ParseError(f"line {number}", f"no type: {error}", fix) from error
+        if margin is not None:
+            margins[number] = margin
     return margins
 
 
@@ -117,18 +141,19 @@ class _Scope:
 
 
 class _Parser:
-    def __init__(self, tree: ast.Module, margins: dict[int, _Margin], actions: dict[int, str]) -> None:
+    def __init__(self, tree: ast.Module, margins: dict[int, LineMargin], actions: dict[int, str]) -> None:
         self.margins, self.actions, self.action = margins, actions, ""
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.constants = {
-            target.id: _literal(statement.value)
+        constants = {
+            target.id: literal(statement.value)
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             for target in statement.targets
             if isinstance(target, ast.Name)
         }
         self.functions = [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]
-        self.layout = self._layout()
+        self.layout = layout_of(constants)
+        self.unused = _flagged(constants, "unused")
         self.regions: dict[str, Region] = {}
 
     def program(self) -> Program:
@@ -150,42 +175,8 @@ class _Parser:
                 set_data(graph.create_node("placeholder", name, name=name), Data(Shards(unit.name)))
         _placeholders_first(graph)
         set_results(graph, **results)
-        flagged = (text.split() for texts in self.constants.get("units", {}).values() for text in texts)
-        unused = frozenset(unescaped(words[0]) for words in flagged if "unused" in words[1:])
         whole = (Phase.STEP,) if Phase.STEP in phases else (Phase.FORWARD, Phase.BACKWARD)
-        return Program(graph, self.layout, self.regions, unused=unused, phases=whole)
-
-    # -- units ----------------------------------------------------------------------------------------------------
-
-    def _layout(self) -> Layout:
-        axes, stage = self._axes(), STAGES[self.constants.get("stage", 3)]
-        empty = Layout((), stage, axes, self.constants.get("shards") == "cpu", self._hybrid())
-        packed = self.constants.get("packed", {})
-        units = []
-        for name, texts in self.constants.get("units", {}).items():
-            params = tuple(_param(text, empty.shards) for text in texts)
-            unit = Unit(name, params, _modules(name, params))
-            if name in packed:
-                together = [tuple(message) for message in packed[name]]
-                alone = [(i,) for i in range(len(params)) if not any(i in message for message in together)]
-                unit = replace(unit, messages=tuple(sorted((*alone, *together))))
-            units.append(unit)
-        return empty.with_units(tuple(units))
-
-    def _hybrid(self) -> Hybrid:
-        said = self.constants.get("hybrid", Hybrid.HSDP)
-        if said not in list(Hybrid):
-            raise ParseError("hybrid", f"{said!r} is unknown", f"write one of {', '.join(Hybrid)}")
-        return Hybrid(said)
-
-    def _axes(self) -> tuple[Axis, ...]:
-        try:
-            result = tuple(Axis.parse(name, text) for name, text in self.constants.get("axes", {}).items())
-        except ValueError as error:
-            raise ParseError("axes", str(error), 'write them as programs are printed: {"dp": "shard 2"}') from error
-        if result and [axis.kind for axis in result].count(AxisKind.SHARD) != 1:
-            raise ParseError("axes", "want one that shards", 'write them as programs are printed: {"dp": "shard 2"}')
-        return result or axes_of(1)
+        return Program(graph, self.layout, self.regions, unused=self.unused, phases=whole)
 
     # -- functions ------------------------------------------------------------------------------------------------
 
@@ -200,8 +191,11 @@ class _Parser:
         *body, end = function.body[1:]
         for statement in body:
             self._statement(statement, scope)
-        assert isinstance(end, ast.Return), "a region ends in a return"
-        values = self._value(end.value, scope)
+        if not isinstance(end, ast.Return):
+            raise ParseError(
+                f"line {end.lineno}", f"{function.name} ends without a return: it is cut off", "print it again"
+            )
+        values = value_of(end.value, scope.names)
         set_data(scope.graph.output(tuple(values) if len(values) > 1 else values[0]), Data(ops.Results()))
         return Region(function.name, scope.graph, tuple(takes), fixed=_fixed(function))
 
@@ -214,24 +208,18 @@ class _Parser:
             self._statement(statement, scope)
         if not isinstance(end, ast.Return) or not isinstance(end.value, ast.Tuple):
             raise ParseError(f"line {end.lineno}", "a phase ends in two lists", "end it with `return [...], [...]`")
-        first, second = (self._value(value, scope) for value in end.value.elts)
+        first, second = (value_of(value, scope.names) for value in end.value.elts)
         if scope.phase is not Phase.BACKWARD:
             results["outputs"] = first
         if scope.phase is not Phase.FORWARD:
             results["input_gradients"] = first if scope.phase is Phase.BACKWARD else []
             results["gradients" if isinstance(second, dict) else "reduced"] = second
 
-    def _input(self, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
-        kind, _, rest = margin.source.partition(" ")
+    def _input(self, name: str, margin: LineMargin, scope: _Scope) -> fx.Node:
+        kind = margin.source.partition(" ")[0]
         index = len(scope.graph.find_nodes(op="placeholder"))
-        op: Operation
-        if kind == "unit":
-            op = Shards(unescaped(rest))
-        elif kind == "parameter":
-            op = Parameter(unescaped(rest))
-        elif kind in _LENT:
-            op = _LENT[kind](*map(unescaped, rest.split()))
-        else:
+        op = margin.placeholder
+        if op is None:
             held = "mesh" if kind == "mesh" and margin.first.type is None else ""
             op = Input(Kind(kind) if kind in ("tangent", "constant") else Kind.DATA, index, kind == "mutated", held)
         phase = scope.phase if kind == "tangent" or scope.phase is Phase.STEP else Phase.FORWARD
@@ -254,7 +242,7 @@ class _Parser:
                 return
             case ast.Expr(value=ast.Call() as call):
                 self._call(call, "release", margin, scope)
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if margin.bundle is not None:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if margin.count is not None:
                 source = self._call(call, "", margin, scope)
                 scope.names[name] = self._bundle(name, source, 0, margin, scope)
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
@@ -264,14 +252,14 @@ class _Parser:
                 source = self._call(call, "", replace(margin, types=()), scope)
                 lines = [self._margin(line) for line in sorted({element.lineno for element in elements})]
                 types = tuple(found for line in lines for found in line.types)
-                self._items(source, elements, replace(margin, types=types, bundle=lines[-1].bundle), scope)
+                self._items(source, elements, replace(margin, types=types, replicated=lines[-1].replicated), scope)
             case _:
                 raise ParseError(
                     f"line {statement.lineno}", f"{ast.unparse(statement)!r} is no statement of a program",
                     "write assignments of calls, releases, del and return",
                 )  # fmt: skip
 
-    def _items(self, source: fx.Node, elements: list[ast.expr], margin: _Margin, scope: _Scope) -> None:
+    def _items(self, source: fx.Node, elements: list[ast.expr], margin: LineMargin, scope: _Scope) -> None:
         types = iter(margin.types)
         for index, element in enumerate(elements):
             if isinstance(element, ast.Name) and element.id != "_":
@@ -282,7 +270,7 @@ class _Parser:
                 name = element.value.id
                 scope.names[name] = self._bundle(name, source, index, margin, scope)
 
-    def _bundle(self, name: str, source: fx.Node, first: int, margin: _Margin, scope: _Scope) -> list[fx.Node]:
+    def _bundle(self, name: str, source: fx.Node, first: int, margin: LineMargin, scope: _Scope) -> list[fx.Node]:
         """The last results of a region, from `first` on; what they are stands in the text of the region."""
         op = data(source).op
         if not isinstance(op, Call):
@@ -293,13 +281,13 @@ class _Parser:
             given = (source, index)
             node = scope.graph.create_node("call_function", operator.getitem, given, name=member_name(name, index))
             view, storage = memory_of_result(region, index)
-            one = _Type(data(region.outputs[index]).type, view, margin.bundle or "", storage)
+            one = _Type(data(region.outputs[index]).type, view, margin.replicated, storage)
             members.append(self._typed(node, one.data(Item(index), scope.phase, margin.source)))
         return members
 
-    def _call(self, call: ast.Call, name: str, margin: _Margin, scope: _Scope) -> fx.Node:
-        args = self._values(call.args, scope)
-        kwargs = {keyword.arg: self._value(keyword.value, scope) for keyword in call.keywords if keyword.arg}
+    def _call(self, call: ast.Call, name: str, margin: LineMargin, scope: _Scope) -> fx.Node:
+        args = _values(call.args, scope.names)
+        kwargs = {keyword.arg: value_of(keyword.value, scope.names) for keyword in call.keywords if keyword.arg}
         text = ast.unparse(call.func)
         target: Callable[..., Any]
         if text in self.regions:
@@ -322,47 +310,10 @@ class _Parser:
             raise ParseError(f"line {call.lineno}", problem, "write it as programs are printed") from error
         return self._typed(node, margin.first.data(op, scope.phase, margin.source))
 
-    def _value(self, expression: ast.expr | None, scope: _Scope) -> Any:
-        match expression:
-            case ast.Name(id=name) if name in scope.names:
-                return scope.names[name]
-            case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
-                return (self._value(value, scope), self._value(lower, scope), self._value(upper, scope))
-            case ast.Call(func=function, args=[ast.Constant(value=str() as text)], keywords=[]):
-                return _made(ast.unparse(function), text, expression)
-            case ast.List(elts=elements):
-                return self._values(elements, scope)
-            case ast.Tuple(elts=elements):
-                return tuple(self._value(element, scope) for element in elements)
-            case ast.Dict(keys=keys, values=values):
-                return {_literal(k): self._value(v, scope) for k, v in zip(keys, values, strict=True) if k}
-            case ast.Constant(value=value):
-                return value
-            case ast.UnaryOp() | ast.BinOp():
-                return _literal(expression)
-            case ast.Attribute() if (found := known(ast.unparse(expression))) is not None:
-                return found
-            case _:
-                raise _undefined(expression)
-
-    def _values(self, expressions: Iterable[ast.expr], scope: _Scope) -> list[Any]:
-        """What is given, or listed; of `*name` the values of the bundle."""
-        values = []
-        for expression in expressions:
-            value = self._value(expression.value if isinstance(expression, ast.Starred) else expression, scope)
-            if not isinstance(expression, ast.Starred):
-                values.append(value)
-            elif isinstance(value, list):
-                values += value
-            else:
-                problem = f"{ast.unparse(expression)!r} spreads what is one value"
-                raise ParseError(f"line {expression.lineno}", problem, "leave out the *")
-        return values
-
     # -- values ---------------------------------------------------------------------------------------------------
 
-    def _margin(self, line: int) -> _Margin:
-        return self.margins.get(line, _Margin())
+    def _margin(self, line: int) -> LineMargin:
+        return self.margins.get(line, LineMargin())
 
     def _typed(self, node: fx.Node, meta: Data) -> fx.Node:
         if meta.type is not None:
@@ -370,6 +321,50 @@ class _Parser:
                 node.meta["val"] = torch.empty(meta.type.shape, dtype=meta.type.dtype)
         of_action = node.op == "call_function" and meta.phase is Phase.STEP
         return set_data(node, replace(meta, action=self.action) if of_action else meta)
+
+
+def value_of(expression: ast.expr | None, names: Mapping[str, Any]) -> Any:
+    """What an argument is: what `names` says of a name, of what is listed a list, else the constant that it is.
+
+    Raises:
+        ParseError: it is none of what stands in a printed program.
+    """
+    match expression:
+        case ast.Name(id=name) if name in names:
+            return names[name]
+        case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
+            return (value_of(value, names), value_of(lower, names), value_of(upper, names))
+        case ast.Call(func=function, args=[ast.Constant(value=str() as text)], keywords=[]):
+            return _made(ast.unparse(function), text, expression)
+        case ast.List(elts=elements):
+            return _values(elements, names)
+        case ast.Tuple(elts=elements):
+            return tuple(value_of(element, names) for element in elements)
+        case ast.Dict(keys=keys, values=values):
+            return {literal(k): value_of(v, names) for k, v in zip(keys, values, strict=True) if k}
+        case ast.Constant(value=value):
+            return value
+        case ast.UnaryOp() | ast.BinOp():
+            return literal(expression)
+        case ast.Attribute() if (found := known(ast.unparse(expression))) is not None:
+            return found
+        case _:
+            raise _undefined(expression)
+
+
+def _values(expressions: Iterable[ast.expr], names: Mapping[str, Any]) -> list[Any]:
+    """What is given, or listed; of `*name` the values of the bundle."""
+    values = []
+    for expression in expressions:
+        value = value_of(expression.value if isinstance(expression, ast.Starred) else expression, names)
+        if not isinstance(expression, ast.Starred):
+            values.append(value)
+        elif isinstance(value, list):
+            values += value
+        else:
+            problem = f"{ast.unparse(expression)!r} spreads what is one value"
+            raise ParseError(f"line {expression.lineno}", problem, "leave out the *")
+    return values
 
 
 def _made(function: str, text: str, expression: ast.expr) -> Any:
@@ -384,7 +379,12 @@ def _made(function: str, text: str, expression: ast.expr) -> Any:
     raise _undefined(expression)
 
 
-def _literal(expression: ast.expr) -> Any:
+def literal(expression: ast.expr) -> Any:
+    """The constant that it is.
+
+    Raises:
+        ParseError: it is none.
+    """
     try:
         return ast.literal_eval(expression)
     except ValueError:
@@ -464,6 +464,46 @@ def _placeholders_first(graph: fx.Graph) -> None:
         if last is not None:
             last.append(node)
         last = node
+
+
+def layout_of(constants: Mapping[str, Any]) -> Layout:
+    """The layout that the head of a program's text says, from its constants by name.
+
+    Raises:
+        ParseError: one of them is none that is printed.
+    """
+    hybrid = constants.get("hybrid", Hybrid.HSDP)
+    if hybrid not in list(Hybrid):
+        raise ParseError("hybrid", f"{hybrid!r} is unknown", f"write one of {', '.join(Hybrid)}")
+    stage = STAGES[constants.get("stage", 3)]
+    empty = Layout((), stage, _axes(constants.get("axes", {})), constants.get("shards") == "cpu", Hybrid(hybrid))
+    packed = constants.get("packed", {})
+    units = []
+    for name, texts in constants.get("units", {}).items():
+        params = tuple(_param(text, empty.shards) for text in texts)
+        unit = Unit(name, params, _modules(name, params))
+        if name in packed:
+            together = [tuple(message) for message in packed[name]]
+            alone = [(i,) for i in range(len(params)) if not any(i in message for message in together)]
+            unit = replace(unit, messages=tuple(sorted((*alone, *together))))
+        units.append(unit)
+    return empty.with_units(tuple(units))
+
+
+def _axes(texts: Mapping[str, str]) -> tuple[Axis, ...]:
+    try:
+        result = tuple(Axis.parse(name, text) for name, text in texts.items())
+    except ValueError as error:
+        raise ParseError("axes", str(error), 'write them as programs are printed: {"dp": "shard 2"}') from error
+    if result and [axis.kind for axis in result].count(AxisKind.SHARD) != 1:
+        raise ParseError("axes", "want one that shards", 'write them as programs are printed: {"dp": "shard 2"}')
+    return result or axes_of(1)
+
+
+def _flagged(constants: Mapping[str, Any], flag: str) -> frozenset[str]:
+    """The names of parameters of which the head says `flag`."""
+    words = (text.split() for texts in constants.get("units", {}).values() for text in texts)
+    return frozenset(unescaped(name) for name, *rest in words if flag in rest)
 
 
 def _param(text: str, shards: int) -> Param:

@@ -29,7 +29,6 @@ from zcompile.ir.ops import (
     WaitGather,
 )
 from zcompile.ir.region import Region
-from zcompile.ir.tensor_type import TensorType
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,18 +127,8 @@ class ProgramGraph:
         lines = []
         for phase in self.phases:
             for node in self.nodes(Communication, phase=phase):
-                lines.append(f"{phase}: {self._text_of(op_of(node, Communication))}")
+                lines.append(f"{phase}: {op_of(node, Communication).message_text(self.layout)}")
         return lines
-
-    def _text_of(self, op: Communication) -> str:
-        """`all_gather blocks.0 (a f32[8, 4], b f32[4]+c f32[4])`: one entry a message, packed ones added."""
-        before, behind = op.agreed
-        texts = []
-        for params in op.messages(self.layout):
-            types = (TensorType.make(op.sent_dtype(p), p.shape) for p in params)
-            owner = "" if params[0].owner is None else f" owner {params[0].owner}"
-            texts.append("+".join(f"{p.name} {type_}" for p, type_ in zip(params, types, strict=True)) + owner)
-        return f"{before} {op.unit} ({', '.join(texts)}){behind}"
 
     def digest(self) -> str:
         """SHA-256 of the communications: equal on all ranks, or the program must not run."""

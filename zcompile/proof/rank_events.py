@@ -4,23 +4,24 @@
     h_sent = send(h, pp, to=1)         # f32[8, 64]    ->  sends over pp to 1  "forward: f32[8, 64]"
     a_full = wait(a_gather)                            ->  waits for the first
 
-A text is read as Python and not run. What may communicate in it, and how, are the tables `_LINES` and `_SILENT`; what
-they lack is an error. Collectives of the model's own code, in regions, are over the axis of tensor parallelism.
+A text is read as Python and not run. What its lines mean is in the table of operations; what that lacks is an error.
+Collectives of the model's own code, in regions, are over the axis of tensor parallelism.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from zcompile.errors import ProofError
+from zcompile.errors import ParseError, ProofError
 from zcompile.ir.axis import Axis, AxisKind
-from zcompile.ir.spelling import counted
-from zcompile.ir.tensor_type import dtype_of, dtype_text
+from zcompile.ir.operation import Operation, Role, takes
+from zcompile.ir.ops import FUNCTIONS, Communication, Fetch, Group, Input, Kind, Receive, Send, operation
+from zcompile.ir.parser import LineMargin, layout_of, literal, value_of
 
 
 class Act(StrEnum):
@@ -92,39 +93,13 @@ def read_events(sources: Mapping[str, str]) -> RankEvents:
 PHASES = ("forward", "backward", "step")
 """Functions that a rank runs, in this order; `step` is both, as a schedule of micro-batches may write them."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """How a line that starts communication is read."""
-
-    act: Act = Act.JOIN
-    argument: int = 0
-    """Which argument says where to: a unit, or a group."""
-    peer: str = ""
-    """The keyword that says the place of the other along the axis."""
-    of_units: bool = False
-    reduces: bool = False
-    """True if it is given a list of gradients."""
-
-
-_LINES = {
-    "all_gather": _Line(of_units=True),
-    "gather_ahead": _Line(of_units=True),
-    "reduce_scatter": _Line(of_units=True, reduces=True),
-    "all_reduce": _Line(of_units=True, reduces=True),
-    "fetch": _Line(argument=1),
-    "send": _Line(Act.SEND, argument=1, peer="to"),
-    "recv": _Line(Act.RECEIVE, peer="source"),
-}
-_SILENT = frozenset({"release", "update", "accumulate", "plus", "copy", "write", "store", "offload"})
-"""What sends nothing."""
 _TORCH = ("aten.", "ops.", "operator.", "math.", "torch.")
 _COMMUNICATING = re.compile(r"ops\.(?P<library>\w*c10d\w*|_dtensor|symm_mem)\.(?P<operation>\w+)\.\w+")
 _KNOWN_LIBRARIES = ("_c10d_functional", "_dtensor")
 _UNEQUAL = ("all_to_all_single",)
 """Collectives of which each rank may send another size."""
-_TYPES = re.compile(r"(?:=?&?\w+\[[^\]]*\](?:@\d+)?(?:, )?)*")
-_GIVEN = re.compile(r"(?<!full )(?<!secondary )\b(?:unit|group) (\S+)$")
+_VALUE = Input(Kind.DATA, 0)
+"""What stands for a value of which it does not matter what gives it."""
 _FIX = "give the texts that zcompile has printed, of one version and unedited"
 
 
@@ -139,10 +114,13 @@ class _Function:
     def where(self, node: ast.AST) -> str:
         return f"{self.file} line {node.lineno}".strip()  # type: ignore[attr-defined]
 
-    def margins(self, node: ast.AST) -> list[str]:
+    def margins(self, node: ast.AST) -> list[LineMargin]:
         """What stands behind the lines of a node, of those that have something there."""
         lines = self.lines[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
-        return [margin for _, mark, margin in (line.rpartition("  # ") for line in lines) if mark]
+        try:
+            return [margin for line in lines if (margin := LineMargin.of(line)) is not None]
+        except ValueError as error:
+            raise self.error(node, f"no type: {error}") from error
 
     def error(self, node: ast.AST, problem: str) -> ProofError:
         return ProofError(self.where(node), problem, _FIX)
@@ -173,23 +151,14 @@ class _Call:
     @property
     def types(self) -> str:
         """The types of the values that it gives, sizes that vary as they were traced."""
-        found = (_TYPES.match(margin) for margin in self.function.margins(self.statement))
-        texts = [text for match in found if match for text in re.findall(r"\w+\[[^\]]*\]", match[0])]
-        return ", ".join(re.sub(r"[^\[\],\s]+=", "", text) for text in texts)
-
-    @property
-    def options(self) -> dict[str, str]:
-        return {keyword.arg: ast.unparse(keyword.value) for keyword in self.tree.keywords if keyword.arg}
+        types = (one.type for margin in self.function.margins(self.statement) for one in margin.types)
+        return ", ".join(re.sub(r"[^\[\],\s]+=", "", str(type_)) for type_ in types if type_ is not None)
 
     @property
     def gives(self) -> list[str]:
         """The names that it binds."""
         nodes = ast.walk(self.target) if self.target is not None else ()
         return [node.id for node in nodes if isinstance(node, ast.Name)]
-
-    def argument(self, index: int) -> str:
-        """An argument's text; empty if there is none."""
-        return ast.unparse(self.tree.args[index]) if index < len(self.tree.args) else ""
 
     def event(self, act: Act, axis: str, what: str = "", **more: Any) -> RankEvent:
         """It as an event."""
@@ -215,23 +184,22 @@ class _Body:
 
 class _Reader:
     def __init__(self, sources: Mapping[str, str]) -> None:
-        self.constants: dict[str, Any] = {}
+        constants: dict[str, Any] = {}
         self.functions: dict[str, _Function] = {}
         for file, text in sources.items():
-            self._take(file, text)
-        self.axes = self._axes()
-        self.units: dict[str, list[str]] = self.constants.get("units", {})
-        self.given: dict[str, str] = {}
-        """Units and groups by the names of the values that stand for them."""
-        self.counts: dict[str, int] = {}
-        """How many values a bundle is."""
-        self.reduced: dict[str, list[bool]] = {}
-        """Of what parameters of its unit a reduction has gradients, by its name."""
-        self.averages: dict[str, list[bool]] = {}
-        """The same of what it gives, once it has been waited for, and of sums over micro-batches."""
+            self._take(file, text, constants)
+        if "axes" not in constants:
+            raise ProofError("the text", "says nothing of the axes of its mesh", _FIX)
+        try:
+            self.layout = layout_of(constants)
+        except ParseError as error:
+            raise ProofError(error.subject, error.problem, error.fix) from error
+        self.axes = {axis.name: axis for axis in self.layout.axes}
+        self.names: dict[str, Operation | list[Operation]] = {}
+        """What gives the values of the phases, by their names: for each value of a bundle."""
         self.regions: dict[str, _Body] = {}
 
-    def _take(self, file: str, text: str) -> None:
+    def _take(self, file: str, text: str, constants: dict[str, Any]) -> None:
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError) as error:
@@ -244,18 +212,9 @@ class _Reader:
                     self.functions.setdefault(name, _Function(file, lines, statement))
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     try:
-                        self.constants.setdefault(name, ast.literal_eval(value))
-                    except ValueError as error:
-                        where = f"{file} line {statement.lineno}".strip()
-                        raise ProofError(where, f"{name} is no constant", _FIX) from error
-
-    def _axes(self) -> dict[str, Axis]:
-        try:
-            return {name: Axis.parse(name, text) for name, text in self.constants["axes"].items()}
-        except KeyError:
-            raise ProofError("the text", "says nothing of the axes of its mesh", _FIX) from None
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ProofError("axes", str(error), _FIX) from error
+                        constants.setdefault(name, literal(value))
+                    except ParseError as error:
+                        raise ProofError(f"{file} {error.subject}".strip(), f"{name} is no constant", _FIX) from error
 
     def rank_events(self) -> RankEvents:
         phases = [name for name in PHASES if name in self.functions]
@@ -287,38 +246,29 @@ class _Reader:
 
     def _call(self, call: _Call, body: _Body, *, is_phase: bool) -> None:
         name = call.name
-        self._count(call)
+        is_region = is_phase and name in self.functions and name not in PHASES
         if name == "unbox":
-            self._unbox(call)
-        elif found := _COMMUNICATING.fullmatch(name):
-            self._collective(call, body, found["library"], found["operation"])
-        elif is_phase and name == "add":
-            unit = self.given.get(call.argument(0), "")
-            self.averages |= dict.fromkeys(call.gives, self._has_gradient(call, len(self.units.get(unit, ()))))
-        elif name.startswith(_TORCH) or name == "graph" or (is_phase and name in _SILENT):
-            pass
-        elif is_phase and name in self.functions and name not in PHASES:
-            self._region(call, body)
-        elif is_phase and name == "wait":
-            self._wait(call, body)
-        elif is_phase and name in _LINES:
-            body.add(call, self._started(call, _LINES[name]))
+            for element in call.target.elts if is_phase and isinstance(call.target, ast.Tuple) else []:
+                self._bind([ast.unparse(element)], call.function.margins(element))
+        elif is_region or name.startswith(_TORCH) or name == "graph":
+            if is_phase:
+                self._bind(call.gives, call.function.margins(call.statement))
+            if is_region:
+                self._region(call, body)
+            elif found := _COMMUNICATING.fullmatch(name):
+                self._collective(call, body, found["library"], found["operation"])
+        elif is_phase and name in FUNCTIONS:
+            self._runtime(call, body)
         else:
             raise call.error(f"{name} is not known: it may communicate")
 
-    def _count(self, call: _Call) -> None:
-        """Remember how many values the bundle at the end of what a call gives is."""
-        found = re.search(r"\b(\d+) values", " ".join(call.function.margins(call.statement)))
-        if found and call.gives:
-            self.counts[call.gives[-1]] = int(found[1])
-
-    def _unbox(self, call: _Call) -> None:
-        for element in call.target.elts if isinstance(call.target, ast.Tuple) else []:
-            margin, name = " ".join(call.function.margins(element)), ast.unparse(element)
-            if found := _GIVEN.search(margin):
-                self.given[name] = found[1]
-            if found := re.search(r"\b(\d+) values", margin):
-                self.counts[name] = int(found[1])
+    def _bind(self, names: Sequence[str], margins: Sequence[LineMargin]) -> None:
+        """Let names that are new stand for values: the last for a bundle, where a margin says so."""
+        for name in names:
+            self.names.setdefault(name, next((one.placeholder for one in margins if one.placeholder), _VALUE))
+        for margin in margins:
+            if margin.count is not None and names:
+                self.names[names[-1]] = [_VALUE] * margin.count
 
     def _region(self, call: _Call, body: _Body) -> None:
         """The events of a region, behind those that have been."""
@@ -330,93 +280,47 @@ class _Reader:
             awaits = None if event.awaits is None else begin + event.awaits
             body.events.append(replace(event, where=f"{event.where}, run at {call.where}", awaits=awaits))
 
-    def _wait(self, call: _Call, body: _Body) -> None:
-        name = call.argument(0)
-        if name not in body.started:
-            raise call.error(f"waits for {name or 'nothing'}, which no line has started")
-        self.averages |= {one: self.reduced[name] for one in call.gives if name in self.reduced}
-        if (awaited := body.started[name]) is not None:
+    def _runtime(self, call: _Call, body: _Body) -> None:
+        """A call of a function of the runtime."""
+        problem = f"`{call.text}` gives {call.name} what it does not take"
+        try:
+            given = [value_of(argument, self.names) for argument in call.tree.args]
+            options = {one.arg: value_of(one.value, self.names) for one in call.tree.keywords if one.arg}
+            op = operation(call.name, given, options, self.layout)
+        except ParseError as error:
+            raise call.error(error.problem) from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise call.error(problem) from error
+        if not takes(type(op), tuple(given)):
+            raise call.error(problem)
+        self.names |= dict.fromkeys(call.gives, op)
+        if op.role is not Role.WAIT:
+            body.add(call, self._started(call, op, given))
+        elif (awaited := body.started[ast.unparse(call.tree.args[0])]) is not None:
             body.events.append(call.event(Act.WAIT, body.events[awaited].axis, awaits=awaited))
 
-    def _started(self, call: _Call, row: _Line) -> RankEvent | None:
-        """What a line of the table `_LINES` launches; None if that is no communication."""
-        of = self.given.get(call.argument(row.argument), "")
-        if not of and call.name == "fetch":
-            return None  # from the host or a disk
-        if of in self.units and row.of_units:
-            axis = self._outside(call) or self._sharding(call)
-            return call.event(row.act, axis, self._of_unit(call, of, row))
-        if of not in self.axes or row.of_units:
-            raise call.error(f"{call.argument(row.argument) or 'nothing'} is no unit or group that is known here")
-        if not (types := call.types):
+    def _started(self, call: _Call, op: Operation, given: Sequence[Any]) -> RankEvent | None:
+        """What a line launches; None if that is no communication."""
+        if isinstance(op, Communication):
+            axis = getattr(op, "axis", self.layout.sharded.name)
+            if axis not in {one.name for one in self.layout.averaged}:
+                raise call.error(f"gradients are not averaged over {axis}")
+            return call.event(Act.JOIN, axis, op.message_text(self.layout))
+        group = next((one for one in given if isinstance(one, Group)), None)
+        if group is None or not isinstance(op, (Fetch, Send, Receive)):
+            return None  # what stays here, or comes from the host or a disk
+        if not call.types:
             raise call.error("the type of what is sent does not stand in the margin")
-        if not row.peer:
-            return call.event(row.act, of, f"{call.name} {types}")
-        if not (place := call.options.get(row.peer, "")).isdigit():
-            raise call.error(f"does not say by {row.peer}= who the other is")
-        message = "".join(f" {call.options[one]}" for one in ("message", "strides") if one in call.options)
-        return call.event(row.act, of, f"{types}{message}", peer=int(place))
+        if isinstance(op, Fetch):
+            return call.event(Act.JOIN, group.axis, f"fetch {call.types}")
+        peer = op.to if isinstance(op, Send) else op.source
+        if peer < 0:
+            raise call.error("does not say who the other is")
+        message = f" {op.message!r}" * bool(op.message) + f" {op.strides}" * (op.strides is not None)
+        act = Act.SEND if isinstance(op, Send) else Act.RECEIVE
+        return call.event(act, group.axis, f"{call.types}{message}", peer=peer)
 
-    # -- messages -------------------------------------------------------------------------------------------------
-
-    def _sharding(self, call: _Call) -> str:
-        found = [name for name, axis in self.axes.items() if axis.kind is AxisKind.SHARD]
-        if len(found) != 1:
-            raise call.error(f"gathers or reduces a unit, and {len(found)} axes shard")
-        return found[0]
-
-    def _outside(self, call: _Call) -> str:
-        """The outer one of two axes of data, where a line says so by its group; else nothing."""
-        group = call.argument(2) or call.argument(1)
-        if call.argument(2) == "" and group not in self.given:
-            return ""  # gradients, or secondary shards
-        axis = self.given.get(group, "")
-        if axis not in self.axes or self.axes[axis].kind is not AxisKind.REPLICATE:
-            raise call.error(f"{group} is no group of ranks of the outer one of two axes")
-        return axis
-
-    def _of_unit(self, call: _Call, unit: str, row: _Line) -> str:
-        """What is sent of a unit, as `Program.communications` says it."""
-        params, options = [_Param(text) for text in self.units[unit]], call.options
-        if row.reduces:
-            sends = self.reduced[call.gives[0]] = self._has_gradient(call, len(params))
-            kinds = [param.sent_in(param.reduced, param.full, options.get("dtype")) for param in params]
-        else:
-            sends = [not param.is_whole for param in params]
-            kinds = [param.sent_in(param.computed, param.own, options.get("dtype")) for param in params]
-            encoded = zip(params, kinds, strict=True)
-            kinds = [param.sent_in(param.gathered, kind, options.get("wire")) for param, kind in encoded]
-        packed = {
-            index: tuple(message) for message in self.constants.get("packed", {}).get(unit, ()) for index in message
-        }
-        messages = dict.fromkeys(packed.get(index, (index,)) for index in range(len(params)))
-        sent = ([index for index in message if sends[index]] for message in messages)
-        texts = [
-            "+".join(f"{params[i].name} {kinds[i]}{params[i].shape}" for i in some) + params[some[0]].owner
-            for some in sent
-            if some
-        ]
-        keep = " keep" if call.name == "all_gather" and options.get("keep") == "True" else ""
-        by = f" by {options['bucket']}" if "bucket" in options else ""
-        by += f" over {axis}" if (axis := self._outside(call)) else ""
-        by += " from secondary shards" if not axis and call.name == "all_gather" and call.argument(1) else ""
-        by += f" in {dtype_text(dtype_of(options['wire'].removeprefix('torch.')))}" if "wire" in options else ""
-        return f"{call.name}{keep} {unit} ({', '.join(texts)}){by}"
-
-    def _has_gradient(self, call: _Call, count: int) -> list[bool]:
-        """For each parameter of a unit whether a line is given a gradient of it, or an average or sum of some."""
-        if (averages := self.averages.get(call.argument(1))) is not None:
-            return averages
-        found: list[bool] = []
-        for given in call.tree.args[1:2]:
-            for element in given.elts if isinstance(given, ast.List) else [ast.Starred(given)]:
-                if isinstance(element, ast.Starred):
-                    found += [True] * self.counts.get(ast.unparse(element.value), 0)
-                else:
-                    found.append(not (isinstance(element, ast.Constant) and element.value is None))
-        if len(found) != count:
-            raise call.error(f"is given {counted(len(found), 'gradient')} of {counted(count, 'parameter')}")
-        return found
+    # -- the model's own --------------------------------------------------------------------------------------------
 
     def _collective(self, call: _Call, body: _Body, library: str, operation: str) -> None:
         """A collective of the model's own code, or the wait for one.
@@ -427,7 +331,7 @@ class _Reader:
             raise call.error(f"{call.name} is not known: it communicates otherwise than functional collectives do")
         axis = self._model_axis(call)
         if operation == "wait_tensor":
-            body.events.append(call.event(Act.WAIT, axis.name, awaits=body.started.get(call.argument(0))))
+            body.events.append(call.event(Act.WAIT, axis.name, awaits=body.started.get(ast.unparse(call.tree.args[0]))))
             return
         constants = [ast.unparse(argument) for argument in call.tree.args if _is_constant(argument)]
         types = call.types
@@ -443,26 +347,6 @@ class _Reader:
         if len(found) != 1:
             raise call.error("is a collective of the model's own, and of several axes none is a tensor one")
         return found[0]
-
-
-class _Param:
-    """A parameter as the head of a text says it: `a.weight f32[4, 4] computed in bf16 reduced in f32 whole`."""
-
-    def __init__(self, text: str) -> None:
-        self.name, _, rest = text.partition(" ")
-        type_, _, flags = rest.partition("]")
-        self.own, _, dims = type_.partition("[")
-        self.shape = f"[{dims}]"
-        dtypes = dict(re.findall(r" (computed|reduced|across|gathered) in (\w+)", flags))
-        self.computed, self.reduced, self.gathered = map(dtypes.get, ("computed", "reduced", "gathered"))
-        self.full = self.computed or self.own
-        self.is_whole = flags.endswith(" whole")
-        owner = re.search(r" owner \d+$", flags)
-        self.owner = owner[0] if owner else ""
-
-    def sent_in(self, wanted: str | None, usual: str, given: str | None) -> str:
-        """The dtype in which a line that names the dtype `given` sends it, where the head says `wanted` of it."""
-        return wanted if wanted is not None and str(dtype_of(wanted)) == given else usual
 
 
 def _is_constant(argument: ast.expr) -> bool:

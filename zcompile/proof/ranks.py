@@ -67,7 +67,7 @@ def conflict_along(texts: Sequence[str], *axes: str) -> str:
     Raises:
         ProofError: a text cannot be read.
     """
-    return first_conflict({place: _read(place, {"": text}).along(*axes) for place, text in enumerate(texts)})
+    return first_conflict({place: read.along(*axes) for place, read in _read_texts(dict(enumerate(texts))).items()})
 
 
 def check_texts(texts: Mapping[int, str]) -> None:
@@ -76,7 +76,7 @@ def check_texts(texts: Mapping[int, str]) -> None:
     Raises:
         ProofError: as there, or a text cannot be read.
     """
-    check_ranks({rank: _read(rank, {"": text}) for rank, text in texts.items()})
+    check_ranks(_read_texts(texts))
 
 
 def check_folders(folders: Mapping[int, Path]) -> None:
@@ -144,6 +144,15 @@ def _text(rank: int, path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         problem = getattr(error, "strerror", None) or str(error)
         raise ProofError(f"rank {rank}: {path}", f"cannot be read: {problem}", "dump the program again") from error
+
+
+def _read_texts(texts: Mapping[int, str]) -> dict[int, RankEvents]:
+    """The events of each rank; ranks that differ along axes of data alone have one text, which is read once."""
+    read: dict[str, RankEvents] = {}
+    for rank, text in texts.items():
+        if text not in read:
+            read[text] = _read(rank, {"": text})
+    return {rank: read[text] for rank, text in texts.items()}
 
 
 def _read(rank: int, sources: Mapping[str, str]) -> RankEvents:
