@@ -659,7 +659,7 @@ _RUN: Mapping[type, Callable[[_Machine, fx.Node], Any]] = {
         lane.to(data(node).type.dtype)  # type: ignore[union-attr]
         for lane in machine._whole(op_of(node, ops.Parameter).name)
     ],
-    **dict.fromkeys(ops.LENT, lambda machine, node: None),
+    **dict.fromkeys(ops.RUNTIME_INPUTS, lambda machine, node: None),
     ops.Compute: lambda machine, node: machine.operations.run(node, machine.values),
     ops.Call: _Machine._one,
     ops.Item: _Machine._item,

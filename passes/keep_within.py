@@ -29,7 +29,7 @@ def keep_within(program: Program, *, memory_limit: int, units: Sequence[str] | N
     """
     if units is None:
         check_fits(peak_bytes(program), memory_limit)
-        units = that_fit(program, memory_limit)
+        units = choose_kept_units(program, memory_limit)
     program = program.copy()
     for unit, full, again in _gathered_again(program):
         if unit in units:
@@ -46,7 +46,7 @@ def check_fits(least: int, memory_limit: int) -> None:
         )
 
 
-def that_fit(program: Program, memory_limit: int) -> tuple[str, ...]:
+def choose_kept_units(program: Program, memory_limit: int) -> tuple[str, ...]:
     """The units to keep, those nearest to the turn first."""
     live = live_bytes(program)
     place = {line: index for index, line in enumerate(live)}

@@ -25,7 +25,7 @@ from torch import fx
 
 from zcompile.cost.memory import live_bytes
 from zcompile.ir.operation import Data, data
-from zcompile.ir.ops import Away
+from zcompile.ir.ops import OffloadStore
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.passes.common.move_saved import LEAST, fetched_at, movable, move
@@ -42,7 +42,7 @@ def offload_activations(
     waiting = movable(program, least)
     if not waiting:
         return program
-    away, moved = program.add_placeholder("away", Data(Away())), list[fx.Node]()
+    away, moved = program.add_placeholder("away", Data(OffloadStore())), list[fx.Node]()
     while node := _next(program, waiting, ahead, memory_limit):
         move(program, node, waiting.pop(node), away, ahead)
         moved.append(node)

@@ -26,7 +26,7 @@ from zcompile.errors import OptionError
 from zcompile.ir.operation import Phase, data
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
-from zcompile.passes.common.recompute import Turn, recompute
+from zcompile.passes.common.recompute import SavedValueAnalysis, recompute
 from zcompile.passes.common.recompute_choice import Budget, RecomputeChoice, by_unit
 
 
@@ -57,15 +57,15 @@ def recompute_activations(
     """
     if not program.has_backward:
         return program.copy()
-    turn = Turn(program, collectives=checkpoint == "unit")  # all ranks of a group have the same units
+    analysis = SavedValueAnalysis(program, collectives=checkpoint == "unit")  # all ranks of a group have the same units
     if isinstance(checkpoint, str):
-        selection = by_unit(turn, at_once=at_once)
-        result = recompute(turn, selection.again)
+        selection = by_unit(analysis, at_once=at_once)
+        result = recompute(analysis, selection.again)
         if whole and not any(selection.again.values()):
             problem = f"{checkpoint!r} has no effect: no unit but the last computes anything that can be computed again"
             raise OptionError("checkpoint", problem, "give smaller units=, or leave it out")
     else:
-        selection, result = _within(Budget(turn, finish, fused=fuses, others=others), checkpoint)
+        selection, result = _within(Budget(analysis, finish, fused=fuses, others=others), checkpoint)
     return replace(result, notes=(*program.notes, _note(program, result, selection)))
 
 

@@ -196,7 +196,7 @@ def _meeting(ranks: Sequence[int], rank: int) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def told_to_others(ranks_of: Callable[[], Sequence[int]], *, every: bool = False) -> Iterator[None]:
+def propagate_failure(ranks_of: Callable[[], Sequence[int]], *, every: bool = False) -> Iterator[None]:
     """Around what a rank does alone before ranks agree on a model: where that fails, the others are told, who wait.
 
     Nothing is made here that takes other ranks, as groups do: they are not there.
@@ -216,8 +216,8 @@ def told_to_others(ranks_of: Callable[[], Sequence[int]], *, every: bool = False
         raise
 
 
-def all_through(ranks: Sequence[int], device: torch.device, what: str) -> None:
-    """Return once all of `ranks` are through what `told_to_others` stands around: before groups of them are made.
+def preflight_barrier(ranks: Sequence[int], device: torch.device, what: str) -> None:
+    """Return once all of `ranks` are through what `propagate_failure` stands around: before groups of them are made.
 
     Raises:
         AgreementError: one failed there, or did not come within the timeout of the default group.

@@ -105,8 +105,8 @@ class Position:
 
 
 @dataclass
-class RollCall:
-    """What all ranks have said of one run, once it is read."""
+class RunExchange:
+    """What all ranks have sent each other at the begin of one run, once it has been read."""
 
     position: Position
     shared: Shared | None
@@ -133,8 +133,8 @@ class Lockstep:
     """Where along a pipeline axis this rank is: those elsewhere have other parameters, and may have other settings."""
     _told: dict[int, int] = field(default_factory=dict)
     """What it has told the others of its optimizers' settings with the last run."""
-    _open: deque[RollCall] = field(default_factory=deque)
-    """Roll calls that have not been read."""
+    _open: deque[RunExchange] = field(default_factory=deque)
+    """Exchanges that have not been read."""
     _error: AgreementError | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class Lockstep:
         *,
         keeps: bool = False,
         is_new: bool = False,
-    ) -> RollCall:
+    ) -> RunExchange:
         """Begin a run of the program with this digest, and tell the others of it.
 
         Beside it `marks`, numbers below `MOST`, and a `variant`, of 62 bits, in which ranks may differ. `keeps`: it
@@ -163,7 +163,7 @@ class Lockstep:
         self.number += 1
         position = Position(self.model, self.number, kind, int(program[:12], 16), *self.steps(), keeps, is_new)
         if self.alone:
-            return RollCall(position, None, frozenset(marks), frozenset({variant}))
+            return RunExchange(position, None, frozenset(marks), frozenset({variant}))
         self._look()
         self.communicator.waits.run = str(position)
         assert self.communicator.control is not None, "there are others"
@@ -171,7 +171,7 @@ class Lockstep:
         settings = [_hashed(self.place or 0, *self._told), _hashed(*self._told.values())]
         row = [*position.numbers(), *settings, variant, *_packed(marks)]
         shared = self.communicator.control.share(torch.tensor(row, dtype=torch.int64))
-        self._open.append(call := RollCall(position, shared))
+        self._open.append(call := RunExchange(position, shared))
         self.communicator.stamp(hash(tuple(position.numbers()[:-1])))
         return call
 
@@ -236,7 +236,7 @@ class Lockstep:
         while self._open and (shared := self._open[0].shared) is not None and shared.arrived:
             self._read(self._open.popleft())
 
-    def _read(self, call: RollCall) -> None:
+    def _read(self, call: RunExchange) -> None:
         assert call.shared is not None, "a rank that is alone has nothing to read"
         with outside_modes():  # a rank that waits for others while it compiles reads on
             rows = call.shared.read().tolist()

@@ -103,7 +103,7 @@ class UnitShards:
         """Secondary shards that are kept until parameters change, by the parameters that they are of."""
         self.ahead: dict[tuple[str, ...], Any] = {}
         """Gathers (`executor.Gather`) on their way for the next step, by the parameters that they bring."""
-        self.twins: dict[str, nn.Parameter] = {}
+        self.user_params: dict[str, nn.Parameter] = {}
         """Under `torch.compile`: what the user's module holds in place of a shard. It has the same `.grad`."""
         self._held: dict[str, HeldGradient] = {}
 
@@ -257,13 +257,13 @@ class UnitShards:
         """What is held back for the parameter `name`, unless the user has dropped it from `.grad`."""
         if (held := self._held.get(name)) is None:
             return None
-        holders = [parameter for parameter in (self.parameters[name], self.twins.get(name)) if parameter is not None]
-        return held if all(holder.grad is held.shown for holder in holders) else None
+        holders = (self.parameters[name], self.user_params.get(name))
+        return held if all(one is None or one.grad is held.shown for one in holders) else None
 
     def _show(self, name: str, gradient: torch.Tensor | None) -> None:
         self.parameters[name].grad = gradient
-        if name in self.twins:
-            self.twins[name].grad = gradient
+        if name in self.user_params:
+            self.user_params[name].grad = gradient
 
     def with_held(self, param: Param, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient`, which the caller owns, with what is held back for `param` added, once in a backward."""
@@ -315,7 +315,7 @@ class UnitShards:
         for copy in [*self.kept.values(), *self.secondary.values(), *self.ahead.values()]:
             copy.writes = self.writes()
 
-    def outgrow_kept(self) -> None:
+    def drop_stale_copy(self) -> None:
         """Every kept copy is out of date now. One that no gather has renewed since the last time is freed.
 
         Secondary shards are freed at once: what is left, all ranks would compare with their shards in each step.

@@ -55,7 +55,7 @@ class Freshness:
         finally:
             self.steps, self.idle = before[0] + 1, before[1]
 
-    def outgrow(self) -> bool:
+    def drop_stale_copies(self) -> bool:
         """Leave no copy as current that a step has outdated; returns whether any that is left may differ.
 
         What was gathered ahead was so after the step. A step is taken to be every rank's, without asking: `Lockstep`
@@ -65,7 +65,7 @@ class Freshness:
         if stepped:
             for unit in self.units.values():
                 if any(param.requires_grad for param in unit.parameters.values()):
-                    unit.outgrow_kept()
+                    unit.drop_stale_copy()
         if not self.has_current:
             self._prune()  # what was written so far will be gathered
             return False

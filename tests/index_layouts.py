@@ -378,7 +378,7 @@ def gathering(case: Case, bound: BoundUnit) -> Steps[list[str]]:
             continue  # what is gathered outside first is not gathered ahead
         if changed:
             negate(bound)
-        bound.shards.outgrow_kept()
+        bound.shards.drop_stale_copy()
         if ahead:
             gather_ahead(bound, dtype=case.dtype)
             negate(bound)  # what is on its way stays as it was: a copy is sent

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from tests.shared_traces import Key, described_arguments, described_model, reads_of
-from zcompile.engine.step_trace import Called, StepTrace
+from zcompile.engine.step_trace import CallSpec, StepTrace
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
@@ -44,7 +44,7 @@ class SharedTrace(StepTrace):
             }
         )
 
-    def others(self, called: Called) -> list[torch.Tensor]:
+    def others(self, called: CallSpec) -> list[torch.Tensor]:
         return []
 
 
@@ -67,7 +67,7 @@ def own_steps() -> Iterator[None]:
         yield
 
 
-def traced(setup: StepSetup, first: Called, like: StepTrace | None = None) -> StepTrace:
+def traced(setup: StepSetup, first: CallSpec, like: StepTrace | None = None) -> StepTrace:
     key = key_of(setup, first, like)
     if key is None:
         return trace_step(setup, first, like)
@@ -80,7 +80,7 @@ def traced(setup: StepSetup, first: Called, like: StepTrace | None = None) -> St
     return SharedTrace(_TRACES[key], setup, like, setup.flat._found)
 
 
-def key_of(setup: StepSetup, first: Called, like: StepTrace | None) -> Key | None:
+def key_of(setup: StepSetup, first: CallSpec, like: StepTrace | None) -> Key | None:
     reads = set[str]()
     if setup.loss_fn is not None and not reads_of(setup.loss_fn, reads, set()):
         return None
@@ -93,7 +93,7 @@ def key_of(setup: StepSetup, first: Called, like: StepTrace | None) -> Key | Non
     return model, given, str(sorted(reads)), first.arguments, repr(layout), setup.options.dtype, like is None, is_mean
 
 
-def reads_more(program: Program, first: Called) -> bool:
+def reads_more(program: Program, first: CallSpec) -> bool:
     """Whether it reads tensors that are no arguments."""
     inputs = [op_of(node, Input) for node in program.nodes(Input)]
     return any(op.leaf is not None and op.leaf >= len(first.leaves()) for op in inputs)

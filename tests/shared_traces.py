@@ -22,8 +22,8 @@ import torch
 from torch import fx, nn
 
 from zcompile._torch import is_symbolic, keeps_graph, tree_leaves, tree_map_only
-from zcompile.engine.calls.entries import Entry
 from zcompile.engine.calls.fragments import Fragment
+from zcompile.engine.calls.interceptors import MethodInterceptor
 from zcompile.engine.interception import Traced, intercepting
 from zcompile.engine.lowering import CompiledStep
 from zcompile.engine.rewritten import Rewritten
@@ -272,7 +272,7 @@ def described_arguments(arguments: Any) -> str | None:
 
 def described(module: nn.Module) -> Any:
     """What a trace knows of a module beside its parameters; None if that is not known."""
-    own = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, Entry)}
+    own = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, MethodInterceptor)}
     flat = tree_leaves(list(own.values()))
     if any(True for _ in module.buffers(recurse=False)) or not all(isinstance(value, PLAIN) for value in flat):
         return None

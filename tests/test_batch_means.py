@@ -11,7 +11,7 @@ from torch import nn
 
 import zcompile
 from tests.cases import quickly
-from zcompile.engine.step_trace import Called, StepTrace
+from zcompile.engine.step_trace import CallSpec, StepTrace
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.layout import STAGES
 from zcompile.model.units import make_layout
@@ -133,7 +133,7 @@ def test_sums_over_the_batch_are_refused_and_means_are_not(kind: str, name: str)
     model, loss = nn.Linear(5, 2), KINDS[kind][name]
     layout = make_layout(model, STAGES[0], (Axis("dp", AxisKind.SHARD, 2, 1),), None, Options().precision)
     batch = torch.randn(6, 4, 5), torch.randn(6, 4, 2)
-    called = Called(lambda x, y: loss(model, x, y), batch, {}, ("x", "y"))
+    called = CallSpec(lambda x, y: loss(model, x, y), batch, {}, ("x", "y"))
     traced = StepTrace(model, layout, called, torch.device("cpu"), "Linear").program
     parts = [loss(model, *part) for part in zip(*(one.chunk(3) for one in batch), strict=True)]
     is_mean = torch.allclose(torch.stack(parts).mean(), loss(model, *batch), rtol=1e-5)

@@ -21,7 +21,7 @@ from zcompile.cost.memory import peak_bytes
 from zcompile.cost.roofline import aten_cost
 from zcompile.ir.operation import Phase, op_of
 from zcompile.ir.ops import Call
-from zcompile.passes.common.recompute import Turn
+from zcompile.passes.common.recompute import SavedValueAnalysis
 from zcompile.passes.common.recompute_choice import GAP, Problem, RecomputeChoice, choice
 from zcompile.schedule.option_checks import checkpoint_of
 
@@ -244,15 +244,15 @@ def seconds(problem: Problem, made: RecomputeChoice) -> float:
 )
 @pytest.mark.slow
 def test_no_choice_within_the_budget_is_cheaper(kinds: list[tuple[int, int]], share: float, extra: list[int]) -> None:
-    problem = Problem(Turn(assigned(Layers(kinds), torch.ones(6, 8))), fused=False)
-    turn = problem.turn
-    beside = {run.index: extra[index % 2] for index, run in enumerate(turn.runs)}
-    free = [value for value in problem.saved if any(key[0] is turn.operation(value) for key in problem.again)]
+    problem = Problem(SavedValueAnalysis(assigned(Layers(kinds), torch.ones(6, 8))), fused=False)
+    analysis = problem.analysis
+    beside = {run.index: extra[index % 2] for index, run in enumerate(analysis.runs)}
+    free = [value for value in problem.saved if any(key[0] is analysis.operation(value) for key in problem.again)]
     assert len(free) < 14
     every = []
     for kept in itertools.product([False, True], repeat=len(free)):
         saved = {value for value, is_kept in zip(free, kept, strict=True) if is_kept}
-        made = choice(turn, lambda value, _, saved=saved: value in saved)
+        made = choice(analysis, lambda value, _, saved=saved: value in saved)
         every.append((max(held + beside[run] for run, held in problem.held(made).items()), seconds(problem, made)))
     least, most = min(peak for peak, _ in every), max(peak for peak, _ in every)
     budget = least + share * (most - least)

@@ -221,10 +221,10 @@ def measure_kept(rank: int, stage: int) -> dict[str, Any]:
         shards = compiled._engine.runtime.shards.values()
         places.append([t.data_ptr() for held in shards for full in held.kept.values() for t in full.arrived.values()])
         optimizer.step()
-    compiled._engine.runtime.freshness.outgrow()
+    compiled._engine.runtime.freshness.drop_stale_copies()
     stale = sum(len(held.kept) for held in shards)
     compiled._engine.runtime.freshness.step()
-    compiled._engine.runtime.freshness.outgrow()
+    compiled._engine.runtime.freshness.drop_stale_copies()
     return {"places": places, "stale": stale, "left": sum(len(held.kept) for held in shards)}
 
 

@@ -21,8 +21,8 @@ from tests.models import GPT, make
 from tests.threads import Threads
 from zcompile import OptionError, StateError
 from zcompile.cost.memory import peak_bytes
-from zcompile.ir.ops import Away
 from zcompile.ir.ops import Offload as OffloadOperation
+from zcompile.ir.ops import OffloadStore
 from zcompile.runtime import offloaded_activations
 from zcompile.runtime.offload.activation_storage import DiskStorage
 from zcompile.runtime.offload.unnamed_files import Room
@@ -190,7 +190,7 @@ def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.T
         optimizer.step()
         optimizer.zero_grad()
     values = compiled.full_state_dict(rank0_only=False)
-    offload = compiled._engine.compiler._session.offloads.get(Away())
+    offload = compiled._engine.compiler._session.offloads.get(OffloadStore())
     return [values[name] for name in sorted(values)], 0 if offload is None else disk_of(offload).nbytes  # type: ignore[attr-defined]
 
 

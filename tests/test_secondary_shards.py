@@ -326,7 +326,7 @@ def outgrown(rank: int) -> tuple[int, int, int]:
         kept = [one.memory for shards in freshness.units.values() for one in shards.secondary.values()]
         memory = [weakref.ref(one) for one in kept]
         del kept
-        freshness.outgrow()
+        freshness.drop_stale_copies()
         return len(memory), sum(one() is not None for one in memory), compare.call_count
 
 

@@ -25,7 +25,7 @@ from tests.cases import quickly
 from tests.models import batch, fit, make
 from tests.ranks import Ranks
 from zcompile.engine import compiler
-from zcompile.engine.rewritten import Kept
+from zcompile.engine.rewritten import CachedStep
 from zcompile.errors import OptionError
 
 STEPS = 2
@@ -402,7 +402,7 @@ def refused(rank: int, folder: str) -> None:
     with cached(folder):
         mlp()
         error = OptionError("memory_limit", "is not met", "raise it")
-        with patch.object(Kept, "read", side_effect=error), pytest.raises(OptionError, match="is not met"):
+        with patch.object(CachedStep, "read", side_effect=error), pytest.raises(OptionError, match="is not met"):
             mlp()
 
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zcompile._torch import local_tensor
-from zcompile.compiled import CompiledModule, agreed, ignored_names, model_lines, over
+from zcompile.compiled import CompiledModule, agreement_on, ignored_names, make_compiled_module, model_lines
 from zcompile.engine.automatic_shard import choose_shard
-from zcompile.engine.calls.entries import methods_with_entries
+from zcompile.engine.calls.interceptors import intercepted_methods
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import check_optimizers, point_at_shards
@@ -31,7 +31,7 @@ from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_replicated, model_parallel
 from zcompile.model.units import UnitChoice, make_layout, match_called
 from zcompile.model.weights import Source, Weights, open_weights
-from zcompile.runtime.agreement import Agreement, told_to_others
+from zcompile.runtime.agreement import Agreement, propagate_failure
 from zcompile.runtime.groups import (
     Communicator,
     as_one,
@@ -134,7 +134,7 @@ class Parts(NamedTuple):
     keep_dtype: Sequence[str] | None
 
 
-class _Divided(NamedTuple):
+class _ShardingPlan(NamedTuple):
     """A model as it is to be divided, as far as a rank knows alone."""
 
     asked: Options
@@ -144,12 +144,12 @@ class _Divided(NamedTuple):
     layout: Layout
 
 
-def _divided(
+def _sharding_plan(
     model: nn.Module,
     asked: Options,
     mesh: DeviceMesh | None,
     parts: Parts,
-) -> _Divided:
+) -> _ShardingPlan:
     check_kinds(model)
     asked, remarks = _settled(model, asked, mesh, parts)
     parallel = model_parallel(model, mesh, flat=asked.divides_outside)
@@ -161,7 +161,7 @@ def _divided(
         if model.get_parameter(name).is_meta:
             fix = "give it values before zcompile.compile, or do not ignore it"
             raise OptionError("ignore", f"leaves {name} to you, which is on the meta device", fix)
-    return _Divided(asked, remarks, parallel, communicator, layout)
+    return _ShardingPlan(asked, remarks, parallel, communicator, layout)
 
 
 def _compiled(
@@ -173,11 +173,11 @@ def _compiled(
     weights: Source | None,
     output_dtype: torch.dtype | None,
 ) -> CompiledModule:
-    with told_to_others(lambda: ranks_of(mesh)):
+    with propagate_failure(lambda: ranks_of(mesh)):
         optimizers = _optimizers(optimizer, model)
-        asked, remarks, parallel, communicator, layout = _divided(model, Options.among(given), mesh, parts)
+        asked, remarks, parallel, communicator, layout = _sharding_plan(model, Options.among(given), mesh, parts)
     kept = match_called(model, parts.keep_dtype or ())
-    agreement = agreed(communicator, [str(asked), f"keep_dtype={[*kept]}", *model_lines(model, layout)])
+    agreement = agreement_on(communicator, [str(asked), f"keep_dtype={[*kept]}", *model_lines(model, layout)])
     check_inside(communicator.mesh, asked.hybrid)
     check_gathered(layout, asked.outer_gather_dtype)
     read = None if weights is None else agreement.attempt("the weights", lambda: open_weights(weights))[0]
@@ -200,10 +200,10 @@ def _compiled(
     engine = Engine(runtime, title=type(model).__name__)
     shards, sites, retired = shard_model(model, layout, communicator, read, parallel, memory)
     for module in kept.values():
-        compute_in_own_dtype(module, methods_with_entries(module), communicator.device)
+        compute_in_own_dtype(module, intercepted_methods(module), communicator.device)
     point_at_shards(optimizers, shards.values(), retired)
     runtime.has_optimizer_state = any(optimizer.state for optimizer in optimizers)
-    return over(model, engine, shards, sites, retired)
+    return make_compiled_module(model, engine, shards, sites, retired)
 
 
 def _layout(

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile._torch import IGNORED_BY_DDP, STATE_HOOKS, replace_state_dict, tree_map_only
-from zcompile.engine.calls.entries import taken_out
 from zcompile.engine.calls.fragments import Tree, tree_of
+from zcompile.engine.calls.interceptors import taken_out
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import watch_optimizers
@@ -48,7 +48,7 @@ from zcompile.state.model_state import ModelState, for_others
 from zcompile.state.savable import Savable
 
 
-def over(
+def make_compiled_module(
     model: nn.Module, engine: Engine, shards: Mapping[str, UnitShards], sites: Sequence[Site], retired: Retired
 ) -> CompiledModule:
     """The compiled module of a model that has shards in the place of its parameters."""
@@ -68,7 +68,7 @@ def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModul
     # Beside the dump, or the recording, of the model that is copied another one would take its place.
     asked = replace(before.options, dump="", record=None)
     communicator = Communicator(before.communicator.mesh, before.communicator.device, asked.hybrid)
-    agreement = agreed(communicator, ["a copy", str(asked), *model_lines(model, before.layout)])
+    agreement = agreement_on(communicator, ["a copy", str(asked), *model_lines(model, before.layout)])
     parallel, everyone = None if before.tensor is None else before.tensor.parallel, agreement
     if parallel is not None:
         everyone = Agreement(Communicator(parallel.ranks, communicator.device))
@@ -78,9 +78,9 @@ def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModul
     runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
     runtime.output_dtype = before.output_dtype
     engine = Engine(runtime, title=type(model).__name__)
-    with taken_out([*tree.entries, *tree.loading]):
+    with taken_out([*tree.interceptors, *tree.loading]):
         copied, shards, sites = copy_model(model, layout, before.shards, tree.sites, communicator, memory, memo)
-    return over(copied, engine, shards, sites, tree.retired)
+    return make_compiled_module(copied, engine, shards, sites, tree.retired)
 
 
 def ignored_names(model: nn.Module, layout: Layout) -> list[str]:
@@ -89,7 +89,7 @@ def ignored_names(model: nn.Module, layout: Layout) -> list[str]:
     return [name for name, _ in model.named_parameters() if name not in known]
 
 
-def agreed(communicator: Communicator, lines: Sequence[str]) -> Agreement:
+def agreement_on(communicator: Communicator, lines: Sequence[str]) -> Agreement:
     """What ranks agree by, once they have the same model."""
     agreement = Agreement(communicator)
     agreement.reach("the model", lines)
@@ -275,7 +275,7 @@ class CompiledModule(Savable, Reported, nn.Module):
         self._check_sharded()
         runtime, sites = self._engine.runtime, self._tree.sites
         reason = runtime.why_not_converted()
-        if any(isinstance(entry.method, OwnDtype) for entry in self._tree.entries):
+        if any(isinstance(one.method, OwnDtype) for one in self._tree.interceptors):
             reason = "modules that keep_dtype= names compute in the dtypes that it has"
         if reason:
             problem = f"cannot be converted: {reason}"

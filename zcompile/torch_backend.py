@@ -52,7 +52,7 @@ from zcompile.model.graph_parameter import give_to_graphs
 from zcompile.model.sharding import placeholder_of
 from zcompile.model.tensor_kinds import check_kind
 from zcompile.model.units import blocks_of_names, make_units
-from zcompile.runtime.agreement import Agreement, told_to_others
+from zcompile.runtime.agreement import Agreement, propagate_failure
 from zcompile.runtime.gradients.delivery import Refusal
 from zcompile.runtime.groups import (
     Communicator,
@@ -195,7 +195,7 @@ class Backend:
         """The engine of all graphs; what shard="auto" leaves to be chosen is by the parameters of the first one."""
         device = next(iter(fresh.values())).device
         mesh, remarks = resolve_mesh(self.mesh, device), list[str]()
-        with told_to_others(lambda: ranks_of(mesh)):
+        with propagate_failure(lambda: ranks_of(mesh)):
             if self.options.shard == AUTO:
                 self.options, remarks = self._settled(mesh, fresh, kept)
             options = self.options
@@ -280,7 +280,7 @@ class Backend:
                     old.requires_grad_(True).register_hook(Refusal(param.name))
                     old.requires_grad_(param.trainable)
                     if not plain:
-                        held.twins[param.name] = old
+                        held.user_params[param.name] = old
                         give_to_graphs(old, param.name, held, engine.runtime.freshness, self._nan[old.dtype])
         engine.runtime.extend(units, shards)
         self._known |= made
@@ -310,7 +310,7 @@ class Backend:
 
     def _twins(self) -> Iterator[nn.Parameter]:
         for unit in self.engine.runtime.shards.values() if self._engine else ():
-            yield from unit.twins.values()
+            yield from unit.user_params.values()
 
     # -- optimizers -----------------------------------------------------------------------------------------------
 
@@ -329,8 +329,8 @@ class Backend:
             return
         self._follow_users()
         self._refuse_strangers(optimizer)
-        twins = {id(known.parameter): (known.parameter, known.name) for known in self._known.values()}
-        point_at_shards([optimizer], self.engine.runtime.shards.values(), twins)
+        user_params = {id(known.parameter): (known.parameter, known.name) for known in self._known.values()}
+        point_at_shards([optimizer], self.engine.runtime.shards.values(), user_params)
 
     @property
     def _world(self) -> int:
@@ -361,7 +361,7 @@ class Backend:
         units = self.engine.runtime.shards.values()
         with no_torch_function():
             hooked = next((known.name for known in self._known.values() if has_gradient_hooks(known.parameter)), None)
-            pairs = [(name, unit.parameters[name], twin) for unit in units for name, twin in unit.twins.items()]
+            pairs = [(name, unit.parameters[name], twin) for unit in units for name, twin in unit.user_params.items()]
             pairs = [pair for pair in pairs if pair[1].grad is not pair[2].grad]
         if hooked is not None:
             fix = "use register_post_accumulate_grad_hook, or change p.grad after the backward"

@@ -40,7 +40,7 @@ from zcompile.pipelining.ranks import is_pipelined
 from zcompile.pipelining.results import ResultsOn
 from zcompile.pipelining.step import PipelinedStep, pipelined_step
 from zcompile.report.explain import Break
-from zcompile.runtime.agreement import told_to_others
+from zcompile.runtime.agreement import propagate_failure
 from zcompile.runtime.device import HOST, backend_of, gpu_kind
 from zcompile.runtime.gradients.updates import States, Updater
 from zcompile.runtime.groups import ranks_of
@@ -115,7 +115,7 @@ def _made(
 ) -> TrainStep | PipelinedStep:
     """See `train_step`."""
     mesh = options.get("mesh")
-    with told_to_others(lambda: ranks_of(mesh), every=True) if is_pipelined(mesh) else nullcontext():
+    with propagate_failure(lambda: ranks_of(mesh), every=True) if is_pipelined(mesh) else nullcontext():
         _check_asked(model, asked, clip_grad_norm, pipelined=is_pipelined(mesh))
         scaler = check_scaler(grad_scaler, _dtype_of(model, options))
         asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)

@@ -44,7 +44,7 @@ class RegionRun:
     nodes: Sequence[fx.Node]
 
 
-class Turn:
+class SavedValueAnalysis:
     """What crosses the turn from forward to backward, of a program with phases split and units assigned."""
 
     def __init__(self, program: Program, *, collectives: bool = False) -> None:
@@ -142,14 +142,14 @@ def _is_mutated(node: fx.Node) -> bool:
 # -- rewriting --------------------------------------------------------------------------------------------------------
 
 
-def recompute(turn: Turn, wanted: Mapping[int, Collection[str]]) -> Program:
+def recompute(analysis: SavedValueAnalysis, wanted: Mapping[int, Collection[str]]) -> Program:
     """The program whose backward computes again what is `wanted`: for each of its runs, names of the forward's values.
 
     An operation runs again just before the first one that reads its result. What then nobody reads in the forward is
     not computed there. An operation that draws random numbers keeps the generator's state, and is run under it again.
     """
-    editor = _Editor(turn, wanted)
-    for index in turn.needs:
+    editor = _Editor(analysis, wanted)
+    for index in analysis.needs:
         editor.rewrite(index)
     _merge_equal(editor.program)
     editor.program.graph.eliminate_dead_code()
@@ -170,10 +170,11 @@ def _merge_equal(program: Program) -> None:
 class _Editor:
     """A copy of a program while values are computed again in its backward."""
 
-    def __init__(self, turn: Turn, wanted: Mapping[int, Collection[str]]) -> None:
-        self.turn, self.wanted = turn, wanted
-        self.program = turn.program.copy()
-        self.copies: dict[fx.Node, fx.Node] = dict(zip(turn.program.graph.nodes, self.program.graph.nodes, strict=True))
+    def __init__(self, analysis: SavedValueAnalysis, wanted: Mapping[int, Collection[str]]) -> None:
+        self.analysis, self.wanted = analysis, wanted
+        self.program = analysis.program.copy()
+        pairs = zip(analysis.program.graph.nodes, self.program.graph.nodes, strict=True)
+        self.copies: dict[fx.Node, fx.Node] = dict(pairs)
         self.again: dict[fx.Node, fx.Node] = {}
         self.states: dict[fx.Node, fx.Node] = {}
         """Generator states, by the operation that was run under them."""
@@ -181,7 +182,7 @@ class _Editor:
         """Copies of inputs that the forward writes to."""
 
     def rewrite(self, index: int) -> None:
-        run = self.turn.runs[index]
+        run = self.analysis.runs[index]
         self.again = {}
         for node in run.nodes:
             for source in node.all_input_nodes:
@@ -191,9 +192,9 @@ class _Editor:
 
     def _read(self, value: fx.Node, run: RegionRun, before: fx.Node) -> fx.Node:
         """`value` as `run` reads it: computed again, or of the forward."""
-        derived = value in self.turn.derived and data(value).phase is Phase.FORWARD
+        derived = value in self.analysis.derived and data(value).phase is Phase.FORWARD
         wanted = self.wanted.get(run.index, ())
-        again = self.turn.crosses(value) and any(owner.name in wanted for owner in self.turn.owners(value))
+        again = self.analysis.crosses(value) and any(owner.name in wanted for owner in self.analysis.owners(value))
         return self._made(value, run, before) if derived or again else self.copies[value]
 
     def _made(self, value: fx.Node, run: RegionRun, before: fx.Node) -> fx.Node:

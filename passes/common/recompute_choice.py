@@ -32,7 +32,7 @@ from zcompile.ir.actions import ActionKind
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Call, values_of
 from zcompile.ir.program import Program
-from zcompile.passes.common.recompute import Turn, recompute
+from zcompile.passes.common.recompute import SavedValueAnalysis, recompute
 
 GAP = 0.005
 """Relative distance from the least time at which the solver may stop."""
@@ -61,42 +61,42 @@ class RecomputeChoice:
         return any(value.name in self.again[run] for value in values_of(operation))
 
 
-def choice(turn: Turn, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.0) -> RecomputeChoice:
+def choice(analysis: SavedValueAnalysis, is_saved: Callable[[fx.Node, int], bool], gap: float = 0.0) -> RecomputeChoice:
     """All that must run again where `is_saved(value, run)` says what a run of the backward reads of the forward."""
     again: dict[int, frozenset[str]] = {}
     saved: set[fx.Node] = set()
     flops = 0
-    for run, values in turn.needs.items():
+    for run, values in analysis.needs.items():
         result: set[fx.Node] = set()
         waiting = list(values)
         while waiting:
             value = waiting.pop()
             if value in result:
                 continue
-            if is_saved(value, run) or not turn.may_recompute(value, run):
+            if is_saved(value, run) or not analysis.may_recompute(value, run):
                 saved.add(value)
             else:
                 result.add(value)
-                waiting += turn.sources(value)
+                waiting += analysis.sources(value)
         again[run] = frozenset(value.name for value in result)
-        flops += sum(aten_cost(operation)[0] for operation in {turn.operation(value) for value in result})
+        flops += sum(aten_cost(operation)[0] for operation in {analysis.operation(value) for value in result})
     return RecomputeChoice(again, frozenset(saved), flops, gap)
 
 
-def by_unit(turn: Turn, *, at_once: bool = True) -> RecomputeChoice:
+def by_unit(analysis: SavedValueAnalysis, *, at_once: bool = True) -> RecomputeChoice:
     """Each unit's input is saved and the rest of it computed again (Chen et al. 2016, section 4).
 
     Where the backward follows the forward `at_once`, nothing is of the unit whose backward comes first: it would be
     computed twice and in memory all the same. Nor is what another unit reads, which is saved for that.
     """
-    first = turn.backward[0].unit if turn.backward and at_once else ""
+    first = analysis.backward[0].unit if analysis.backward and at_once else ""
 
     def is_foreign(value: fx.Node, run: int) -> bool:
-        unit = turn.runs[run].unit
-        return unit == first or turn.runs[turn.home[turn.operation(value)]].unit != unit
+        unit = analysis.runs[run].unit
+        return unit == first or analysis.runs[analysis.home[analysis.operation(value)]].unit != unit
 
-    saved = choice(turn, is_foreign).saved
-    return choice(turn, lambda value, run: value in saved or is_foreign(value, run))
+    saved = choice(analysis, is_foreign).saved
+    return choice(analysis, lambda value, run: value in saved or is_foreign(value, run))
 
 
 class Problem:
@@ -108,12 +108,12 @@ class Problem:
         others: How many other micro-batches there are that hold what they save, all the time.
     """
 
-    def __init__(self, turn: Turn, *, fused: bool = True, others: int = 0) -> None:
-        self.turn, self.fused, self.others = turn, fused, others
+    def __init__(self, analysis: SavedValueAnalysis, *, fused: bool = True, others: int = 0) -> None:
+        self.analysis, self.fused, self.others = analysis, fused, others
         reached = self._reached()
         self.saved = {value: column for column, value in enumerate(dict.fromkeys(value for value, _ in reached))}
         """Columns of s."""
-        again = dict.fromkeys((turn.operation(v), run) for v, run in reached if turn.may_recompute(v, run))
+        again = dict.fromkeys((analysis.operation(v), run) for v, run in reached if analysis.may_recompute(v, run))
         self.again = {key: len(self.saved) + index for index, key in enumerate(again)}
         """Columns of r."""
         self.ends: dict[fx.Node, int] = {}
@@ -124,20 +124,20 @@ class Problem:
     def _reached(self) -> list[tuple[fx.Node, int]]:
         """All values that a run of the backward may need, itself or for what it computes again, with the run."""
         result: dict[tuple[fx.Node, int], None] = {}
-        for run, values in self.turn.needs.items():
+        for run, values in self.analysis.needs.items():
             waiting = list(values)
             while waiting:
                 value = waiting.pop()
                 if (value, run) not in result:
                     result[value, run] = None
-                    waiting += self.turn.sources(value) if self.turn.may_recompute(value, run) else []
+                    waiting += self.analysis.sources(value) if self.analysis.may_recompute(value, run) else []
         return list(result)
 
     # -- what things cost -----------------------------------------------------------------------------------------
 
     def saved_bytes(self, value: fx.Node) -> int:
         """Bytes that saving a value takes: none of one that the caller holds anyway."""
-        return 0 if value in self.turn.returned else data(value).nbytes
+        return 0 if value in self.analysis.returned else data(value).nbytes
 
     def again_bytes(self, operation: fx.Node) -> int:
         """Bytes that the results of an operation take where it runs again."""
@@ -164,7 +164,7 @@ class Problem:
 
     def held(self, selection: RecomputeChoice) -> dict[int, int]:
         """Bytes of what each run holds of saved values and of what it computes again, as this problem counts them."""
-        count = {run.index: 0 for run in self.turn.runs}
+        count = {run.index: 0 for run in self.analysis.runs}
         for value in self.ends:
             for run in count if value in selection.saved else ():
                 count[run] += self._copies(value, run) * self.saved_bytes(value)
@@ -175,7 +175,7 @@ class Problem:
 
     def _copies(self, value: fx.Node, run: int) -> int:
         """How often a value that is saved is held in a run: of this micro-batch, and of others."""
-        return self.others + (self.turn.home[value] <= run <= self.ends[value])
+        return self.others + (self.analysis.home[value] <= run <= self.ends[value])
 
     # -- solving --------------------------------------------------------------------------------------------------
 
@@ -204,28 +204,28 @@ class Problem:
         saved = {value for value, column in self.saved.items() if found.x[column] > 0.5}
         # Without a budget the solver's gap is the peak's, not the time's.
         gap = 0.0 if budget is None else float(found.mip_gap or 0.0)
-        return choice(self.turn, lambda value, _: value in saved, gap)
+        return choice(self.analysis, lambda value, _: value in saved, gap)
 
     def _needs(self) -> Any:
         """What is read is saved or computed again, by the backward itself and by what it computes again."""
         rows = _Rows(len(self.saved) + len(self.again) + 1)
-        for run, values in self.turn.needs.items():
+        for run, values in self.analysis.needs.items():
             for value in values:
                 rows.add(self._sources(value, run), least=1)
         for (operation, run), column in self.again.items():
-            for source in self.turn.sources(operation):
+            for source in self.analysis.sources(operation):
                 rows.add({**self._sources(source, run), column: -1}, least=0)
         return rows.constraint()
 
     def _sources(self, value: fx.Node, run: int) -> dict[int, float]:
         """The columns that give `value` to `run`."""
-        again = self.again.get((self.turn.operation(value), run))
+        again = self.again.get((self.analysis.operation(value), run))
         return {self.saved[value]: 1.0} | ({again: 1.0} if again is not None else {})
 
     def _memory(self, beside: Mapping[int, float]) -> Any:
         """No run holds more than the last column says."""
         peak = len(self.saved) + len(self.again)
-        held: dict[int, dict[int, float]] = {run.index: {peak: 1.0} for run in self.turn.runs}
+        held: dict[int, dict[int, float]] = {run.index: {peak: 1.0} for run in self.analysis.runs}
         for value, column in self.saved.items():
             for run in held:
                 if copies := self._copies(value, run):
@@ -290,14 +290,14 @@ class Budget:
     """Choices measured against the program that comes of them."""
 
     def __init__(
-        self, turn: Turn, finish: Callable[[Program], Program], *, fused: bool = True, others: int = 0
+        self, analysis: SavedValueAnalysis, finish: Callable[[Program], Program], *, fused: bool = True, others: int = 0
     ) -> None:
         """`finish` rewrites a program as the passes do that follow the choice; for the others see `Problem`."""
-        self.turn, self.finish, self.problem = turn, finish, Problem(turn, fused=fused, others=others)
+        self.analysis, self.finish, self.problem = analysis, finish, Problem(analysis, fused=fused, others=others)
 
     def outcome(self, selection: RecomputeChoice) -> Outcome:
         """What a run holds beside what is chosen (full parameters, gradients, values that come and go) is read off."""
-        program = recompute(self.turn, selection.again)
+        program = recompute(self.analysis, selection.again)
         finished = self.finish(program)
         live = live_bytes(finished)
         peaks: dict[tuple[Phase, str], int] = {}
@@ -306,12 +306,12 @@ class Budget:
                 key = _phase_of(call), unit
                 peaks[key] = max(live[call], peaks.get(key, 0))
         held = self.problem.held(selection)
-        beside = {run.index: peaks.get((run.phase, run.unit), 0) - held[run.index] for run in self.turn.runs}
+        beside = {run.index: peaks.get((run.phase, run.unit), 0) - held[run.index] for run in self.analysis.runs}
         return Outcome(selection, program, max(live.values(), default=0), beside)
 
     def untouched(self) -> Outcome:
         """Nothing is computed again."""
-        return self.outcome(choice(self.turn, lambda *_: True))
+        return self.outcome(choice(self.analysis, lambda *_: True))
 
     def within(self, budget: int, start: Outcome) -> Outcome:
         """The cheapest choice whose finished program holds at most `budget` bytes; if there is none, the smallest."""

@@ -9,7 +9,7 @@ from torch import fx
 
 from zcompile.ir.actions import ActionKind, ActionTable
 from zcompile.ir.operation import Data, Operation, Phase, data, op_of, set_data
-from zcompile.ir.ops import Group, Input, Kind, Lent, Shards
+from zcompile.ir.ops import Group, Input, Kind, RuntimeInput, Shards
 from zcompile.passes.common.boundary import PipelineStage
 from zcompile.passes.common.stage_messages import borrowed, ends_given
 
@@ -26,7 +26,7 @@ class StepInputs:
     @classmethod
     def of(cls, own: Sequence[PipelineStage], table: ActionTable, rank: int, axis: str) -> StepInputs:
         given = cls()
-        for kind in (Shards, Lent):
+        for kind in (Shards, RuntimeInput):
             for node in (node for stage in own for node in stage.program.nodes(kind)):
                 given._add(data(node).op, node, data(node).op, node.name)
         ends = (end for s in own for kind in ActionKind for end in ends_given(s, kind))
@@ -64,7 +64,7 @@ class StepInputs:
 
     def to(self, stage: PipelineStage, microbatch: int) -> dict[fx.Node, fx.Node]:
         """Where the placeholders of a stage are for a micro-batch, what other stages give left out."""
-        result = {node: self.found[data(node).op] for node in stage.program.nodes(Shards, Lent)}
+        result = {node: self.found[data(node).op] for node in stage.program.nodes(Shards, RuntimeInput)}
         for node in stage.program.nodes(Input):
             if (key := _key(stage, node, microbatch)) is not None:
                 result[node] = self.found[key]

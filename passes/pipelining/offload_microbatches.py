@@ -28,7 +28,7 @@ from torch import fx
 from zcompile.cost.memory import live_bytes
 from zcompile.ir.liveness import may_show
 from zcompile.ir.operation import Data, Phase, data
-from zcompile.ir.ops import Away, Call, Fetch, Item, Offload, Send, WaitFetch, WaitReceive
+from zcompile.ir.ops import Call, Fetch, Item, Offload, OffloadStore, Send, WaitFetch, WaitReceive
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.tensor_type import TensorType, human_bytes
@@ -47,7 +47,7 @@ def offload_microbatches(
     left = list(_saved_values(program, ahead, least))
     if not left:
         return program
-    away, moved = program.add_placeholder("away", Data(Away(), Phase.STEP)), list[_Saved]()
+    away, moved = program.add_placeholder("away", Data(OffloadStore(), Phase.STEP)), list[_Saved]()
     while chosen := left if memory_limit is None else _enough(program, left, memory_limit):
         for one in chosen:
             _move(program, one, away)

@@ -28,7 +28,7 @@ from zcompile.ir.layout import Unit
 from zcompile.runtime.device import current_stream, is_gpu
 from zcompile.runtime.executor import BoundUnit, Gradients, average
 from zcompile.runtime.gradients.local_steps import plain_gradient
-from zcompile.runtime.lockstep import Lockstep, RollCall, RunKind
+from zcompile.runtime.lockstep import Lockstep, RunExchange, RunKind
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.asked import asked_alone
@@ -52,7 +52,7 @@ class _Backward:
     keeps: bool
     """True if there were averaged gradients when it began."""
     gradients: list[tuple[Gradients, Unreached]] = field(default_factory=list)
-    calls: list[RollCall] = field(default_factory=list)
+    calls: list[RunExchange] = field(default_factory=list)
     """What the ranks have told each other of its programs."""
     late: list[Callable[[], Sequence[Gradients]]] = field(default_factory=list)
     events: list[torch.Event] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Delivery:
 
     def enter(
         self, kind: RunKind, program: str, marks: Sequence[int] = (), variant: int = 0, *, is_new: bool = False
-    ) -> RollCall:
+    ) -> RunExchange:
         """Tell the other ranks of a part of the backward that runs now; see `Lockstep.enter`.
 
         Raises:
@@ -129,7 +129,7 @@ class Delivery:
         """
         self._current().discarded = True
         for unit in self.units.values():
-            for name, parameter in (unit.parameters | unit.twins).items():
+            for name, parameter in (unit.parameters | unit.user_params).items():
                 is_leaf = parameter.requires_grad and not isinstance(parameter, ShardedParameter)
                 with no_torch_function():
                     is_asked = is_leaf and is_asked_for(get_gradient_edge(parameter).node)
@@ -198,7 +198,7 @@ class Delivery:
                     gradients.shards.settle(name, number)
                     if is_given:
                         _accumulate(gradients, name, tensor)
-                        changed[gradients.shards.parameters[name]] = gradients.shards.twins.get(name)
+                        changed[gradients.shards.parameters[name]] = gradients.shards.user_params.get(name)
                         whole += [] if gradients.shards.is_sharded(name) else [gradients.shards.parameters[name]]
         if ended.may_overflow:
             communicator = self.lockstep.communicator
@@ -296,11 +296,11 @@ def _is_frozen(shards: UnitShards, name: str) -> bool:
 
     With what is held back from before, this backward's gradient is one number.
     """
-    return not shards.twins.get(name, shards.parameters[name]).requires_grad and shards.held(name) is None
+    return not shards.user_params.get(name, shards.parameters[name]).requires_grad and shards.held(name) is None
 
 
 def _accumulate(gradients: Gradients, name: str, tensor: torch.Tensor) -> None:
-    parameter, twin = gradients.shards.parameters[name], gradients.shards.twins.get(name)
+    parameter, twin = gradients.shards.parameters[name], gradients.shards.user_params.get(name)
     if twin is not None and twin.grad is None:
         parameter.grad = None  # the user has dropped it by the parameter that he knows
     if parameter.grad is None:

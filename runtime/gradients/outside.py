@@ -39,9 +39,9 @@ class Outside:
         for unit in self.units.values():
             for name, parameter in unit.parameters.items():
                 if parameter.requires_grad:
-                    parameter.register_hook(Taking(self, name, parameter))
+                    parameter.register_hook(EagerGradHook(self, name, parameter))
                 else:  # only what requires gradients takes hooks, and it may do so later
-                    parameter.requires_grad_(True).register_hook(Taking(self, name, parameter))
+                    parameter.requires_grad_(True).register_hook(EagerGradHook(self, name, parameter))
                     parameter.requires_grad_(False)
 
     def take(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Taking:
+class EagerGradHook:
     """A hook on a parameter."""
 
     outside: Outside

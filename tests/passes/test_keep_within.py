@@ -8,7 +8,7 @@ from tests.passes.programs import CHAIN, GATHERED, GATHERED_TWICE, check, parsed
 from zcompile import OptionError
 from zcompile.cost.memory import live_bytes, peak_bytes
 from zcompile.facts import memory_bounded
-from zcompile.passes.keep_within import keep_within, that_fit
+from zcompile.passes.keep_within import choose_kept_units, keep_within
 
 KEPT = """
 def forward(box):
@@ -106,4 +106,4 @@ def test_what_fits_is_what_the_kept_program_holds() -> None:
     for limit in range(least, least + 400, 32):
         kept = keep_within(program, memory_limit=limit)
         assert peak_bytes(kept) <= limit
-    assert len(that_fit(program, least + 400)) == 2
+    assert len(choose_kept_units(program, least + 400)) == 2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zcompile.engine.tensor_parallel_group import TensorParallelGroup
-from zcompile.ir.ops import Away, Group
+from zcompile.ir.ops import Group, OffloadStore
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offload.activation_shards import DeviceStorage, ShardStorage
@@ -15,7 +15,7 @@ from zcompile.runtime.offloaded_activations import ActivationStorage, OffloadedA
 from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.schedule.options import Options
 
-Offloads = Mapping[Away | Group, OffloadedActivations]
+Offloads = Mapping[OffloadStore | Group, OffloadedActivations]
 """By the operation of the program's placeholder for each."""
 
 
@@ -29,7 +29,9 @@ def make_offloads(
         StateError: on every rank: the folder cannot be written on one.
     """
     away = _storage(options.offload_activations, communicator, agreement)
-    result: dict[Away | Group, OffloadedActivations] = {} if away is None else {Away(): OffloadedActivations(away)}
+    result: dict[OffloadStore | Group, OffloadedActivations] = {}
+    if away is not None:
+        result[OffloadStore()] = OffloadedActivations(away)
     if tensor is not None:
         result[Group(tensor.axis)] = OffloadedActivations(ShardStorage(tensor.communicator, away or DeviceStorage()))
     return result

@@ -20,7 +20,7 @@ from zcompile.engine.interpreter import collector_paused, old_objects_frozen
 from zcompile.engine.lowering import CompiledStep, Session
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
-from zcompile.engine.rewritten import Kept, Rewritten, Settled
+from zcompile.engine.rewritten import CachedStep, PassInputs, Rewritten
 from zcompile.errors import AgreementError, OptionError, PipelineError, ProgramError
 from zcompile.frontend.capture import Capture, Names
 from zcompile.frontend.local_graphs import Locals, on_locals
@@ -133,13 +133,13 @@ class Compiler:
     def _restore(self, content: bytes, updater: Updater | None) -> CompiledStep:
         self.runtime.progress.at("taking it from the cache")
         mode = tracing_context().fake_mode
-        kept = Kept.read(content, mode)
+        kept = CachedStep.read(content, mode)
 
         def rewritten(journal: Journal) -> Rewritten:
             request = self._request(kept.program, updater)
             if self._undecided(request, kept.program):
                 self._decide(kept.traced(mode), request, journal)
-            settled, pipeline = Settled.of(request, self.schedule), request.pipeline(self.schedule)
+            settled, pipeline = PassInputs.of(request, self.schedule), request.pipeline(self.schedule)
             if kept.settled == settled:
                 return kept.rewritten(pipeline, mode)
             kept.check_fixed()
@@ -201,7 +201,7 @@ class Compiler:
         if self._undecided(request, traced):
             self._decide(traced, request, journal)
         self.runtime.progress.at("rewriting it, and proving what passes did")
-        settled = Settled.of(request, self.schedule)
+        settled = PassInputs.of(request, self.schedule)
         return Rewritten.now(traced, request.pipeline(self.schedule), settled, journal)
 
     def _undecided(self, request: Request, program: Program) -> bool:

@@ -25,13 +25,13 @@ from zcompile.ir.bundles import Bundle, bundles_of, grouped
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import (
     AllGather,
-    Away,
     Call,
     GatherOutside,
     Group,
     Input,
     Kind,
-    Lent,
+    OffloadStore,
+    RuntimeInput,
     Shards,
     Stack,
     Store,
@@ -46,7 +46,7 @@ from zcompile.runtime.arena import Arenas, Lender
 from zcompile.runtime.executor import BoundUnit, Gradients
 from zcompile.runtime.gradients.delivery import HOLDS, Delivery, Unreached
 from zcompile.runtime.loader import load
-from zcompile.runtime.lockstep import MOST, Lockstep, RollCall, RunKind
+from zcompile.runtime.lockstep import MOST, Lockstep, RunExchange, RunKind
 from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.runtime.stale_copies import Freshness
@@ -151,7 +151,7 @@ class CompiledStep:
         digest, recorder = program.digest()[:12], self.session.recorder
         track = Track(recorder, str(phase), digest, lines_of(program, phase)) if recorder.enabled else None
         run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
-        lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, Lent)]
+        lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, RuntimeInput)]
         places = range(len(bound), len(bound) + len(lent))
         recorded = Recorded(program, phase, self._regions, places)
 
@@ -168,11 +168,11 @@ class CompiledStep:
 
         return call
 
-    def _loan(self, op: Lent, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
+    def _loan(self, op: RuntimeInput, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
         if isinstance(op, Group) and op.axis == getattr(self.program.layout.replicated, "name", None):
             return self.session.lockstep.communicator.outside
-        if isinstance(op, (Away, Group)):
+        if isinstance(op, (OffloadStore, Group)):
             return self.session.offloads[op]
         if isinstance(op, Stack):
             return loans.enter_context(self._lender.stack())
@@ -191,7 +191,7 @@ class CompiledStep:
         lockstep.enter_tensor_parallel(kind)
         freshness, uses_copies = self.session.freshness, self._has_copies
         if self._communicates[Phase.FORWARD] or uses_copies:  # the ranks may have to compare these
-            marks = [WRITTEN] if uses_copies and freshness.outgrow() else []
+            marks = [WRITTEN] if uses_copies and freshness.drop_stale_copies() else []
             call = lockstep.enter(kind, self._digest, marks, is_new=self.session.is_new(self._digest))
             self._agree()
             if uses_copies and freshness.has_current:
@@ -299,7 +299,7 @@ class CompiledStep:
         return [Full(unit, [by_name.get(param.name) for param in unit.params]) for unit in units]
 
 
-def _unreached(flows: Flows, call: RollCall) -> Collection[str]:
+def _unreached(flows: Flows, call: RunExchange) -> Collection[str]:
     """The parameters of a program that no gradient has flowed to on any rank.
 
     Raises:

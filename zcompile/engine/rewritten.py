@@ -19,7 +19,7 @@ from zcompile.schedule.prefetch import Schedule
 
 
 @dataclass(frozen=True)
-class Settled:
+class PassInputs:
     """What the passes of a step depend on beside the options: found out when it is compiled."""
 
     schedule: Schedule
@@ -28,7 +28,7 @@ class Settled:
     free: int | None
 
     @classmethod
-    def of(cls, request: Request, schedule: Schedule) -> Settled:
+    def of(cls, request: Request, schedule: Schedule) -> PassInputs:
         return cls(schedule, request.keeps, request.updates, request.free)
 
 
@@ -45,7 +45,7 @@ class Rewritten:
         self.program, self.primals, self.flows, self._history = program, primals, flows, history
 
     @classmethod
-    def now(cls, traced: Program, pipeline: Pipeline, settled: Settled, journal: Journal) -> Rewritten:
+    def now(cls, traced: Program, pipeline: Pipeline, settled: PassInputs, journal: Journal) -> Rewritten:
         """What `pipeline` makes of `traced`.
 
         Raises:
@@ -73,12 +73,12 @@ class Rewritten:
         return Verified.passed(self._history.traced, self._history.pipeline, self.program)
 
     def content(self) -> bytes:
-        """What `Kept.read` takes.
+        """What `CachedStep.read` takes.
 
         Raises:
             NotStorableError: it has operations without a name, or numbers that depend on data.
         """
-        kept = Kept(self._history.settled, self.program, self.primals, self.flows, dumped(self._history.traced))
+        kept = CachedStep(self._history.settled, self.program, self.primals, self.flows, dumped(self._history.traced))
         return dumped(kept)
 
 
@@ -93,7 +93,7 @@ class History:
     """
 
     def __init__(
-        self, traced: Callable[[], Program], pipeline: Pipeline, settled: Settled, journal: Journal | None = None
+        self, traced: Callable[[], Program], pipeline: Pipeline, settled: PassInputs, journal: Journal | None = None
     ) -> None:
         self._traced, self.pipeline, self.settled, self._journal = traced, pipeline, settled, journal
         self.is_earlier = journal is None
@@ -111,17 +111,17 @@ class History:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedStep:
     """A rewritten step as the cache has it; its traced one stays in bytes until somebody asks for it."""
 
-    settled: Settled
+    settled: PassInputs
     program: Program
     primals: tuple[str | None, ...]
     flows: Flows
     _traced: bytes
 
     @classmethod
-    def read(cls, content: bytes, mode: FakeTensorMode) -> Kept:
+    def read(cls, content: bytes, mode: FakeTensorMode) -> CachedStep:
         """The step of `Rewritten.content`, its values traced in `mode`."""
         kept = loaded(content, mode)
         assert isinstance(kept, cls), "written by this very code"

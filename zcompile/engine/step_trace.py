@@ -38,7 +38,7 @@ from zcompile.schedule.options import Options
 
 
 @dataclass(frozen=True)
-class Called:
+class CallSpec:
     """What is traced: a call, what it is given, and what its arguments are called."""
 
     call: Callable[..., Any]
@@ -51,7 +51,7 @@ class Called:
         return tree_leaves((self.args, dict(self.kwargs)))
 
 
-def trace_call(model: nn.Module, layout: Layout, called: Called, device: torch.device, what: str) -> Program:
+def trace_call(model: nn.Module, layout: Layout, called: CallSpec, device: torch.device, what: str) -> Program:
     """The program of a call, with its backward: see `StepTrace`."""
     return StepTrace(model, layout, called, device, what).program
 
@@ -78,7 +78,7 @@ class StepTrace:
         self,
         model: nn.Module,
         layout: Layout,
-        called: Called,
+        called: CallSpec,
         device: torch.device,
         what: str,
         dtype: torch.dtype | None = None,
@@ -104,7 +104,7 @@ class StepTrace:
         (self.program,) = self._found
         self._found.clear()
 
-    def others(self, called: Called) -> list[torch.Tensor]:
+    def others(self, called: CallSpec) -> list[torch.Tensor]:
         """Tensors that the same call reads now beside its arguments, parameters and buffers, as closures hold them.
 
         By `Input.leaf` they are numbered behind the call's own. What torch.compile guards on is looked at: attributes,
@@ -128,13 +128,13 @@ class StepTrace:
         name = next(changed, None)
         return "" if name is None else f"{name}: {now[name].tolist()} in place of {before[name].tolist()}"
 
-    def _unknown(self, inputs: Sequence[Any], called: Called) -> list[torch.Tensor]:
+    def _unknown(self, inputs: Sequence[Any], called: CallSpec) -> list[torch.Tensor]:
         known = {id(made) for made, _ in self._placeholders.values()}
         known |= {id(local.leaf) for _, local in self._placeholders.values() if local is not None}
         known |= {id(buffer) for buffer in self._model.buffers()} | {id(leaf) for leaf in called.leaves()}
         return [value for value in inputs if isinstance(value, torch.Tensor) and id(value) not in known]
 
-    def _run(self, called: Called) -> list[torch.Tensor]:
+    def _run(self, called: CallSpec) -> list[torch.Tensor]:
         """Let torch.compile look at the call, and trace it if it has to; gives what `others` does."""
         self._called = called
         try:

@@ -47,7 +47,7 @@ class Placeholder(Operation):
     label: ClassVar[str]
 
 
-class Lent(Placeholder):
+class RuntimeInput(Placeholder):
     """What a program is lent for a run."""
 
     __slots__ = ()
@@ -100,28 +100,28 @@ class Shards(Placeholder):
 
 
 @dataclass(frozen=True, slots=True)
-class Arena(Lent):
+class Arena(RuntimeInput):
     """Memory that is kept from step to step, of which a program's lines are given their ranges."""
 
     label = "arena"
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(Lent):
+class Stack(RuntimeInput):
     """Memory that is kept from step to step, in which saved activations lie one behind the other."""
 
     label = "stack"
 
 
 @dataclass(frozen=True, slots=True)
-class Away(Lent):
+class OffloadStore(RuntimeInput):
     """Where activations are kept that the device has no memory for."""
 
     label = "away"
 
 
 @dataclass(frozen=True, slots=True)
-class Group(Lent):
+class Group(RuntimeInput):
     """The ranks of an axis: of tensor parallelism, which keep shards of activations, or of the outer one of two."""
 
     label = "group"
@@ -706,7 +706,7 @@ class Offload(Operation):
 
     role = Role.MOVE
     functions = ("offload",)
-    takes = (ANY, (Away, Group))
+    takes = (ANY, (OffloadStore, Group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -715,7 +715,7 @@ class Fetch(Operation):
 
     role = Role.MOVE
     functions = ("fetch",)
-    takes = (ANY, (Away, Group))
+    takes = (ANY, (OffloadStore, Group))
 
     def traffic(self, node: fx.Node, layout: Layout) -> Traffic | None:
         """The ranks of a group send each other their shards."""
@@ -834,7 +834,7 @@ _LINES: tuple[type[Operation], ...] = (
     WaitReceive,
     WaitSend,
 )
-LENT: tuple[type[Lent], ...] = (Arena, Stack, Away, Group)
+RUNTIME_INPUTS: tuple[type[RuntimeInput], ...] = (Arena, Stack, OffloadStore, Group)
 GRADIENT_LISTS = tuple(kind for kind in _LINES if kind.takes and kind.takes[-1] in (GRADIENTS, SUMMED))
 """What takes a list of gradients, and empties it."""
 

@@ -37,7 +37,7 @@ _MARGIN = re.compile(
 )
 _COMMENT = re.compile(r"""(?:[^#'"]++|'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")*+(#.*)""")
 _PHASES = frozenset(map(str, Phase))
-_NAMED: tuple[type[Placeholder], ...] = (Shards, Parameter, *ops.LENT)
+_NAMED: tuple[type[Placeholder], ...] = (Shards, Parameter, *ops.RUNTIME_INPUTS)
 _PLACEHOLDERS = {kind.label: kind for kind in _NAMED}
 
 

@@ -38,9 +38,9 @@ from zcompile.ir.ops import (
     Input,
     Item,
     Kind,
-    Lent,
     Parameter,
     Results,
+    RuntimeInput,
     Shards,
     WaitGather,
     WaitSecondary,
@@ -234,7 +234,7 @@ def inputs_of(program: ProgramGraph, phase: Phase) -> list[fx.Node]:
     ends = set(_result_nodes(program, phase))
     shards = [n for n in program.nodes(Parameter, Shards) if n in used or n in ends]
     constants = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.CONSTANT and n in used]
-    bound = [*shards, *constants, *(n for n in program.nodes(Lent) if n in used)]
+    bound = [*shards, *constants, *(n for n in program.nodes(RuntimeInput) if n in used)]
     given = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.DATA]
     tangents = [n for n in program.nodes(Input) if op_of(n, Input).kind is Kind.TANGENT]
     if phase is not Phase.BACKWARD:
@@ -323,7 +323,7 @@ def _argument(program: ProgramGraph, node: fx.Node) -> TextLine:
             return TextLine(f"{node.name},", source=f"full unit {escaped(unit)}")
         case WaitSecondary(unit):
             return TextLine(f"{node.name},", _type_text(meta), source=f"secondary unit {escaped(unit)}")
-        case Lent() as lent:
+        case RuntimeInput() as lent:
             type_ = _type_text(meta) if meta.type else ""
             return TextLine(f"{node.name},", type_, source=" ".join([lent.label, *map(escaped, astuple(lent))]))  # type: ignore[call-overload]
         case Input(held="mesh"):
@@ -466,7 +466,7 @@ def _deaths(program: ProgramGraph, phase: Phase, body: list[fx.Node]) -> dict[fx
         end = last.get(node)
         if end is None or node in alive_at_end or data(node).type is None:
             continue
-        if isinstance(data(node).op, (Parameter, Lent)) or (isinstance(data(node).op, Item) and end is node):
+        if isinstance(data(node).op, (Parameter, RuntimeInput)) or (isinstance(data(node).op, Item) and end is node):
             continue
         deaths.setdefault(_if_sound(after_items, end, end), []).append(node)
     return deaths

@@ -20,10 +20,10 @@ from zcompile.ir.ops import (
     Input,
     Item,
     Kind,
-    Lent,
     Parameter,
     Placeholder,
     Results,
+    RuntimeInput,
     Shards,
     Update,
     WaitGather,
@@ -89,7 +89,9 @@ class ProgramGraph:
 
     def saved(self) -> list[fx.Node]:
         """Values of the forward (inputs too) that the backward uses, in program order: full parameters left out."""
-        return [n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, Lent, WaitGather))]
+        return [
+            n for n in self._crossing() if not isinstance(data(n).op, (Parameter, Shards, RuntimeInput, WaitGather))
+        ]
 
     def kept(self) -> list[fx.Node]:
         """Full parameters gathered in the forward that the backward uses as they are."""

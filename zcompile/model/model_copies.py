@@ -1,4 +1,4 @@
-"""Copies of a sharded model: the module tree as it was before it had entries, over shards of its own."""
+"""Copies of a sharded model: the module tree as it was before its methods were intercepted, over shards of its own."""
 
 from __future__ import annotations
 

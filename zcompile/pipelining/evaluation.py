@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from zcompile.engine.metrics import StepResult
-from zcompile.engine.step_trace import Called, StepTrace, changed_line
+from zcompile.engine.step_trace import CallSpec, StepTrace, changed_line
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Input, Kind
@@ -48,7 +48,7 @@ class Asked:
         extra: What the evaluation reads beside them; None where it has not been traced.
     """
 
-    parts: Sequence[Called]
+    parts: Sequence[CallSpec]
     traced_for: str
     extra: list[torch.Tensor] | None
 
@@ -65,7 +65,7 @@ class Evaluations:
         self.setup, self._ready = setup, ready
         self._made: dict[str, ReadyEvaluation] = {}
 
-    def look_up(self, parts: Sequence[Called]) -> Asked:
+    def look_up(self, parts: Sequence[CallSpec]) -> Asked:
         """What is asked for by the micro-batches of a batch.
 
         Raises:
@@ -94,7 +94,7 @@ class Evaluations:
         assert extra is not None, "it has just been traced"
         return self._made[asked.traced_for].run.evaluate([[*part.leaves(), *extra] for part in asked.parts])
 
-    def _extra(self, traced_for: str, first: Called) -> list[torch.Tensor] | None:
+    def _extra(self, traced_for: str, first: CallSpec) -> list[torch.Tensor] | None:
         """What an evaluation reads beside its arguments; None where it has to be traced, or traced again."""
         known = self._made.get(traced_for)
         try:
@@ -102,7 +102,7 @@ class Evaluations:
         except ModelError:
             return None
 
-    def _prepared(self, parts: Sequence[Called]) -> ReadyEvaluation:
+    def _prepared(self, parts: Sequence[CallSpec]) -> ReadyEvaluation:
         """An evaluation that is traced, and proven, for what a batch is made of. Collective."""
         setup, trained = self.setup, self._ready
         ranks, values = setup.ranks, {str(number): (part.args, part.kwargs) for number, part in enumerate(parts)}

@@ -19,7 +19,7 @@ from zcompile.engine.loss_scaling import settings_of
 from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import watch_optimizers
 from zcompile.engine.state_places import optimizer_states
-from zcompile.engine.step_trace import Called, StepTrace
+from zcompile.engine.step_trace import CallSpec, StepTrace
 from zcompile.errors import CaptureError
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES, Layout
@@ -79,7 +79,7 @@ class StepSetup:
         """What is predicted for."""
         return GPU if is_gpu(self.ranks.device) else CPU
 
-    def said(self) -> list[str]:
+    def agreement_lines(self) -> list[str]:
         """What all ranks have to be asked for alike, in lines."""
         asked, away = self.asked, self.asked.offload_optimizer
         lines = [str(self.options), *str(self.table).split("\n")]
@@ -101,7 +101,7 @@ class ReadyStep:
     place: PipelinePlace
     options: Options
 
-    def check(self, parts: Sequence[Called]) -> list[torch.Tensor]:
+    def check(self, parts: Sequence[CallSpec]) -> list[torch.Tensor]:
         """The tensors that the step reads beside its arguments, parameters and buffers, if nothing has changed.
 
         Raises:
@@ -112,7 +112,7 @@ class ReadyStep:
         return self.trace.others(parts[0])
 
 
-def prepare(setup: StepSetup, first: Called, owner: object) -> ReadyStep:
+def prepare(setup: StepSetup, first: CallSpec, owner: object) -> ReadyStep:
     """Make a step of a micro-batch, for as long as `owner` lives. Collective.
 
     Raises:
@@ -122,7 +122,7 @@ def prepare(setup: StepSetup, first: Called, owner: object) -> ReadyStep:
     """
     ranks, model = setup.ranks, setup.model
     trace = ranks.agreement.attempt("the traced step", lambda: trace_step(setup, first))[0]
-    common = ranks.compare("the options and the traced step", "\n".join([*setup.said(), str(trace.program)]))
+    common = ranks.compare("the options and the traced step", "\n".join([*setup.agreement_lines(), str(trace.program)]))
     place, options, made = _rewritten(setup, trace.program)
     texts = ranks.agreement.share("the programs of all ranks", made.program.text(regions=True))
     check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
@@ -141,7 +141,7 @@ def prepare(setup: StepSetup, first: Called, owner: object) -> ReadyStep:
     return ReadyStep(run, trace, StepGuard(model, first), state, reports, place, options)
 
 
-def trace_step(setup: StepSetup, first: Called, like: StepTrace | None = None) -> StepTrace:
+def trace_step(setup: StepSetup, first: CallSpec, like: StepTrace | None = None) -> StepTrace:
     """The step of one micro-batch; where the model has been divided for a step `like` it, the forward alone.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from zcompile._torch import leaves_by_path
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
-from zcompile.engine.step_trace import Called
+from zcompile.engine.step_trace import CallSpec
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input
@@ -23,12 +23,12 @@ _AGAIN = "make a new train step of the model as it is to be trained"
 class StepGuard:
     """A model, and the first micro-batch that a step of it was traced with."""
 
-    def __init__(self, model: nn.Module, called: Called) -> None:
+    def __init__(self, model: nn.Module, called: CallSpec) -> None:
         self._model, self._tree, self._hooks = model, TreeWatch(model), HookWatch(model, itself=True)
         self._flags, self._text = _flags(model), self._hooks.text(0)
         self._batch = _kinds(called)
 
-    def check(self, called: Called) -> None:
+    def check(self, called: CallSpec) -> None:
         """Return if nothing has changed that was traced.
 
         Raises:
@@ -57,7 +57,7 @@ class StepGuard:
             raise ModelError(type(self._model).__name__, "has other modules or hooks than at the first step", _AGAIN)
 
 
-def traced_with(model: nn.Module, called: Called) -> str:
+def traced_with(model: nn.Module, called: CallSpec) -> str:
     """What an evaluation of a micro-batch is traced for, in lines."""
     lines = [f"{name}: {value}" for name, value in (*_kinds(called).items(), *_flags(model).items())]
     return "\n".join(lines)
@@ -111,7 +111,7 @@ def _flags(model: nn.Module) -> dict[str, str]:
     return {**modes, **trained}
 
 
-def _kinds(called: Called) -> dict[str, str]:
+def _kinds(called: CallSpec) -> dict[str, str]:
     """What a micro-batch is made of, by the names of arguments and of places in them."""
     found = {}
     for (of, place, *inner), leaf in leaves_by_path((called.args, dict(called.kwargs))):

@@ -17,7 +17,7 @@ from zcompile.engine.metrics import StepResult
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.region_cache import RegionCache
 from zcompile.ir.operation import Phase, data, op_of
-from zcompile.ir.ops import AllGather, Away, GatherOutside, Group, Input, Kind, Shards
+from zcompile.ir.ops import AllGather, GatherOutside, Group, Input, Kind, OffloadStore, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
@@ -134,7 +134,7 @@ class PipelinedRun:
     def _enter(self, kind: RunKind) -> None:
         """Begin a run that all ranks number alike, with no copy of a parameter that a step has outdated."""
         freshness, lockstep = self.runtime.freshness, self.runtime.lockstep
-        stale = self._keeps and freshness.outgrow()
+        stale = self._keeps and freshness.drop_stale_copies()
         call = lockstep.enter(kind, self._digest, [WRITTEN] if stale else [])
         self.ranks.data.stamp(call.position.number)
         first, self._has_run = not self._has_run, True
@@ -156,7 +156,7 @@ class PipelinedRun:
             return BoundUnit(self.runtime.shards[op.unit], self.program.layout.unit(op.unit), updater)
         if isinstance(op, Group):
             return self.ranks.links if op.axis == self.ranks.links.axis else self.ranks.data.outside
-        if isinstance(op, Away):
+        if isinstance(op, OffloadStore):
             return self.runtime.offloads[op]
         assert isinstance(op, Input), "a step is given units, groups, a place for activations and inputs"
         if op.kind is Kind.CONSTANT:

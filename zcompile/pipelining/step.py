@@ -19,7 +19,7 @@ from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
 from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import check_optimizers
 from zcompile.engine.reported import Reported
-from zcompile.engine.step_trace import Called
+from zcompile.engine.step_trace import CallSpec
 from zcompile.errors import (
     AgreementError,
     OptimizerError,
@@ -39,7 +39,7 @@ from zcompile.pipelining.microbatches import SAME_DATA, digest_of, microbatches_
 from zcompile.pipelining.pipeline_options import LossFunction, PipelineOptions, check_scales, options_of
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
 from zcompile.pipelining.reports import PipelineReports
-from zcompile.runtime.agreement import all_through, told_to_others
+from zcompile.runtime.agreement import preflight_barrier, propagate_failure
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.executor import Gradients, InsideAverages
 from zcompile.runtime.gradients.updates import Updater
@@ -64,7 +64,7 @@ def pipelined_step(
         GroupError, OptimizerError: as `zcompile.train_step`.
     """
     mesh, units = given.pop("mesh"), given.pop("units", None)
-    with told_to_others(lambda: ranks_of(mesh), every=True):
+    with propagate_failure(lambda: ranks_of(mesh), every=True):
         options = options_of(given)
         check_kinds(model)
         check_optimizers(optimizers, model)
@@ -73,7 +73,7 @@ def pipelined_step(
         device = device_of(model, mesh)
         check_levels(model, mesh, options)
         table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
-    all_through(ranks_of(mesh), device, "a pipelined train step")
+    preflight_barrier(ranks_of(mesh), device, "a pipelined train step")
     ranks = PipelineRanks.of(model, mesh, device, options)
     if ranks.parallel is not None:
         ranks = replace(ranks, parallel=check_replicated(model, ranks.parallel, ranks.agreement, first=ranks.first))
@@ -231,10 +231,10 @@ class PipelinedStep(Savable, Reported):
             self._ranks.everyone.waits.failed_alone("the step", error)
             raise
 
-    def _asked_for(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[Called]:
+    def _asked_for(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[CallSpec]:
         """The micro-batches of a step that can be taken."""
 
-        def check() -> list[Called]:
+        def check() -> list[CallSpec]:
             self._check()
             return self._microbatches(batch, named, self._setup.flat)
 
@@ -242,7 +242,7 @@ class PipelinedStep(Savable, Reported):
             return self._ranks.agreement.attempt("the first batch", check)[0]
         return self._told(check)
 
-    def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any], flat: FlatResults) -> list[Called]:
+    def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any], flat: FlatResults) -> list[CallSpec]:
         """The calls of the micro-batches of a batch, whose results `flat` makes tensors of."""
         model, loss_fn = self.model, self._setup.loss_fn
         call: Callable[..., Any] = model if loss_fn is None else loss_fn
@@ -251,9 +251,9 @@ class PipelinedStep(Savable, Reported):
         names = tuple(signature.parameters)[1:]
         # Of this step they hold nothing: torch remembers what it has traced, which must not keep the step alive.
         parts = microbatches_of(batch, named, self.table.microbatches)
-        return [Called(lambda *a, **k: flat(call(*first, *a, **k)), *part, names) for part in parts]
+        return [CallSpec(lambda *a, **k: flat(call(*first, *a, **k)), *part, names) for part in parts]
 
-    def _ready(self, first: Called) -> ReadyStep:
+    def _ready(self, first: CallSpec) -> ReadyStep:
         """What takes the step, made of a micro-batch if there is nothing yet."""
         if self._made is None:
             self._made = in_large_frame(prepare, self._setup, first, self)

@@ -18,7 +18,7 @@ from torch import fx
 from zcompile.errors import ProofError
 from zcompile.ir.axis import Axis, AxisKind
 from zcompile.ir.operation import Phase, data, op_of
-from zcompile.ir.ops import Input, Kind, Lent, Receive, Send, Shards
+from zcompile.ir.ops import Input, Kind, Receive, RuntimeInput, Send, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
@@ -69,7 +69,7 @@ def _bound_text(node: fx.Node) -> str:
     match data(node).op:
         case Shards(unit):
             return f"unit {unit}"
-        case Lent() as lent:
+        case RuntimeInput() as lent:
             return " ".join([lent.label, *map(str, astuple(lent))])  # type: ignore[call-overload]
     return f"constant {node.name}"
 

@@ -427,7 +427,7 @@ _EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
     ops.Input: _input,
     ops.Parameter: _parameter,
     ops.Shards: _shards,
-    **dict.fromkeys(ops.LENT, _lent),
+    **dict.fromkeys(ops.RUNTIME_INPUTS, _lent),
     ops.Compute: _operation,
     ops.Item: _item,
     ops.Call: _call,

@@ -14,7 +14,7 @@ from zcompile.cost.roofline import bucket_for
 from zcompile.cost.simulator import step_seconds
 from zcompile.ir.layout import SMALL_BYTES
 from zcompile.ir.program import Program
-from zcompile.passes.keep_within import that_fit
+from zcompile.passes.keep_within import choose_kept_units
 from zcompile.schedule.pipeline import Pipeline, Trait, Verified
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 8)
@@ -63,4 +63,4 @@ def fit(
 ) -> tuple[int, tuple[str, ...]]:
     """The bytes that the step takes at least, and the units that may be kept full within the limit."""
     program = Verified.traced(traced).after(pipeline(replace(schedule, kept=())).passes).program
-    return peak_bytes(program), that_fit(program, memory_limit)
+    return peak_bytes(program), choose_kept_units(program, memory_limit)

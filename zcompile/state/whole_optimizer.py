@@ -20,11 +20,11 @@ from zcompile.runtime.tensors.parts import part_of
 from zcompile.runtime.tensors.placement import whole_of
 from zcompile.state.optimizer_state import SlotShape, empty_slots, ordered_names, take_apart, with_own_ways
 
-Kept = dict[str, list[str]]
+StateNames = dict[str, list[str]]
 """By a parameter's name, what a rank keeps of it."""
 
 
-def kept_of(optimizer: Optimizer, model: nn.Module) -> Kept:
+def kept_of(optimizer: Optimizer, model: nn.Module) -> StateNames:
     """What this rank has, for the others to know.
 
     Raises:
@@ -35,14 +35,14 @@ def kept_of(optimizer: Optimizer, model: nn.Module) -> Kept:
             fix = "save it by save_checkpoint(folder, optimizer)"
             raise StateError(name, "is on another pipeline stage, and so is what its optimizer keeps", fix)
     apart = take_apart(optimizer, model)
-    kept: Kept = {}
+    kept: StateNames = {}
     for slots in (apart.tensors, apart.about["values"], apart.owned):
         for name, values in slots.items():
             kept.setdefault(name, []).extend(values)
     return kept
 
 
-def check_alike(everyones: Sequence[Kept], model: nn.Module) -> None:
+def check_alike(everyones: Sequence[StateNames], model: nn.Module) -> None:
     """Raise StateError where ranks keep other state of what all of them have a part of: its gathers would not meet."""
     owned = {name for name, param in model.named_parameters() if owner_of(param) is not None}
     first, *others = [[(name, slots) for name, slots in kept.items() if name not in owned] for kept in everyones]
@@ -55,7 +55,11 @@ def check_alike(everyones: Sequence[Kept], model: nn.Module) -> None:
 
 @torch.no_grad()
 def whole_state(
-    optimizer: Optimizer, model: nn.Module, everyones: Sequence[Kept], communicator: Communicator, rank0_only: bool
+    optimizer: Optimizer,
+    model: nn.Module,
+    everyones: Sequence[StateNames],
+    communicator: Communicator,
+    rank0_only: bool,
 ) -> dict[str, Any]:
     """`optimizer.state_dict()` with plain tensors on the CPU in the place of shards. Collective, slot by slot.
 
@@ -82,7 +86,7 @@ def whole_state(
     return {"state": whole, "param_groups": state["param_groups"]} if keeps else {}
 
 
-def _whole(value: Any, everyones: Sequence[Kept], name: str, home: int, communicator: Communicator) -> Any:
+def _whole(value: Any, everyones: Sequence[StateNames], name: str, home: int, communicator: Communicator) -> Any:
     """One slot on every rank: divided, or the same on all, or on its owner alone."""
     if not all(name in kept for kept in everyones):
         box = [_on_host(value) if communicator.rank == home else None]

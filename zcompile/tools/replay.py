@@ -209,7 +209,7 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Met:
+class NonFiniteValue:
     """A value that is not finite, by the record alone."""
 
     run: ArchivedRun
@@ -219,7 +219,7 @@ class Met:
     count: int
 
 
-def first_recorded(archive: Archive, kind: str) -> Met | None:
+def first_recorded(archive: Archive, kind: str) -> NonFiniteValue | None:
     """The first value of a recording with NaN (`kind` "nan") or infinite elements ("inf").
 
     Raises:
@@ -231,7 +231,7 @@ def first_recorded(archive: Archive, kind: str) -> Met | None:
             labels = labels_of(call["gives"], _targets(statement))
             for name, one in zip(labels, leaves_of(call["gives"]), strict=True):
                 if one.get(kind):
-                    return Met(run, statement.lineno, shown(statement), name, one[kind])
+                    return NonFiniteValue(run, statement.lineno, shown(statement), name, one[kind])
     return None
 
 
@@ -293,7 +293,7 @@ def _generators_back(device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
-class _Beside:
+class _UnreadMemory:
     """What stands for memory that is lent, and for what is on its way: nothing is ever read from it."""
 
     def take(self, _: int) -> None:
@@ -391,7 +391,7 @@ class RunReplay:
             result = rebuilt(recorded["gives"], self.program, self.replay.found)
             if operation == "unbox":
                 self.units = {one.unit.name: one for one in result if isinstance(one, RecordedUnit)}
-                return [_Beside() if one is None else one for one in result]
+                return [_UnreadMemory() if one is None else one for one in result]
             return result
         if operation in self.regions:
             with self._collectives(recorded):

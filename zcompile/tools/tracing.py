@@ -20,7 +20,7 @@ from zcompile._torch import (
     local_tensor,
     tree_map_only,
 )
-from zcompile.engine.step_trace import Called, trace_call
+from zcompile.engine.step_trace import CallSpec, trace_call
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.frontend.dynamo import autocast
 from zcompile.ir.layout import STAGES
@@ -71,7 +71,7 @@ def trace(
     given = tree_map_only(torch.Tensor, _on_cpu, (tuple(args), dict(kwargs or {})))
     call: Callable[..., Any] = model if loss_fn is None else partial(loss_fn, model)
     names = tuple(signature.parameters)[1:]
-    called = Called(lambda *a, **k: results(call(*a, **k)) if results else call(*a, **k), given[0], given[1], names)
+    called = CallSpec(lambda *a, **k: results(call(*a, **k)) if results else call(*a, **k), given[0], given[1], names)
     with autocast_of(device), autocast(HOST, dtype):
         program = trace_call(model, layout, called, torch.device(HOST), type(model).__name__)
     if not program.has_backward:

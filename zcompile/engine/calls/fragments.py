@@ -32,7 +32,7 @@ from zcompile._torch import (
     with_local,
     within_transform,
 )
-from zcompile.engine.calls.entries import Entry, draws_in_place, methods_with_entries, taken_out
+from zcompile.engine.calls.interceptors import MethodInterceptor, draws_in_place, intercepted_methods, taken_out
 from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, digest
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
@@ -66,11 +66,11 @@ class Tree:
 
     def __post_init__(self) -> None:
         self._paths = {id(module): path for path, module in self.model.named_modules()}
-        named = [(module, name) for module in self.model.modules() for name in methods_with_entries(module)]
-        self.entries = [Entry(module, name, self.enter) for module, name in named]
+        named = [(module, name) for module in self.model.modules() for name in intercepted_methods(module)]
+        self.interceptors = [MethodInterceptor(module, name, self.enter) for module, name in named]
         owning = [module for module in self.model.modules() if next(module.parameters(), None) is not None]
-        self.entries += [Entry(module, "_apply", self.convert) for module in owning]
-        self.loading = [Entry(module, "load_state_dict", self.load) for module in owning]
+        self.interceptors += [MethodInterceptor(module, "_apply", self.convert) for module in owning]
+        self.loading = [MethodInterceptor(module, "load_state_dict", self.load) for module in owning]
         """No code that is traced calls these."""
         self.root = Fragment(self, self.model, "", lambda *args, **kwargs: self.model(*args, **kwargs))
         self.call: ModelCall | None = None
@@ -78,8 +78,8 @@ class Tree:
         """True within `unsharded`."""
         self.face: nn.Module | None = None
         """The compiled module, for who has the given one."""
-        self._fragments: dict[Entry, Fragment] = {}
-        self._plain: set[Entry] = set()
+        self._fragments: dict[MethodInterceptor, Fragment] = {}
+        self._plain: set[MethodInterceptor] = set()
         self._known = {id(parameter) for site in self.sites for parameter in (site.shard, site.placeholder)}
         self._ignored = {id(p): name for name, p in self.model.named_parameters() if id(p) not in self._known}
         """Parameters that are left to the user, as the rest of the tree is made of shards."""
@@ -88,8 +88,8 @@ class Tree:
         self.reads = PlainReads(
             self.sites, self.root._gathered, functools.partial(write_back, runtime=self.engine.runtime)
         )
-        for entry in (*self.entries, *self.loading):
-            entry.put()
+        for interceptor in (*self.interceptors, *self.loading):
+            interceptor.put()
 
     def run(self, fragment: Fragment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a module of it; what its backward needs is watched."""
@@ -129,57 +129,57 @@ class Tree:
             self.engine.runtime.lockstep.check()  # behind a training step, delivery does it
         return result
 
-    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, interceptor: MethodInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, or a method, that plain Python calls: the user's past the model, or that of a split module."""
         runtime = self.engine.runtime
-        if self._runs_plainly(entry):
+        if self._runs_plainly(interceptor):
             with runtime.autocast():
-                return entry.method(*args, **kwargs)
+                return interceptor.method(*args, **kwargs)
         if self.call is not None:
-            return self._fragment_of(entry)(*args, **kwargs)
+            return self._fragment_of(interceptor)(*args, **kwargs)
         if backward_number() is None:
-            return self.run(self._fragment_of(entry), args, kwargs)
+            return self.run(self._fragment_of(interceptor), args, kwargs)
         with runtime.random_numbers_again(), runtime.autocast():  # a recomputation of what was called by itself
-            return self._fragment_of(entry)(*args, **kwargs)
+            return self._fragment_of(interceptor)(*args, **kwargs)
 
-    def convert(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    def convert(self, interceptor: MethodInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
         """Convert the given model, as its `to()` asks; torch's own way gives it parameters that no program has.
 
         Raises:
             ParameterError: it cannot be converted or moved, or a module of it alone would be.
         """
-        if entry.module is self.model and self.face is not None:
+        if interceptor.module is self.model and self.face is not None:
             self.face._apply(*args, **kwargs)
-        elif any((one.dtype, one.device) != kind for kind, one in kinds_made(entry.module, args[0]).items()):
+        elif any((one.dtype, one.device) != kind for kind, one in kinds_made(interceptor.module, args[0]).items()):
             problem = "is a module of a sharded model, and cannot be converted or moved by itself"
             fix = "convert it before zcompile.compile, or all of the model"
-            raise ParameterError(self._paths[id(entry.module)], problem, fix)
-        return entry.module
+            raise ParameterError(self._paths[id(interceptor.module)], problem, fix)
+        return interceptor.module
 
-    def load(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def load(self, interceptor: MethodInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Load a state dict into a module of the model: torch's own way would copy all rows into each rank's."""
-        return cast("Any", self.face)._load_into(entry.module, *args, **kwargs)
+        return cast("Any", self.face)._load_into(interceptor.module, *args, **kwargs)
 
-    def _runs_plainly(self, entry: Entry) -> bool:
+    def _runs_plainly(self, interceptor: MethodInterceptor) -> bool:
         """Whether a call past the model runs as it is: without shards, gradients from outside are averaged anyway.
 
         What has begun as a fragment of a split model stays one, and what has begun as plain Python stays that, wherever
         it is called: a recomputation runs as its call did, and which call it repeats cannot be told.
         """
-        if self.engine.runtime.layout.stage.optimizer_sharded or entry in self._fragments:
+        if self.engine.runtime.layout.stage.optimizer_sharded or interceptor in self._fragments:
             return False
         if self.call is None and torch.is_grad_enabled():
-            self._plain.add(entry)
-        return self.call is None or entry in self._plain
+            self._plain.add(interceptor)
+        return self.call is None or interceptor in self._plain
 
-    def _fragment_of(self, entry: Entry) -> Fragment:
-        is_root = entry.module is self.model and entry.key == "forward"
+    def _fragment_of(self, interceptor: MethodInterceptor) -> Fragment:
+        is_root = interceptor.module is self.model and interceptor.key == "forward"
         if is_root and not any(hook_tables([self.model])):  # else they would run twice: here, and where it is traced
             return self.root
-        if entry not in self._fragments:
-            path = self._paths[id(entry.module)]
-            self._fragments[entry] = Fragment(self, entry.module, path, entry.method, of_method=entry.key)
-        return self._fragments[entry]
+        if interceptor not in self._fragments:
+            module, path = interceptor.module, self._paths[id(interceptor.module)]
+            self._fragments[interceptor] = Fragment(self, module, path, interceptor.method, of_method=interceptor.key)
+        return self._fragments[interceptor]
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -193,7 +193,7 @@ class Tree:
         try:
             for site in self.sites:
                 parameters_of(site.owner)[site.key] = full[site.name]
-            with taken_out([*self.entries, *self.loading]), self.engine.runtime.autocast():
+            with taken_out([*self.interceptors, *self.loading]), self.engine.runtime.autocast():
                 self.is_full = self.engine.runtime.is_full = True
                 yield
                 self._check_unchanged(full, versions)
@@ -282,8 +282,10 @@ class Tree:
 
 def tree_of(model: nn.Module) -> Tree | None:
     """The tree of a model that is compiled; None of any other one, also of a part of such a model."""
-    entry = vars(model).get("forward")
-    tree = getattr(entry.enter, "__self__", None) if isinstance(entry, Entry) and entry.module is model else None
+    found = vars(model).get("forward")
+    if not isinstance(found, MethodInterceptor) or found.module is not model:
+        return None
+    tree = getattr(found.enter, "__self__", None)
     return tree if isinstance(tree, Tree) and tree.model is model else None
 
 
@@ -299,9 +301,11 @@ class Fragment:
         self.tree, self.module, self.path, self.forward = tree, module, path, forward
         self.of_forward = of_forward = of_method == "forward"
         owners = {id(owner) for owner in module.modules()}
-        self._entries = [entry for entry in tree.entries if id(entry.module) in owners]
+        self._interceptors = [interceptor for interceptor in tree.interceptors if id(interceptor.module) in owners]
         self.sites = [site for site in tree.sites if id(site.owner) in owners]
-        self._own_entries = [e for e in self._entries if e.module is module and (of_forward or e.key != "forward")]
+        self._own_interceptors = [
+            e for e in self._interceptors if e.module is module and (of_forward or e.key != "forward")
+        ]
         self.initialises = not of_forward and draws_in_place(module, of_method)
         """True for a method that draws values for parameters: on all ranks the same, where they are seeded alike."""
         self._is_split = not of_forward
@@ -344,7 +348,7 @@ class Fragment:
                 if self.tree.call is not None:
                     self.tree.call.watch(result, (args, kwargs))
                 return result
-        with self._own_parameters_full(), taken_out(self._own_entries):
+        with self._own_parameters_full(), taken_out(self._own_interceptors):
             return self.forward(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -403,7 +407,7 @@ class Fragment:
                 for site in self.sites:
                     site.placeholder.requires_grad_(site.shard.requires_grad)
                     parameters_of(site.owner)[site.key] = site.placeholder
-            with taken_out(self._entries), self.tree.reads.aside():
+            with taken_out(self._interceptors), self.tree.reads.aside():
                 yield
         finally:
             for site, parameter in zip(self.sites, before, strict=True):

@@ -1,9 +1,9 @@
-"""Entries: what calls of a sharded model's modules meet, and of methods that read a parameter of their own module.
+"""Interceptors of calls of a sharded model's modules, and of methods that read a parameter of their own module.
 
 Outside of its programs a model's parameters are shards, with which its code cannot compute. So each module that has
-parameters has an entry in the place of its `forward`, an attribute of the instance as wrappers of forward commonly are,
+parameters has an interceptor in place of its `forward`, set on the instance as wrappers of forward commonly are,
 and so has each of its methods whose code reads a parameter of that module. Where the model is traced, or its code runs
-over full parameters, entries are taken out: what is traced is the plain model.
+over full parameters, interceptors are taken out: what is traced is the plain model.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from zcompile._torch import parameters_of
 from zcompile.errors import ModelError
 from zcompile.model.units import is_container
 
-Enter = Callable[["Entry", tuple[Any, ...], dict[str, Any]], Any]
+Enter = Callable[["MethodInterceptor", tuple[Any, ...], dict[str, Any]], Any]
 _MISSING: Any = object()
 
 
-class Entry:
+class MethodInterceptor:
     """Stands in a module for its `forward`, or for another method, under the name `key`.
 
     Args:
         module: Whose method it is.
         key: The name of the method.
-        enter: What is called in its place, with the entry and what it was called with.
+        enter: What is called in its place, with the interceptor and the arguments of the call.
     """
 
     def __init__(self, module: nn.Module, key: str, enter: Enter) -> None:
@@ -45,7 +45,7 @@ class Entry:
         self.__wrapped__ = self.method  # for inspect.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Who has wrapped it calls it where entries are taken out, too, as torch.compile does while it traces.
+        # Who has wrapped it calls it where interceptors are taken out, too, as torch.compile does while it traces.
         return self.method(*args, **kwargs) if self._is_out else self._enter(self, args, kwargs)
 
     def put(self) -> None:
@@ -56,7 +56,7 @@ class Entry:
             held[self.key] = self
 
     def take_out(self) -> bool:
-        """Let the module have what it had, unless that was changed since; False if the entry was out already."""
+        """Let the module have what it had, unless that was changed since; False if the interceptor was out already."""
         was_in, self._is_out, held = not self._is_out, True, vars(self.module)
         if held.get(self.key) is self:
             if self._before is _MISSING:
@@ -75,18 +75,18 @@ class Entry:
 
 
 @contextlib.contextmanager
-def taken_out(entries: Sequence[Entry]) -> Iterator[None]:
-    """Inside, modules are as they were without these entries; what was out before stays so behind it."""
-    taken = [entry for entry in entries if entry.take_out()]
+def taken_out(interceptors: Sequence[MethodInterceptor]) -> Iterator[None]:
+    """Inside, modules are as they were without these interceptors; those that were out before stay out afterwards."""
+    taken = [interceptor for interceptor in interceptors if interceptor.take_out()]
     try:
         yield
     finally:
-        for entry in taken:
-            entry.put()
+        for interceptor in taken:
+            interceptor.put()
 
 
-def methods_with_entries(module: nn.Module) -> Iterator[str]:
-    """The methods of a module that need an entry: `forward`, if it has any parameters, and those that read its own."""
+def intercepted_methods(module: nn.Module) -> Iterator[str]:
+    """The methods of a module that need one: `forward`, if it has any parameters, and those that read its own."""
     if not is_container(module) and next(module.parameters(), None) is not None:
         yield "forward"
     own = {key for key, parameter in parameters_of(module).items() if parameter is not None}
