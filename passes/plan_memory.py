@@ -32,7 +32,7 @@ from zcompile.ir.packing import most_alive, pack
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.tensor_type import TensorType, human_bytes
-from zcompile.passes.common.saved_values import maker_of
+from zcompile.passes.common.move_saved import maker_of
 
 
 def plan_memory(program: Program, *, activations: bool = False) -> Program:

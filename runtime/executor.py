@@ -14,8 +14,7 @@ import torch
 
 from zcompile._torch import add_all
 from zcompile.ir.layout import Param, Unit
-from zcompile.ir.secondary import message_places, secondary_bytes
-from zcompile.ir.wire import shard_wire_bytes
+from zcompile.ir.wire import message_places, secondary_bytes, shard_wire_bytes
 from zcompile.runtime.arena import ActivationStack, Places
 from zcompile.runtime.async_work import AsyncWork
 from zcompile.runtime.device import current_stream, stream_number

@@ -59,7 +59,7 @@ class Secondary:
     """What a rank has of a unit inside: the primary shards of the ranks at its place outside, itself included."""
 
     memory: torch.Tensor
-    """All of it, uint8 [n]: see `zcompile.ir.secondary`."""
+    """All of it, uint8 [n]: see `zcompile.ir.wire`."""
     messages: list[tuple[list[Param], torch.Tensor]]
     """Parameters that travel together, and what is there of them, 1-D, in the dtype in which it is sent."""
     writes: int = 0

@@ -22,8 +22,7 @@ from zcompile.cost.hardware import Hardware
 from zcompile.facts import PHASES_SPLIT, RELEASED_ONCE
 from zcompile.ir.ops import Release
 from zcompile.report import dumps
-from zcompile.report.dot import dot_text
-from zcompile.report.dumps import NOTE, difference, trace
+from zcompile.report.dumps import NOTE, difference, dot_text, trace
 from zcompile.tools import planner, tracing
 
 RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8)

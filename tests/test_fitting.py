@@ -18,8 +18,8 @@ from zcompile.cost.roofline import region_seconds
 from zcompile.engine import calibration
 from zcompile.engine.calibration import Sizes, survey
 from zcompile.runtime.groups import Communicator
+from zcompile.tools.doctor import Observation, Reference, fit, observe
 from zcompile.tools.gpt import GPTShape
-from zcompile.tools.profile_fit import Observation, Reference, fit, observe
 
 GUESS = replace(Hardware.of(flops=1e11, memory_bandwidth=2e10), functions=1e9, launch=1e-6)
 TRUTH = replace(GUESS, flops=dict.fromkeys(GUESS.flops, 4e10), elementwise=0.5, attention=0.6, functions=3e8)

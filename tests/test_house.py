@@ -178,9 +178,8 @@ def test_runtime_knows_no_programs() -> None:
         "zcompile.ir.axis",
         "zcompile.ir.layout",
         "zcompile.ir.packing",
-        "zcompile.ir.secondary",
-        "zcompile.ir.tensor_type",
         "zcompile.ir.wire",
+        "zcompile.ir.tensor_type",
     }
     found = [file for file, tree in trees("runtime") if any(dotted(node) == "torch.fx" for node in ast.walk(tree))]
     assert found == [], "nor through an attribute of torch"

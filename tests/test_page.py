@@ -29,7 +29,7 @@ from zcompile.ir.printer import lines_with_nodes
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.axes import decimal_bytes, human_seconds, ticks
 from zcompile.report.charts import memory_curve, step_chart
-from zcompile.report.highlight import coloured
+from zcompile.report.pages import coloured
 from zcompile.report.plan_chart import name_of, plan_chart
 from zcompile.report.plan_page import plan_page_text
 from zcompile.report.program_page import _changes, page_text

@@ -17,7 +17,7 @@ from tests.test_offload import is_mapped
 from tests.threads import Threads
 from zcompile import OptionError, StateError
 from zcompile._torch import local_tensor
-from zcompile.runtime.offload.shard_file import ShardFile
+from zcompile.runtime.offload.host_shards import ShardFile
 
 
 def trained(rank: int, kind: str, folder: str | None, options: dict[str, Any]) -> list[torch.Tensor]:

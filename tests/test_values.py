@@ -28,8 +28,7 @@ from zcompile.ir.region import Region
 from zcompile.ir.side_effects import is_random
 from zcompile.model.units import Precision, axes_over, make_layout
 from zcompile.passes.split_phases import split_phases
-from zcompile.proof.difference import parted, term_text
-from zcompile.proof.terms import Terms
+from zcompile.proof.terms import Terms, parted, term_text
 from zcompile.schedule.default_pipeline import ACCUMULATE
 from zcompile.schedule.pipeline import Verified
 from zcompile.tools.tracing import trace

@@ -26,8 +26,7 @@ from zcompile.engine.state_places import shard_memory
 from zcompile.errors import ModelError, ParameterError, StateError
 from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
-from zcompile.model.conversion import check_unhooked, convert, kinds_made
-from zcompile.model.model_copies import copy_model
+from zcompile.model.conversion import check_unhooked, convert, copy_model, kinds_made
 from zcompile.model.own_dtype import OwnDtype
 from zcompile.model.sharding import Retired, Site
 from zcompile.model.units import AUTOCAST, converted

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
-from zcompile.ir.operation import Data, Phase, data
-from zcompile.ir.ops import Call, Fetch, Offload, WaitFetch
+from zcompile._torch import saved_random
+from zcompile.ir.liveness import may_show
+from zcompile.ir.operation import Data, Phase, data, op_of
+from zcompile.ir.ops import Call, Fetch, Item, Offload, WaitFetch
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.tensor_type import TensorType
-from zcompile.passes.common.saved_values import maker_of
 
 LEAST = 2**16
 """Bytes of what is worth a way out and back."""
@@ -66,3 +69,28 @@ def _first_reader(program: Program, node: fx.Node) -> fx.Node:
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if data(user).phase is Phase.BACKWARD]
+
+
+def maker_of(program: Program, node: fx.Node) -> fx.Node | None:
+    """The region that has made `node`, which is saved for the backward, if a copy elsewhere lets its memory go.
+
+    It does not where another value shows that memory. What the last region leaves, the backward's first takes at once.
+    States of random number generators stay as they are: torch reads them from the beginning of their storage.
+    """
+    meta = data(node)
+    call = node.all_input_nodes[0] if isinstance(meta.op, Item) else node
+    if meta.phase is not Phase.FORWARD or not isinstance(data(call).op, Call) or not meta.nbytes:
+        return None
+    if is_random_state(program, node):
+        return None
+    shown = any(may_show(program, other, node) for other in (*call.users, *node.users) if other is not node)
+    last = program.nodes(Call, phase=Phase.FORWARD)[-1]
+    return None if shown or call is last or node in program.results.outputs else call
+
+
+def is_random_state(program: Program, node: fx.Node) -> bool:
+    """True for the first result of what saves the state of a random number generator and draws; `node`: of a region."""
+    op = data(node).op
+    region = program.regions[op_of(node.all_input_nodes[0] if isinstance(op, Item) else node, Call).region]
+    made = region.outputs[op.index if isinstance(op, Item) else 0]
+    return made.target is operator.getitem and made.args[1] == 0 and made.all_input_nodes[0].target is saved_random

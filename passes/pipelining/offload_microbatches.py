@@ -32,8 +32,7 @@ from zcompile.ir.ops import Call, Fetch, Item, Offload, OffloadStore, Send, Wait
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.tensor_type import TensorType, human_bytes
-from zcompile.passes.common.move_saved import LEAST
-from zcompile.passes.common.saved_values import is_random_state
+from zcompile.passes.common.move_saved import LEAST, is_random_state
 
 
 def offload_microbatches(

@@ -60,13 +60,13 @@ from zcompile.ir.tensor_type import TensorType
 from zcompile.passes.common.boundary import Crossing, End, Lending, PipelineStage
 from zcompile.passes.common.stage_messages import (
     StageMessage,
+    StepInputs,
     collected,
     ends_given,
     is_last,
     lent_value,
     messages_between,
 )
-from zcompile.passes.common.step_inputs import StepInputs
 
 IN_FLIGHT = {True: 1, False: 2}
 """Messages that a rank has on their way in a direction when it begins an action: for others it has waited.

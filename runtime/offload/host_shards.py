@@ -1,4 +1,4 @@
-"""Shards in the memory of the host, for a model on a GPU: copied there to be gathered, and updated where they are.
+"""Shards in the memory of the host, or in a file: copied from there to be gathered, and updated where they are.
 
 A copy sets out with its gather, `prefetch` units ahead of their use; gradients come back once they are reduced. Both
 run beside the compute, on streams of their own. Hazards:
@@ -17,13 +17,18 @@ run beside the compute, on streams of their own. Hazards:
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from zcompile.errors import StateError
 from zcompile.runtime.async_work import AsyncWork, StreamWork
 from zcompile.runtime.device import HOST, current_stream, is_gpu, new_stream, on_stream
+from zcompile.runtime.offload.unnamed_files import PAGE, mapped
 from zcompile.runtime.shard_memory import Reserved
 
 
@@ -102,3 +107,56 @@ class HostShards(Reserved):
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
+
+
+AHEAD = 2
+"""Units that are read before their gather starts, beside those that are gathered ahead themselves."""
+
+
+class ShardFile(Reserved):
+    """The shards of a model in one nameless file on this rank, mapped into its memory.
+
+    Gathers send from the mapping, and optimizers write to it. The kernel keeps what fits. What is gathered next is what
+    was gathered next the last time: it is read meanwhile.
+
+    Args:
+        folder: Where the file is made. It is gone from there at once.
+        sizes: Bytes of each unit's shards.
+
+    Raises:
+        StateError: the folder cannot be written, or has no room for all of them.
+    """
+
+    def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
+        self._ranges: dict[str, tuple[int, int]] = {}
+        end = 0
+        for unit, nbytes in sizes.items():
+            self._ranges[unit] = end, nbytes
+            end += -(-nbytes // PAGE) * PAGE
+        self.nbytes = end
+        self._file, mapping = mapped(folder, max(end, PAGE), "parameters")
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        room = {unit: whole[start : start + nbytes] for unit, (start, nbytes) in self._ranges.items()}
+        super().__init__(torch.device("cpu"), room)
+        self._next: dict[tuple[str, str], str] = {}
+        """The unit that was gathered behind two others, of which a unit has one order forward and one backward."""
+        self._last = "", ""
+        self._reader = ThreadPoolExecutor(1, "zcompile read")
+        weakref.finalize(self, _close, self._reader, self._file)
+
+    def before(self, unit: str) -> None:
+        """Read the units that come next."""
+        first, second = self._last
+        self._next[first, second] = unit
+        pair = self._last = second, unit
+        for _ in range(AHEAD):
+            if (coming := self._next.get(pair)) is None:
+                return
+            # Making room for what the kernel reads can take as long as reading it, so a thread asks.
+            self._reader.submit(os.posix_fadvise, self._file, *self._ranges[coming], os.POSIX_FADV_WILLNEED)
+            pair = pair[1], coming
+
+
+def _close(reader: ThreadPoolExecutor, file: int) -> None:
+    reader.shutdown()
+    os.close(file)

@@ -11,10 +11,9 @@ from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.ir.layout import Layout
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.gradients.updates import States, Updater
-from zcompile.runtime.offload.host_shards import HostShards
+from zcompile.runtime.offload.host_shards import HostShards, ShardFile
 from zcompile.runtime.offload.optimizer_file import StateFile
 from zcompile.runtime.offload.optimizer_host import HostState
-from zcompile.runtime.offload.shard_file import ShardFile
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import shard_bytes
 from zcompile.schedule.option_checks import check_place, offload_of

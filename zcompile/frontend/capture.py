@@ -38,7 +38,6 @@ from zcompile._torch import (
 from zcompile.errors import CaptureError
 from zcompile.frontend.links import without_placeholders
 from zcompile.frontend.nested_graphs import written_out
-from zcompile.frontend.opaque_calls import refuse_opaque_calls, where
 from zcompile.frontend.python_numbers import give_floats_as_tensors
 from zcompile.frontend.shared_arguments import shared_alike
 from zcompile.frontend.step_cache import (
@@ -51,7 +50,7 @@ from zcompile.frontend.step_cache import (
     looking,
     nested_in,
 )
-from zcompile.frontend.written_inputs import refuse_new_data, refuse_written_parameter
+from zcompile.frontend.written_inputs import refuse_new_data, refuse_opaque_calls, refuse_written_parameter, where
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter

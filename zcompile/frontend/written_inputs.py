@@ -1,15 +1,16 @@
-"""Writes of a forward to what programs only read: parameters; and the `.data` of any tensor that it is given."""
+"""What a forward does that a program cannot: writes to parameters and to `.data` of its inputs, and opaque calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
 from torch import fx
 
+from zcompile._torch import HigherOrderOperator
 from zcompile.errors import CaptureError
-from zcompile.frontend.opaque_calls import where
+from zcompile.ir.operation import line_of
 
 
 def refuse_new_data(graph: fx.Graph, names: Mapping[fx.Node, str], parameters: Mapping[fx.Node, str]) -> None:
@@ -42,3 +43,31 @@ def refuse_written_parameter(name: str, place: str) -> NoReturn:
     """
     fix = "keep what changes in a buffer, or change parameters between steps, as in a method that is called then"
     raise CaptureError(name, f"the model's forward writes to this parameter{place}", fix)
+
+
+_OPAQUE = frozenset({"invoke_leaf_function", "with_effects"})
+
+
+def refuse_opaque_calls(graph: fx.Graph, source: Callable[[fx.Node], str]) -> None:
+    """Refuse a graph with a call whose order and effects are unknown, such as `@torch._dynamo.leaf_function` gives.
+
+    `source` gives the path of the module that a node comes from.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() in _OPAQUE:
+            called = str(node.args[1]) if node.target.name() == "with_effects" else node.target.name()
+            problem = f"calls {called}{where(node)}, whose effects no program can keep in order"
+            fix = (
+                "leave it out or unmarked (torch._dynamo.leaf_function), or call torch._dynamo.graph_break() before "
+                "it, so that this module runs as plain Python"
+            )
+            raise CaptureError(source(node) or "the model", problem, fix)
+
+
+def where(node: fx.Node) -> str:
+    """The line of the model's code that a node comes from, as ` at FILE:LINE`; empty where it is not known."""
+    line = line_of(node)
+    return f" at {line}" if line else ""

@@ -22,9 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile.compiled import CompiledModule, compiled_of
 from zcompile.errors import OptionError
-from zcompile.integrations.folders import folder_in
-from zcompile.integrations.missing import missing
-from zcompile.integrations.models import check_options, holds_any, holds_others, sharded
+from zcompile.integrations.models import check_options, folder_in, holds_any, holds_others, missing, sharded
 from zcompile.model.sharding import RetiredDTensor, RetiredParameter
 
 try:

@@ -22,8 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from zcompile.compiled import CompiledModule, compiled_of
 from zcompile.errors import StateError
-from zcompile.integrations.missing import missing
-from zcompile.integrations.models import check_options, holds_any, sharded
+from zcompile.integrations.models import check_options, holds_any, missing, sharded
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy

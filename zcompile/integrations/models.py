@@ -1,11 +1,14 @@
-"""Models as trainers have them: sharded once, whoever asks, with the optimizers that hold their parameters."""
+"""What integrations share: models that are sharded once, whoever asks; checkpoint folders; missing libraries."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -49,3 +52,22 @@ def holds_others(optimizer: Optimizer, model: nn.Module) -> bool:
     """True if it has parameters beside those of the model."""
     params = {id(param) for param in model.parameters()}
     return any(id(param) not in params for group in optimizer.param_groups for param in group["params"])
+
+
+FOLDER = "zcompile"
+"""The name of the folder, beside the files that the trainer writes."""
+
+
+def folder_in(checkpoint: str | os.PathLike[str], number: int = 0) -> Path:
+    """That of the trainer's model of this number."""
+    return Path(checkpoint) / (f"{FOLDER}_{number}" if number else FOLDER)
+
+
+def read(path: Path) -> Any:
+    """Tensors in a file of torch's, of which the ranks of a machine share the memory."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def missing(library: str, extra: str) -> ImportError:
+    """For a module of this package whose library cannot be imported."""
+    return ImportError(f"zcompile.integrations.{extra} needs {library}. Fix: pip install 'zcompile[{extra}]'")

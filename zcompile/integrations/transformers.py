@@ -25,9 +25,7 @@ from torch.optim.optimizer import Optimizer
 from zcompile.compiled import CompiledModule, compiled_of
 from zcompile.errors import OptionError, StateError
 from zcompile.integrations.accelerate import compile_options
-from zcompile.integrations.folders import folder_in, read
-from zcompile.integrations.missing import missing
-from zcompile.integrations.models import sharded
+from zcompile.integrations.models import folder_in, missing, read, sharded
 
 try:
     import transformers

@@ -9,7 +9,7 @@ Its other trainers take the mixin: `class RewardTrainer(ShardedTrainerMixin, trl
 
 from __future__ import annotations
 
-from zcompile.integrations.missing import missing
+from zcompile.integrations.models import missing
 from zcompile.integrations.transformers import ShardedTrainerMixin
 
 try:

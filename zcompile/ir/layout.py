@@ -6,8 +6,9 @@ parameter; *full* is the whole parameter; *padded* is rounded up for the world.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -16,7 +17,6 @@ import torch
 
 from zcompile.errors import ModelError
 from zcompile.ir.axis import Axis, AxisKind, axes_of
-from zcompile.ir.owners import choose_owners, cost_of
 from zcompile.ir.wire import shard_wire_bytes
 
 SMALL_BYTES = 64 * 1024
@@ -387,3 +387,27 @@ class Layout:
                 for unit in self.units
             )
         )
+
+
+def cost_of(shape: Sequence[int]) -> int:
+    """Multiplications of a product of a matrix of `shape` with its transpose; of what has two dimensions or more.
+
+    That is the cost of an update by Muon, Shampoo or SOAP (Jordan et al., "Muon", 2024; Gupta et al., "Shampoo", ICML
+    2018), which the owner of a parameter pays.
+    """
+    height, width = (shape[0] if shape else 1), math.prod(shape[1:])
+    return height * width * min(height, width)
+
+
+def choose_owners(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """A rank for each name: the longest first, to the one that has the least. Every rank chooses the same.
+
+    The largest load is at most 4/3 of the least possible (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    owners = {}
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        load, owner = heapq.heappop(loads)
+        owners[name] = owner
+        heapq.heappush(loads, (load + costs[name], owner))
+    return {name: owners[name] for name in costs}

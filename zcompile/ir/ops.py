@@ -28,9 +28,8 @@ from zcompile.ir.operation import (
     options_of,
     takes,
 )
-from zcompile.ir.secondary import secondary_bytes
 from zcompile.ir.tensor_type import TensorType, dtype_text
-from zcompile.ir.wire import average_payload, padded_to_blocks, shard_wire_bytes, wire_bytes
+from zcompile.ir.wire import average_payload, padded_to_blocks, secondary_bytes, shard_wire_bytes, wire_bytes
 
 ByteRange = tuple[int, int]
 """The bytes [start, stop) of the arena that a line has for what it gathers, or copies to be sent."""

@@ -1,4 +1,4 @@
-"""How many bytes something takes that is sent in fewer bits: in bfloat16, or in int8, in blocks with a scale each.
+"""Bytes of messages: of what is sent in fewer bits, in bfloat16 or in int8 with a scale for each block, and of buffers.
 
 Of averages ranks average parts, each its own, and send each other the averages, both in few bits; two ranks exchange
 all at once. Of a parameter each rank sends its shard.
@@ -6,7 +6,12 @@ all at once. Of a parameter each rank sends its shard.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
+
+from zcompile.ir.packing import aligned
 
 BLOCK = 256
 """Elements that share a scale, a float32: 1.6% more bytes. Small, so that one large element costs few others."""
@@ -38,3 +43,14 @@ def average_payload(numel: int, ranks: int, wire: torch.dtype) -> int:
     """What an average of `numel` elements moves over `ranks` ranks, of which a rank sends (ranks-1)/ranks, in bytes."""
     parts = 1 if ranks == 2 else ranks
     return 2 * parts * wire_bytes(part_numel(numel, ranks), wire)
+
+
+def message_places(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The bytes [start, stop) of messages of so many bytes; each begins where kernels and collectives like it."""
+    ends = list(itertools.accumulate(map(aligned, sizes), initial=0))
+    return [(start, start + size) for start, size in zip(ends, sizes, strict=False)]
+
+
+def secondary_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of all of them together."""
+    return sum(map(aligned, sizes))

@@ -1,8 +1,11 @@
-"""Conversions of a sharded model to other dtypes, as `model.to(torch.bfloat16)` makes them of a plain one."""
+"""Conversions of a sharded model to other dtypes, as by `model.to(torch.bfloat16)`, and copies of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +14,8 @@ from zcompile._torch import has_gradient_hooks, post_accumulate_hooks
 from zcompile.errors import ParameterError
 from zcompile.ir.layout import Layout
 from zcompile.model.sharding import Site, placeholder_of
+from zcompile.runtime.groups import Communicator
+from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import UnitShards
 
 
@@ -50,3 +55,31 @@ def convert(
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, convert_one(buffer))
     return made
+
+
+def copy_model(
+    model: nn.Module,
+    layout: Layout,
+    shards: Mapping[str, UnitShards],
+    sites: Sequence[Site],
+    communicator: Communicator,
+    memory: ShardMemory,
+    memo: dict[int, Any],
+) -> tuple[nn.Module, dict[str, UnitShards], list[Site]]:
+    """A copy of `model`, its shards by unit, and the places that hold them.
+
+    `memo` is that of `copy.deepcopy`, which is to know of the new shards, too: an optimizer that is copied with the
+    model steps these.
+    """
+    copies = {unit.name: shards[unit.name].copied(unit, communicator, memory) for unit in layout.units}
+    new = {name: parameter for unit in copies.values() for name, parameter in unit.parameters.items()}
+    memo |= {id(site.shard): new[site.name] for site in sites}
+    copied = copy.deepcopy(model, memo)
+    tied = {site.name: site.placeholder for site in sites}  # one for all places of a parameter
+    made = {name: placeholder_of(one, one.dtype, communicator.device) for name, one in tied.items()}
+    places = []
+    for site in sites:
+        placeholder, local = made[site.name]
+        owner = memo[id(site.owner)]
+        places.append(replace(site, owner=owner, shard=new[site.name], placeholder=placeholder, local=local))
+    return copied, copies, places

@@ -1,4 +1,4 @@
-"""Activations that the stages of a rank compute again, so that its step holds no more than a budget."""
+"""Bytes that units hold in the stages of a pipeline, and activations that are computed again within a budget."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
+from torch import fx
+
 from zcompile.cost.memory import peak_bytes
 from zcompile.ir.actions import ActionTable
+from zcompile.ir.layout import Layout
+from zcompile.ir.liveness import owner_of
+from zcompile.ir.operation import Phase, data
 from zcompile.ir.program import Program
 from zcompile.passes.common.boundary import PipelineStage
+from zcompile.passes.common.stage_assignment import StageAssignment
+from zcompile.passes.pipelining.cut_stages import each_unit_apart
+from zcompile.pipelining.balance import StageMemory
+from zcompile.schedule.options import Options
 
 
 class RewriteStage(Protocol):
@@ -73,3 +82,77 @@ def others_in_flight(table: ActionTable, stage: int) -> int:
 
 def _with(cut: Sequence[PipelineStage], found: dict[int, PipelineStage]) -> tuple[PipelineStage, ...]:
     return tuple(found.get(stage.number, stage) for stage in cut)
+
+
+def stage_memory(traced: Program, table: ActionTable, limit: int, options: Options) -> StageMemory:
+    """What stages would hold of a traced step's units, in order, where a rank's step may hold `limit` bytes.
+
+    Each unit saves its input alone where something is computed again. A rank of several stages divides the limit among
+    them. What is offloaded is there for one micro-batch at a time.
+    """
+    units, assignment = each_unit_apart(traced)
+    every = _saved_bytes(assignment)
+    saved = every if options.checkpoint is None else _input_bytes(assignment)
+    in_flight = [1 + others_in_flight(table, stage) for stage in range(table.stages)]
+    if options.offload_activations is not None:
+        in_flight = [1] * table.stages
+    again = [0] * len(units) if options.checkpoint is None else every
+    ahead = 1 + options.schedule.prefetch
+    kept = tuple(_kept_bytes(traced.layout, unit, several=table.microbatches > 1) for unit in units)
+    running = [
+        max(map(_running_bytes, own), default=0) + one + _passing_bytes(traced.layout, unit, ahead)
+        for unit, own, one in zip(units, assignment.own, again, strict=True)
+    ]
+    share = limit / (table.stages / len(table.rows))
+    return StageMemory(tuple(in_flight), tuple(saved), kept, tuple(running), share)
+
+
+def _saved_bytes(assignment: StageAssignment) -> list[int]:
+    """By unit, what its backward, or another one, reads of its forward."""
+    result = []
+    for own in assignment.own:
+        forward = (node for node in own if data(node).phase is Phase.FORWARD)
+        read_later = (node for node in forward if any(data(u).phase is Phase.BACKWARD for u in node.users))
+        result.append(sum(data(node).nbytes for node in {owner_of(node) for node in read_later}))
+    return result
+
+
+def _input_bytes(assignment: StageAssignment) -> list[int]:
+    """By unit, what it reads of earlier ones."""
+    result = [0] * assignment.count
+    for node, source, to in assignment.crossings:
+        result[to] += data(node).nbytes if source < to else 0
+    return result
+
+
+def _running_bytes(node: fx.Node) -> int:
+    """Bytes of what an operation reads and gives."""
+    return data(node).nbytes + sum(data(owner_of(one)).nbytes for one in node.all_input_nodes)
+
+
+def _passing_bytes(layout: Layout, name: str, ahead: int) -> int:
+    """Bytes that come and go with a unit: as many gathered units as there are at a time, and its full gradients."""
+    if not layout.has_unit(name):
+        return 0
+    gathered = ahead * layout.gathered_bytes(name) if layout.stage.parameters_sharded else 0
+    if not layout.stage.gradients_sharded:
+        return gathered
+    return gathered + sum(
+        param.numel * param.full_dtype.itemsize for param in layout.unit(name).params if param.trainable
+    )
+
+
+def _kept_bytes(layout: Layout, name: str, *, several: bool) -> int:
+    """Bytes of a unit's parameters and gradients that a step holds from action to action.
+
+    `several`: there are several micro-batches, whose gradients are added up.
+    """
+    if not layout.has_unit(name):
+        return 0
+    unit, stage = layout.unit(name), layout.stage
+    gathered = 0 if stage.parameters_sharded or not layout.must_gather(name) else layout.gathered_bytes(name)
+    trained = [param for param in unit.params if param.trainable]
+    if stage.gradients_sharded:
+        return gathered + sum(param.shard_numel * param.reduce_dtype.itemsize for param in trained)
+    dtypes = ((param.sum_dtype if several else None) or param.full_dtype for param in trained)
+    return gathered + sum(param.numel * dtype.itemsize for param, dtype in zip(trained, dtypes, strict=True))

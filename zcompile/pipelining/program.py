@@ -24,8 +24,7 @@ from zcompile.passes.common.boundary import Crossing, PipelineStage, written_res
 from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, work_of_units
 from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 from zcompile.pipelining.balance import balanced
-from zcompile.pipelining.checkpoints import others_in_flight, within_budget
-from zcompile.pipelining.stage_memory import stage_memory
+from zcompile.pipelining.checkpoints import others_in_flight, stage_memory, within_budget
 from zcompile.proof.microbatches import RankValues, SharedParameter
 from zcompile.proof.values import TracedTerms
 from zcompile.report.dumps import dumping_failures

@@ -30,11 +30,10 @@ from zcompile.ir.ops import Input, Kind, Receive, Send
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_opaque
 from zcompile.ir.spelling import counted
-from zcompile.proof.difference import term_text
 from zcompile.proof.operations import UnknownOperationError
 from zcompile.proof.rules import Rule
 from zcompile.proof.steps import INPUT, StepTerms, average_of, inside_of, outside_of, sum_of
-from zcompile.proof.terms import DRAW
+from zcompile.proof.terms import DRAW, term_text
 from zcompile.proof.values import TracedTerms
 
 Values = Mapping[int, int]

@@ -8,28 +8,27 @@ parameters are unused or frozen, what is the same on all ranks) is found out fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
+from zcompile._torch import OpOverload, writes_arguments
 from zcompile.errors import ProofError
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.layout import Layout
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Communication, Input
+from zcompile.ir.ops import Communication, Input, Parameter
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import shared_results
-from zcompile.ir.side_effects import is_opaque
-from zcompile.proof.difference import parted, term_text
+from zcompile.ir.side_effects import is_collective, is_opaque
 from zcompile.proof.operations import UnknownOperationError
 from zcompile.proof.regions import Regions
-from zcompile.proof.replication import is_replicated, marked
-from zcompile.proof.rules import Rule
-from zcompile.proof.steps import HELD_BACK, StepTerms, average_of
-from zcompile.proof.terms import Terms
+from zcompile.proof.rules import CONSTANT, LIST, Key, Rule
+from zcompile.proof.steps import HELD_BACK, StepTerms, Value, average_of
+from zcompile.proof.terms import ITEM, Terms, parted, term_text
 
 Compared = tuple[str, fx.Node | None, int, int]
 """What is compared: what it is, the line that gives it, the term that was found and the one that was traced."""
@@ -264,3 +263,36 @@ def _said(value: Any) -> str:
 def _inputs(program: Program) -> list[Input]:
     """What a program is given, each kind in its order."""
     return sorted((op_of(node, Input) for node in program.nodes(Input)), key=lambda given: given.kind)
+
+
+# -- replication -------------------------------------------------------------------------------------------------------
+
+
+def marked(traced: Program, values: Mapping[fx.Node, Value]) -> frozenset[int]:
+    """The terms that a traced step begins with, or that its collectives give, and that are marked as replicated.
+
+    Marked are arguments of the call, undivided parameters, buffers, and collectives that give all ranks one result.
+    Marks of passes do not count.
+    """
+    origins = (n for n in traced.graph.nodes if isinstance(data(n).op, (Input, Parameter)) or is_collective(n))
+    return frozenset(term for n in origins if data(n).replicated and isinstance(term := values[n], int))
+
+
+def is_replicated(term: int, origins: Collection[int], terms: Terms) -> bool:
+    """True if a term is made of `origins` alone, by operations that give all ranks the same for the same."""
+    known: set[int] = set()
+    for part in terms.below([term]):
+        key = terms.keys[part]
+        if part in origins or (_is_function(key) and all(one in known for one in key[1:] if type(one) is int)):
+            known.add(part)
+    return term in known
+
+
+def _is_function(key: Key) -> bool:
+    """True for what follows from its parts; memory that is not written yet holds what was there before."""
+    head = key[0]
+    if not isinstance(head, OpOverload):
+        return head in (CONSTANT, LIST, ITEM)
+    name = head.overloadpacket.__name__
+    own = head.namespace in ("aten", "prims") or name == "wait_tensor"
+    return own and "draw=" not in key and "empty" not in name and not writes_arguments(head)

@@ -13,10 +13,9 @@ from torch import fx
 
 from zcompile._torch import FailOnRecompileLimitHit
 from zcompile.cost.memory import model_state, most_kept, peak_bytes
-from zcompile.ir.layout import Layout
+from zcompile.ir.layout import Layout, cost_of
 from zcompile.ir.operation import Role, data, op_of
 from zcompile.ir.ops import AllGather, Call, Communication, GatherAhead, Release, Send
-from zcompile.ir.owners import cost_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.ir.tensor_type import human_bytes

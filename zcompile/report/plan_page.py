@@ -9,8 +9,7 @@ from pathlib import Path
 
 from zcompile.cost.forecast import CHOICE, Forecast, Plan, choice_cells
 from zcompile.report.axes import decimal_bytes, human_seconds
-from zcompile.report.hardware_text import rates
-from zcompile.report.pages import rendered, write
+from zcompile.report.pages import rates, rendered, write
 from zcompile.report.plan_chart import HEIGHT, PlanChart, name_of, plan_chart
 
 BAR = 1000

@@ -24,8 +24,7 @@ from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.axes import human_count, human_seconds
 from zcompile.report.charts import HEIGHT, WIDTH, Curve, memory_curve, pipeline_chart, step_chart
 from zcompile.report.explain import layout_line, model_line, stage_bytes, state_line, volume_line
-from zcompile.report.hardware_text import rates
-from zcompile.report.pages import rendered, write
+from zcompile.report.pages import rates, rendered, write
 from zcompile.schedule.pipeline import Journal, JournalEntry
 
 MOST_CHANGED = 1500

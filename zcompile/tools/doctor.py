@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from scipy.optimize import least_squares
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zcompile.compile_model import compile
 from zcompile.cost.hardware import Hardware, load_profile, profile_text
+from zcompile.cost.roofline import region_seconds
+from zcompile.cost.timeline import Spent
 from zcompile.engine.calibration import survey
 from zcompile.errors import GroupError, OptionError
+from zcompile.ir.region import Region
 from zcompile.runtime.device import HOST, backend_of, describe, gpu_count, gpu_kind, own_device, use_gpu, usual_kind
 from zcompile.runtime.groups import Communicator
-from zcompile.tools.profile_fit import REFERENCES, Observation, fit, observe
+from zcompile.tools.gpt import GPT, GPTShape
 from zcompile.torch_range import TESTED, is_tested
 
 PATIENCE = timedelta(minutes=5)
@@ -149,7 +158,11 @@ def _join(store: str | None, rank: int, world: int) -> None:
 
 
 def profile_of_ranks(name: str) -> Hardware:
-    """What the ranks of the default group measure together; on a CPU fitted to regions that ran. Collective."""
+    """What the ranks of the default group measure together. Collective.
+
+    On a CPU the rates of the cost model are fitted to regions that ran: least squares of the logarithms, weighted by
+    the time that each took.
+    """
     kind, world = usual_kind(), dist.get_world_size()
     result = survey(Communicator(init_device_mesh(kind, (world,)), own_device(kind)), name)
     if kind == HOST:
@@ -169,3 +182,86 @@ def _observed(alone: DeviceMesh) -> list[Observation]:
         dist.barrier()
         seen += observe(alone, reference)
     return seen
+
+
+FITTED = ("flops", "elementwise", "attention", "functions", "launch")
+MOST = 8.0
+"""Factor by which a rate may differ from what was measured alone."""
+STEPS = 5
+"""Of each reference model that count; one before them compiles."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model whose regions are timed."""
+
+    shape: GPTShape
+    batch: int
+    length: int
+    vocabulary: int
+
+
+REFERENCES = (
+    Reference(GPTShape(2, 512, 8), batch=4, length=256, vocabulary=8192),
+    Reference(GPTShape(2, 256, 4), batch=8, length=512, vocabulary=2048),
+)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A region that ran."""
+
+    region: Region
+    seconds: float
+    """The median of its runs."""
+    times: int
+    """How often it runs in a step."""
+
+
+def observe(mesh: DeviceMesh, reference: Reference, backend: str = "inductor") -> list[Observation]:
+    """Train a reference model on this rank alone, and time its regions. `mesh`: of one rank."""
+    torch.manual_seed(0)
+    model = GPT(reference.shape, reference.length, reference.vocabulary)
+    compiled = compile(model, mesh=mesh, stage=0, backend=backend)
+    tokens, targets = torch.randint(0, reference.vocabulary, (2, reference.batch, reference.length))
+    result: dict[str, list[float]] = defaultdict(list)
+    for step in range(STEPS + 1):
+        compiled(tokens, targets).backward()
+        with torch.no_grad():
+            for parameter in compiled.parameters():
+                parameter.sub_(1e-4)  # which ends the step
+                parameter.grad = None
+        for line in compiled.timeline.lines if step else ():
+            if line.spent is Spent.COMPUTE:
+                result[line.operation].append(line.seconds)
+    regions = compiled.programs[0].regions
+    return [
+        Observation(regions[name], median(seconds), len(seconds) // STEPS)
+        for name, seconds in result.items()
+        if name in regions
+    ]
+
+
+def fit(hardware: Hardware, observations: Sequence[Observation]) -> Hardware:
+    """`hardware` with the rates that the observations tell, none beyond `MOST` times what it was, or one `MOST`th."""
+    whole = sum(seen.seconds * seen.times for seen in observations)
+    weights = [math.sqrt(seen.seconds * seen.times / whole) for seen in observations]
+
+    def residuals(logarithms: Sequence[float]) -> list[float]:
+        tried = _scaled(hardware, logarithms)
+        ratios = (region_seconds(seen.region, tried) / seen.seconds for seen in observations)
+        return [weight * math.log(max(ratio, 1e-6)) for weight, ratio in zip(weights, ratios, strict=True)]
+
+    bound = math.log(MOST)
+    found = least_squares(residuals, [0.0] * len(FITTED), bounds=(-bound, bound), diff_step=0.02, max_nfev=40)
+    return _scaled(hardware, found.x)
+
+
+def _scaled(hardware: Hardware, logarithms: Sequence[float]) -> Hardware:
+    """`hardware` with each of the fitted rates times the exponential of its logarithm."""
+    products, *rest = map(math.exp, logarithms)
+    factors = dict(zip(FITTED[1:], rest, strict=True))
+    flops = {dtype: rate * products for dtype, rate in hardware.flops.items()}
+    changes: dict[str, Any] = {name: getattr(hardware, name) * factor for name, factor in factors.items()}
+    changes |= {share: min(changes[share], 1.0) for share in ("elementwise", "attention")}
+    return replace(hardware, flops=flops, **changes)

@@ -21,9 +21,8 @@ from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import ReplayError
 from zcompile.ir.program import Program
 from zcompile.recording.archive import Archive, ArchivedRun
-from zcompile.recording.numerics import with_numerics
 from zcompile.recording.rebuilding import RecordedUnit, read_program, rebuilt, varying
-from zcompile.recording.recording import GIVEN
+from zcompile.recording.recording import GIVEN, with_numerics
 from zcompile.recording.values import Described, Tensor, dtype_named, labels_of, leaves_of
 from zcompile.runtime.device import generators_of
 from zcompile.runtime.executor import Gradients, accumulate, add, copy, plus, release, store, write

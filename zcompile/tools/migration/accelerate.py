@@ -7,8 +7,7 @@ from typing import Any
 
 from zcompile.errors import OptionError
 from zcompile.tools.migration import deepspeed
-from zcompile.tools.migration.config import Config
-from zcompile.tools.migration.script import Script
+from zcompile.tools.migration.script import Config, Script
 
 STRATEGIES = {
     "FULL_SHARD": (3, False),
