@@ -480,7 +480,8 @@ def test_the_best_choice_and_its_neighbours_have_names(plan: Plan) -> None:
 
 def told(seconds: float, nbytes: int, **choice: Any) -> Forecast:
     held = {MemoryKind.ACTIVATIONS: nbytes}
-    return Forecast(Choice(3, 0, None, None, **choice), 8, 0, 0, held, seconds, 0.0, 0.0, 1)
+    figures: dict[str, Any] = {"parameters": 0, "optimizer": 0, "held": held, "seconds": seconds, "flops": 1}
+    return Forecast(choice=Choice(3, 0, None, None, **choice), world=8, exposed=0.0, hidden=0.0, **figures)
 
 
 @pytest.mark.parametrize(

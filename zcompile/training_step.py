@@ -18,19 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import backend_name, has_step_pre_hooks
+from zcompile._torch import backend_name
 from zcompile.compile_model import compile
 from zcompile.compiled import CompiledModule
 from zcompile.engine.calls.fragments import Fragment, Tree
 from zcompile.engine.loss_scaling import check_scaler, step_all, unscale
 from zcompile.engine.metrics import check_metrics, split_results, without_gradients
+from zcompile.engine.optimizers import check_before_step
 from zcompile.engine.state_places import optimizer_states
 from zcompile.errors import (
     CaptureError,
     GroupError,
     OptimizerError,
     OptionError,
-    ParameterError,
     briefly,
 )
 from zcompile.frontend.capture import Names
@@ -326,14 +326,7 @@ class TrainStep:
         if self._engine.runtime.accumulates:
             fix = "accumulate over micro-batches in the loop: compiled(batch).backward(), then optimizer.step()"
             raise OptionError("no_sync", "holds gradients back, and a train step uses them at once", fix)
-        for optimizer in self.optimizers if self._updater is not None else ():
-            if has_step_pre_hooks(optimizer):
-                problem = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
-                raise OptimizerError("optimizer", problem, "use the loop, or a hook behind the step")
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                fix = "call optimizer.step() or zero_grad() before the train step"
-                raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)
+        check_before_step(self._parameters.items(), self.optimizers if self._updater is not None else ())
 
 
 def _checked(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:

@@ -52,37 +52,25 @@ class Choice:
         return f"zcompile.compile({', '.join([*given_first, *given])})"
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What a rank takes under one choice, in bytes and seconds."""
+@dataclass(frozen=True, kw_only=True)
+class StepForecast:
+    """What a step takes on the rank that holds most, in bytes, and in seconds."""
 
-    choice: Choice
-    world: int
     parameters: int
-    """Of this rank's shards, in all of the step."""
+    """Bytes of its shards, in all of the step."""
     optimizer: int
-    """Of two moments (Adam), in all of the step."""
+    """Bytes of two moments (Adam), in all of the step."""
     held: Mapping[MemoryKind, int]
-    """What is held beside them at the peak of the step."""
+    """What is held with them at the peak of the step."""
     seconds: float
     """Of a step, the optimizer's included."""
-    exposed: float
-    """Of them, those that stand for communication."""
-    hidden: float
-    """Seconds of communication behind compute."""
-    flops: int
-    """Of a rank's forward and backward, what is computed again left out."""
+    flops: float
+    """Of a step on one device, what is computed again left out."""
 
     @property
     def nbytes(self) -> int:
         """The peak, everything included."""
         return self.parameters + self.optimizer + sum(self.held.values())
-
-    @property
-    def hidden_share(self) -> float | None:
-        """Share of communication that is hidden, 0 to 1; None where there is none."""
-        total = self.hidden + self.exposed
-        return self.hidden / total if total else None
 
     @property
     def rate(self) -> float:
@@ -93,6 +81,34 @@ class Forecast:
         """Bytes at the peak, by what they are for."""
         held = {str(kind): nbytes for kind, nbytes in self.held.items()}
         return {"shards": self.parameters, "optimizer state": self.optimizer, **held}
+
+    def figures(self, dtype: torch.dtype | None) -> dict[str, Any]:
+        """What `zcompile plan --json` prints of it, computed in `dtype`, beyond the choice."""
+        return {
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "bytes": self.nbytes,
+            "bytes_by_kind": self.by_kind(),
+            "seconds": self.seconds,
+            "flops_per_second": self.rate,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(StepForecast):
+    """What a rank takes under one choice, in bytes and seconds."""
+
+    choice: Choice
+    world: int
+    exposed: float
+    """Of the seconds, those that stand for communication."""
+    hidden: float
+    """Seconds of communication behind compute."""
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of communication that is hidden, 0 to 1; None where there is none."""
+        total = self.hidden + self.exposed
+        return self.hidden / total if total else None
 
     def as_dict(self) -> dict[str, Any]:
         """What `zcompile plan --json` prints of it."""
@@ -105,17 +121,30 @@ class Forecast:
             "owners": choice.owners,
             "prefetch": choice.prefetch,
             "checkpoint": choice.checkpoint,
-            "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
-            "bytes": self.nbytes,
-            "bytes_by_kind": self.by_kind(),
-            "seconds": self.seconds,
-            "flops_per_second": self.rate,
+            **self.figures(choice.dtype),
             "hidden_share": self.hidden_share,
         }
 
 
+class PrintedPlan:
+    """A plan as a page of text."""
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        self.print(Console(file=out, width=140))
+        return out.getvalue()
+
+    def print(self, console: Console) -> None:
+        """The tables, and what is recommended."""
+        raise NotImplementedError
+
+    def _say(self, console: Console, text: str) -> None:
+        """Print a text that may have anybody's names in it."""
+        console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(PrintedPlan):
     """Forecasts of a model on some hardware; printed as a table for each world."""
 
     model: str
@@ -201,12 +230,6 @@ class Plan:
     def __repr__(self) -> str:
         return f"<Plan of {self.model}: {len(self.forecasts)} forecasts; print it, or see .forecasts>"
 
-    def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=140)
-        self.print(console)
-        return out.getvalue()
-
     def print(self, console: Console) -> None:
         """The tables, and what is recommended."""
         about = (
@@ -219,10 +242,6 @@ class Plan:
             console.print(self._table(world, by_kind=console.width >= WIDE))
             said = "fastest that fits: " if self.fastest(world) else ""
             self._say(console, f"{said}{self.advice(world)}")
-
-    def _say(self, console: Console, text: str) -> None:
-        """Print a text that may have anybody's names in it."""
-        console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def title(self, world: int) -> str:
         """What a number of ranks is called."""

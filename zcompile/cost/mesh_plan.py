@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import math
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zcompile.cost.forecast import PrintedPlan, StepForecast
 from zcompile.cost.hardware import Hardware
-from zcompile.cost.memory import MemoryKind
 from zcompile.errors import OptionError
 
 
@@ -82,42 +81,13 @@ class ChoiceTexts:
     units: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class MeshForecast:
-    """What a step takes with one choice: of the rank that holds most, in bytes, and in seconds.
-
-    Attributes:
-        choice: What is asked for.
-        parameters: Bytes of that rank's shards.
-        optimizer: Bytes of two moments (Adam).
-        held: What is beside them at the peak.
-        seconds: Of a step, the optimizer's included.
-        idle_share: Of all ranks' time that in which they neither compute nor update, 0 to 1.
-        flops: Of a step on one device, what is computed again left out.
-    """
+@dataclass(frozen=True, kw_only=True)
+class MeshForecast(StepForecast):
+    """What a step takes with one choice: of the rank that holds most, in bytes, and in seconds."""
 
     choice: MeshChoice
-    parameters: int
-    optimizer: int
-    held: Mapping[MemoryKind, int]
-    seconds: float
     idle_share: float
-    flops: float
-
-    @property
-    def nbytes(self) -> int:
-        """The peak, everything included."""
-        return self.parameters + self.optimizer + sum(self.held.values())
-
-    @property
-    def rate(self) -> float:
-        """FLOP per second on each device."""
-        return self.flops / self.seconds if self.seconds else math.inf
-
-    def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak, by what they are for."""
-        held = {str(kind): nbytes for kind, nbytes in self.held.items()}
-        return {"shards": self.parameters, "optimizer state": self.optimizer, **held}
+    """Of all ranks' time that in which they neither compute nor update, 0 to 1."""
 
     def as_dict(self) -> dict[str, Any]:
         """What `zcompile plan --mesh auto --json` prints of it."""
@@ -130,17 +100,13 @@ class MeshForecast:
             "stages_per_rank": choice.stages_per_rank,
             "stage": choice.stage,
             "checkpoint": choice.checkpoint,
-            "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
-            "bytes": self.nbytes,
-            "bytes_by_kind": self.by_kind(),
-            "seconds": self.seconds,
-            "flops_per_second": self.rate,
+            **self.figures(choice.dtype),
             "idle_share": self.idle_share,
         }
 
 
 @dataclass(frozen=True, repr=False)
-class MeshPlan:
+class MeshPlan(PrintedPlan):
     """The fastest choice that fits on each mesh, the fastest mesh first; printed as a table.
 
     Attributes:
@@ -212,17 +178,9 @@ class MeshPlan:
     def __repr__(self) -> str:
         return f"<MeshPlan of {self.model}: {len(self.forecasts)} meshes; print it, or see .forecasts>"
 
-    def __str__(self) -> str:
-        out = io.StringIO()
-        self.print(Console(file=out, width=140))
-        return out.getvalue()
-
     def print(self, console: Console) -> None:
         """The table, and the lines that do what is recommended."""
-
-        def say(text: str) -> None:
-            console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
+        say = functools.partial(self._say, console)
         say(f"{self.model}: {self.parameters:,} parameters on {self.hardware.name}, {self.world} ranks")
         say(f"{self.global_batch} samples a step, at most {self.memory_limit / 1e9:.4g} GB a rank")
         if self.forecasts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -16,9 +16,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zcompile._torch import local_tensor, no_torch_function
+from zcompile._torch import has_step_pre_hooks, local_tensor, no_torch_function
 from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.errors import OptimizerError
+from zcompile.errors import OptimizerError, ParameterError
 from zcompile.model.sharding import Retired
 from zcompile.runtime.device import is_host
 from zcompile.runtime.gradients.local_steps import HookedStep, LocalSteps
@@ -191,3 +191,20 @@ def _called_by_scaler() -> bool:
 def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def check_before_step(parameters: Iterable[tuple[str, torch.Tensor]], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse a train step that would go wrong; `optimizers`: those that use gradients as they arrive.
+
+    Raises:
+        OptimizerError: one of them has a hook before its step, which would find no gradients.
+        ParameterError: a parameter has a gradient already.
+    """
+    for optimizer in optimizers:
+        if has_step_pre_hooks(optimizer):
+            problem = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
+            raise OptimizerError("optimizer", problem, "use a hook behind the step")
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            fix = "call optimizer.step() or zero_grad() before the train step"
+            raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)

@@ -13,17 +13,14 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from zcompile._torch import has_step_pre_hooks
 from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
 from zcompile.engine.metrics import FlatResults
-from zcompile.engine.optimizers import check_optimizers
+from zcompile.engine.optimizers import check_before_step, check_optimizers
 from zcompile.engine.reported import Reported
 from zcompile.engine.step_trace import CallSpec
 from zcompile.errors import (
     AgreementError,
-    OptimizerError,
-    ParameterError,
     StateError,
     ZcompileError,
     briefly,
@@ -213,16 +210,6 @@ class PipelinedStep(Savable, Reported):
         of = f"stages {stages} of {self.table.stages}, {self.table.microbatches} micro-batches"
         return f"PipelinedStep({type(self.model).__name__}, {of})"
 
-    def _check(self) -> None:
-        for optimizer in self.optimizers if self._updater is not None else ():
-            if has_step_pre_hooks(optimizer):
-                problem = f"{type(optimizer).__name__} has a hook before its step, which would find no gradients"
-                raise OptimizerError("optimizer", problem, "use a hook behind the step")
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                fix = "call optimizer.step() or zero_grad() before the train step"
-                raise ParameterError(name, "has a gradient already, which the train step would not add to its own", fix)
-
     def _told(self, act: Callable[[], Result]) -> Result:
         """What `act` gives; where it raises on this rank, the others, who would wait for it in the step, are told."""
         try:
@@ -235,7 +222,7 @@ class PipelinedStep(Savable, Reported):
         """The micro-batches of a step that can be taken."""
 
         def check() -> list[CallSpec]:
-            self._check()
+            check_before_step(self.model.named_parameters(), self.optimizers if self._updater is not None else ())
             return self._microbatches(batch, named, self._setup.flat)
 
         if self._made is None:  # all ranks come here for the first step

@@ -195,7 +195,15 @@ class MeshSearch:
         shape = one.pipeline, one.data, one.tensor, size, one.microbatches, one.schedule, one.stages_per_rank
         choice = MeshChoice(*shape, stage, None if one.checkpoint is None else "unit", self.dtype)
         most = found.fullest
-        return MeshForecast(choice, most.parameters, most.optimizer, most.held, found.seconds, found.idle_share, flops)
+        return MeshForecast(
+            choice=choice,
+            parameters=most.parameters,
+            optimizer=most.optimizer,
+            held=most.held,
+            seconds=found.seconds,
+            idle_share=found.idle_share,
+            flops=flops,
+        )
 
     @property
     def smallest(self) -> MeshForecast | None:

@@ -18,7 +18,8 @@ import torch
 
 from zcompile._torch import GivenCollectives, is_collective, prepare_inductor
 from zcompile.engine.region_cache import RegionCache
-from zcompile.errors import ReplayError
+from zcompile.errors import ParseError, ReplayError
+from zcompile.ir.parser import value_of
 from zcompile.ir.program import Program
 from zcompile.recording.archive import Archive, ArchivedRun
 from zcompile.recording.rebuilding import RecordedUnit, read_program, rebuilt, varying
@@ -310,7 +311,7 @@ class RunReplay:
         self.recorded = self.archive.calls(run)
         self.program, self.regions = replay.program(run)
         self.tracer = Tracer(self.program, run.phase, self.archive.device)
-        self.names: dict[str, Any] = {}
+        self.names: dict[str, Any] = {"box": None}
         self.units: dict[str, RecordedUnit] = {}
         self.function = function_of(self.archive, run)
 
@@ -385,7 +386,7 @@ class RunReplay:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _called(self, call: ast.Call, operation: str, recorded: Mapping[str, Any]) -> Any:
-        args = self._values(call.args)
+        args = self._value(ast.List(call.args, ast.Load(), lineno=call.lineno))
         if operation in GIVEN:
             result = rebuilt(recorded["gives"], self.program, self.replay.found)
             if operation == "unbox":
@@ -398,37 +399,17 @@ class RunReplay:
                     self.tracer.before(operation, args)
                 return self.regions[operation](args)
         if operation in _COMPUTED:
-            return _COMPUTED[operation](*args, **self._keywords(call))
+            return _COMPUTED[operation](*args, **{one.arg: self._value(one.value) for one in call.keywords if one.arg})
         if operation in ("reduce_scatter", "all_reduce") and isinstance(args[1], list):
             args[1].clear()
         return None
 
-    def _keywords(self, call: ast.Call) -> dict[str, Any]:
-        return {one.arg: self._value(one.value) for one in call.keywords if one.arg}
-
-    def _values(self, expressions: Sequence[ast.expr]) -> list[Any]:
-        values = []
-        for one in expressions:
-            if isinstance(one, ast.Starred):
-                values += self._value(one.value)
-            else:
-                values.append(self._value(one))
-        return values
-
     def _value(self, expression: ast.expr) -> Any:
-        match expression:
-            case ast.Name(id="box"):
-                return None
-            case ast.Name(id=name) if name in self.names:
-                return self.names[name]
-            case ast.Constant(value=value):
-                return value
-            case ast.List(elts=elements):
-                return self._values(elements)
-            case ast.Attribute(value=ast.Name(id="torch"), attr=name):
-                return dtype_named(name)
-        problem = f"{ast.unparse(expression)!r} is nothing that a line takes"
-        raise ReplayError(f"{self.file}, line {expression.lineno}", problem, _AGAIN)
+        try:
+            return value_of(expression, self.names)
+        except ParseError as error:
+            problem = f"{ast.unparse(expression)!r} is nothing that a line takes"
+            raise ReplayError(f"{self.file}, line {expression.lineno}", problem, _AGAIN) from error
 
     @contextlib.contextmanager
     def _collectives(self, recorded: Mapping[str, Any]) -> Iterator[None]:
@@ -458,7 +439,7 @@ class RunReplay:
             case ast.Assign(targets=[ast.Tuple(elts=elements)]):
                 for index, element in enumerate(elements):
                     if isinstance(element, ast.Starred):
-                        self.names[ast.unparse(element.value)] = result[index:]
+                        self.names[ast.unparse(element.value)] = list(result[index:])
                     else:
                         self.names[ast.unparse(element)] = result[index]
 
