@@ -59,7 +59,7 @@ ROOMS = {
     "pipelining": "ir cost facts model proof passes.common passes.pipelining runtime runtime.gradients schedule report "
     "engine state recording",
     "planning": "ir cost passes.common passes.pipelining schedule",
-    "torch_backend": "ir cost frontend model schedule runtime runtime.gradients engine",
+    "torch_backend": "ir frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
     "compiled": "ir model schedule runtime runtime.gradients engine state",
     "compile_model": "ir model schedule runtime engine compiled",

@@ -50,7 +50,7 @@ from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Member
 from zcompile.runtime.executor import all_reduce, fetch, offload, reduce_scatter, wait
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.offload.activation_shards import DeviceStorage, ShardStorage
+from zcompile.runtime.offload.activation_storage import DeviceStorage, ShardStorage
 from zcompile.runtime.offloaded_activations import OffloadedActivations
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.parts import part_of

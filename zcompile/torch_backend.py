@@ -9,7 +9,6 @@ and an optimizer over them is pointed at the shards when it first steps.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import weakref
@@ -35,12 +34,13 @@ from zcompile._torch import (
     retracing,
     tracing_context,
 )
-from zcompile.cost.timeline import Timeline
 from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
+from zcompile.engine.reported import Reported
+from zcompile.engine.reports import Reports
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
 from zcompile.frontend.links import linked
@@ -78,7 +78,7 @@ class _Known:
     placeholder: nn.Parameter
 
 
-class Backend:
+class Backend(Reported):
     """A backend for `torch.compile` that shards the parameters of what it compiles; made by `zcompile.backend`."""
 
     __name__ = "zcompile"
@@ -393,59 +393,13 @@ class Backend:
         """The rewritten programs in the order of their capture."""
         return self.engine.reports.programs
 
-    @property
-    def timeline(self) -> Timeline:
-        """Where the time of the last step went; see `CompiledModule.timeline`.
-
-        Raises:
-            ModelError: nothing was compiled so far.
-            TimelineError: no step has ended so far.
-        """
-        return self.engine.reports.timeline
-
-    @property
-    def timelines(self) -> list[Timeline]:
-        """The last four steps at most, oldest first; see `timeline`.
-
-        Raises:
-            ModelError: nothing was compiled so far.
-        """
-        return self.engine.reports.timelines
-
-    def record_timeline(self, *, device: bool) -> None:
-        """Record the CUDA stream too, or no longer; see `CompiledModule.record_timeline`.
-
-        Raises:
-            ModelError: nothing was compiled so far.
-            OptionError: the model is not on a CUDA device.
-        """
-        self.engine.reports.record_timeline(device=device)
-
     def shards(self) -> dict[str, nn.Parameter]:
         """The shards by name, as far as graphs have brought them."""
         shards = self._engine.runtime.shards.values() if self._engine else ()
         return {name: param for unit in shards for name, param in unit.parameters.items()}
 
-    def explain(self) -> str:
-        """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps."""
-        return self.engine.reports.explain()
-
-    def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write every program under `folder`, on the mesh's first rank only; see `zcompile.report.dumps`."""
-        self.engine.reports.dump(folder)
-
-    def record(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
-        """Keep what programs are given and receive, for `zcompile replay`; see `CompiledModule.record`.
-
-        Raises:
-            ModelError: nothing was compiled so far.
-            OptionError: the folder cannot be written, has files that are no recording's; or one is being made.
-        """
-        return self.engine.runtime.recordings.into(folder)
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write a page of HTML on the programs; see `CompiledModule.report`."""
-        self.engine.reports.report(path)
+    def _shown(self) -> Reports:
+        return self.engine.reports
 
 
 def backend(

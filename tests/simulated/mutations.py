@@ -50,7 +50,7 @@ PIECES = ("stage 3, bf16, pieces", "stage 3, large, pieces")
 AWAY, PUT, STATE = (f"runtime/offload/{name}.py" for name in ("host_shards", "activation_storage", "optimizer_host"))
 EXECUTOR, GPUS, WORK = (f"runtime/{name}.py" for name in ("executor", "backend_collectives", "async_work"))
 DELIVERY, UPDATES = (f"runtime/gradients/{name}.py" for name in ("delivery", "updates"))
-ARENA, PARTS = "runtime/arena.py", "runtime/offload/activation_shards.py"
+ARENA, PARTS = "runtime/arena.py", "runtime/offload/activation_storage.py"
 LINKS = "runtime/stage_links.py"
 UNLESS_IT_FAILS = "except NotImplementedError:\n            raise\n        else:"
 """In place of `finally:`."""

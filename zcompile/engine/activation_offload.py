@@ -9,8 +9,7 @@ from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.ir.ops import Group, OffloadStore
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator
-from zcompile.runtime.offload.activation_shards import DeviceStorage, ShardStorage
-from zcompile.runtime.offload.activation_storage import DiskStorage, HostStorage
+from zcompile.runtime.offload.activation_storage import DeviceStorage, DiskStorage, HostStorage, ShardStorage
 from zcompile.runtime.offloaded_activations import ActivationStorage, OffloadedActivations
 from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.schedule.options import Options

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zcompile.engine.interpreter import in_large_frame
@@ -29,7 +30,6 @@ from zcompile.ir.program import Program
 from zcompile.model.tensor_kinds import check_kinds
 from zcompile.model.tensor_parallel import check_replicated
 from zcompile.pipelining.action_tables import action_table
-from zcompile.pipelining.clipping import clip_together, deliver
 from zcompile.pipelining.evaluation import Evaluations
 from zcompile.pipelining.first_step import ReadyStep, StepSetup, prepare
 from zcompile.pipelining.microbatches import SAME_DATA, digest_of, microbatches_of
@@ -39,8 +39,10 @@ from zcompile.pipelining.reports import PipelineReports
 from zcompile.runtime.agreement import preflight_barrier, propagate_failure
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.executor import Gradients, InsideAverages
+from zcompile.runtime.gradients.delivery import run_hooks
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import ranks_of
+from zcompile.runtime.stage_links import StageLinks
 from zcompile.state.model_state import ModelState
 from zcompile.state.savable import Savable
 
@@ -263,3 +265,39 @@ class PipelinedStep(Savable, Reported):
             problem = "is not divided yet: that happens at the first step, which traces the model"
             raise StateError("model", problem, "call step.prepare(*batch) before, with any batch")
         return self._made.state
+
+
+def deliver(gradients: Sequence[Gradients | InsideAverages]) -> list[nn.Parameter]:
+    """Put averaged gradients into `.grad`; gives the parameters that have one now."""
+    found, home = [], [one if isinstance(one, Gradients) else one.gradients() for one in gradients]
+    for memory in {one.shards.memory for one in home}:
+        memory.landed()
+    for one in home:
+        for name, tensor in one.tensors.items():
+            parameter = one.shards.parameters[name]
+            parameter.grad = one.shards.gradient(name, tensor)
+            run_hooks(parameter)
+            found.append(parameter)
+    return found
+
+
+@torch.no_grad()
+def clip_together(parameters: Sequence[nn.Parameter], links: StageLinks, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of all stages so that they have at most the norm `max_norm` together. Collective.
+
+    Gives their 2-norm before, a tensor without dimensions on the device, the same on all ranks.
+    """
+    # Beside tensor parallelism some are plain tensors, and torch takes these and DTensors apart.
+    kinds = [[one for one in parameters if isinstance(one.grad, DTensor) is kind] for kind in (True, False)]
+    total = torch.zeros((), device=links.device)
+    for some in filter(None, kinds):  # the norm of none is a number on the host
+        norm = nn.utils.get_total_norm([one.grad for one in some if one.grad is not None])
+        own = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total += own.to(links.device, torch.float32).square()
+    if links.size > 1:
+        with links.waits.explained("the norm of all gradients"):
+            dist.all_reduce(total, group=links.group)
+    total = total.sqrt_()
+    for some in filter(None, kinds):
+        nn.utils.clip_grads_with_norm_(some, max_norm, total)
+    return total

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from zcompile.cost.memory import MemoryKind
 from zcompile.ir.actions import Action, ActionKind
 from zcompile.passes.pipelining.unroll_microbatches import IN_FLIGHT
-from zcompile.planning.divided import WEIGHTS, DividedPipeline, StageCost
-from zcompile.planning.unit_layouts import UnitLayout
+from zcompile.planning.divided import WEIGHTS, DividedPipeline, StageCost, UnitLayout
 
 
 def most_held(divided: DividedPipeline, rank: int, limit: float = math.inf) -> dict[MemoryKind, int]:

@@ -66,8 +66,7 @@ def prove_command(
 
     Exits with 1 where something else is computed, and says at which line; with 3 where something was not read.
     """
-    from zcompile.proof.dumps import MANIFEST, TRUSTED, ProofVerdict, prove_dump, rank_folders
-    from zcompile.proof.together import prove_together
+    from zcompile.proof.dumps import MANIFEST, TRUSTED, ProofVerdict, prove_dump, prove_together, rank_folders
 
     ranks = {} if (folder / MANIFEST).exists() else rank_folders(folder)
     homes = [(f"{home.name}/", home, rank) for rank, home in ranks.items()] or [("", folder, 0)]
