@@ -30,8 +30,7 @@ from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.axes import decimal_bytes, human_seconds, ticks
 from zcompile.report.charts import memory_curve, step_chart
 from zcompile.report.pages import coloured
-from zcompile.report.plan_chart import name_of, plan_chart
-from zcompile.report.plan_page import plan_page_text
+from zcompile.report.plan_page import name_of, plan_chart, plan_page_text
 from zcompile.report.program_page import _changes, page_text
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal

@@ -20,8 +20,7 @@ from zcompile.engine.calls.interceptors import taken_out
 from zcompile.engine.engine import Engine
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import watch_optimizers
-from zcompile.engine.reported import Reported
-from zcompile.engine.reports import Reports
+from zcompile.engine.reports import Reported, Reports
 from zcompile.engine.state_places import shard_memory
 from zcompile.errors import ModelError, ParameterError, StateError
 from zcompile.ir.layout import Layout

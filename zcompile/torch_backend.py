@@ -39,8 +39,7 @@ from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
-from zcompile.engine.reported import Reported
-from zcompile.engine.reports import Reports
+from zcompile.engine.reports import Reported, Reports
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
 from zcompile.frontend.links import linked

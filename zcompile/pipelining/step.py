@@ -18,7 +18,7 @@ from zcompile.engine.interpreter import in_large_frame
 from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
 from zcompile.engine.metrics import FlatResults
 from zcompile.engine.optimizers import check_before_step, check_optimizers
-from zcompile.engine.reported import Reported
+from zcompile.engine.reports import Reported
 from zcompile.engine.step_trace import CallSpec
 from zcompile.errors import (
     AgreementError,

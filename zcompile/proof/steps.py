@@ -19,8 +19,7 @@ from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import memory_of_values, root_of
 from zcompile.ir.tensor_type import dtype_text
-from zcompile.proof.operations import AFTER, OperationTerms, UnknownOperationError
-from zcompile.proof.regions import Regions, draw
+from zcompile.proof.operations import AFTER, OperationTerms, Regions, UnknownOperationError, draw
 from zcompile.proof.terms import Terms
 
 PARAMETER, UPDATED, INPUT, CONSTANT_TENSOR = "parameter", "updated parameter", "input", "tensor"

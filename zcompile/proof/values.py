@@ -24,8 +24,7 @@ from zcompile.ir.ops import Communication, Input, Parameter
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import shared_results
 from zcompile.ir.side_effects import is_collective, is_opaque
-from zcompile.proof.operations import UnknownOperationError
-from zcompile.proof.regions import Regions
+from zcompile.proof.operations import Regions, UnknownOperationError
 from zcompile.proof.rules import CONSTANT, LIST, Key, Rule
 from zcompile.proof.steps import HELD_BACK, StepTerms, Value, average_of
 from zcompile.proof.terms import ITEM, Terms, parted, term_text
