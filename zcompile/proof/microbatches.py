@@ -15,26 +15,24 @@ are averaged; the sum is averaged over all others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from zcompile.facts.fact import Fact, Violation, label
-from zcompile.ir.layout import Layout
+from zcompile.facts.fact import Violation, label
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Input, Kind, Receive, Send
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_opaque
 from zcompile.ir.spelling import counted
 from zcompile.proof.operations import UnknownOperationError
-from zcompile.proof.rules import Rule
 from zcompile.proof.steps import INPUT, StepTerms, average_of, inside_of, outside_of, sum_of
 from zcompile.proof.terms import DRAW, term_text
-from zcompile.proof.values import TracedTerms
+from zcompile.proof.values import ExpectedValues
 
 Values = Mapping[int, int]
 """By a term of the traced step, what that is for one micro-batch."""
@@ -62,20 +60,17 @@ class SharedParameter:
 
 
 @dataclass(frozen=True)
-class RankValues:
-    """What the programs that passes make of a rank's step have to compute.
+class RankValues(ExpectedValues):
+    """What programs of a rank's step have to compute; the traced step is of one micro-batch, `layout` of its own units.
 
     Attributes:
-        terms: The terms of the traced step, of one micro-batch.
-        layout: How the rank's programs are laid out: with its own units alone.
         microbatches: How many there are.
         results: What its programs return, in order: results of the traced step by number, and of which micro-batch.
         received: Names of the values that other ranks send, and how many of its stages are sent each.
         draws: What each random draw is, in order: of which micro-batch, and the number of the traced one.
     """
 
-    terms: TracedTerms
-    layout: Layout
+    claim = "values of each micro-batch as they were traced"
     microbatches: int
     results: tuple[tuple[int, int], ...]
     received: Mapping[str, int]
@@ -87,16 +82,6 @@ class RankValues:
     """By the number of each result that is the new value of a buffer, which input that is."""
     writes: tuple[tuple[int, int], ...] = ()
     """What its programs write to buffers, in order: the result that is the new value, and of which micro-batch."""
-
-    def modulo(self, rules: Sequence[Rule]) -> RankValues:
-        """The same where these rules say what counts as equal, too."""
-        every = tuple(dict.fromkeys((*self.terms.rules, *rules)))
-        return self if every == self.terms.rules else replace(self, terms=TracedTerms(self.terms.traced, every))
-
-    @property
-    def fact(self) -> Fact:
-        named = f" modulo {', '.join(rule.name for rule in self.terms.rules)}" if self.terms.rules else ""
-        return Fact(f"values of each micro-batch as they were traced{named}", self.violations)
 
     def violations(self, program: Program) -> Iterator[Violation]:
         """Where `program` computes, sends or returns something else than was traced."""
@@ -196,21 +181,6 @@ class RankValues:
         return [node for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
 
     # -- comparisons ------------------------------------------------------------------------------------------------
-
-    def _mistaken_claims(self, program: Program) -> Iterator[Violation]:
-        traced, layout = self.terms.traced, program.layout
-        unused = {*layout.trainable} - traced.results.gradients.keys()
-        if program.unused != unused:
-            name = min(program.unused ^ unused)
-            yield Violation(None, f"{name} is said to be {'unused' if name in program.unused else 'used'}; it is not")
-        for what in ("stage", "axes", "away", "hybrid"):
-            if getattr(layout, what) != getattr(self.layout, what):
-                yield Violation(
-                    None, f"the {what} of the layout: {getattr(layout, what)}; want {getattr(self.layout, what)}"
-                )
-        found, wanted = ([(unit.name, unit.params) for unit in one.units] for one in (layout, self.layout))
-        if found != wanted:
-            yield Violation(None, "the units are not those of this rank's stages")
 
     def _written(self, step: StepTerms) -> Iterator[Violation]:
         """What is written in place is what was, of each micro-batch in its order."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from torch import fx
 
@@ -72,24 +72,19 @@ class TracedTerms:
 
 
 @dataclass(frozen=True)
-class TracedValues:
+class ExpectedValues:
     """What programs that passes make of a traced step have to compute.
 
     Attributes:
         terms: The terms of the traced step.
         layout: How programs are laid out.
-        holds_back: True for programs that hold gradients back, for backwards under `no_sync`.
     """
 
     terms: TracedTerms
     layout: Layout
-    holds_back: bool = False
+    claim: ClassVar[str] = "values as they were traced"
 
-    @classmethod
-    def of(cls, traced: Program) -> TracedValues:
-        return cls(TracedTerms(traced), traced.layout)
-
-    def modulo(self, rules: Sequence[Rule]) -> TracedValues:
+    def modulo(self, rules: Sequence[Rule]) -> Self:
         """The same where these rules say what counts as equal, too."""
         every = tuple(dict.fromkeys((*self.terms.rules, *rules)))
         return self if every == self.terms.rules else replace(self, terms=TracedTerms(self.terms.traced, every))
@@ -97,11 +92,48 @@ class TracedValues:
     @property
     def fact(self) -> Fact:
         named = f" modulo {', '.join(rule.name for rule in self.terms.rules)}" if self.terms.rules else ""
-        return Fact(f"values as they were traced{named}", self.violations)
+        return Fact(f"{self.claim}{named}", self.violations)
+
+    def violations(self, program: Program) -> Iterator[Violation]:
+        """Where `program` computes something else than was traced, or says what does not hold."""
+        raise NotImplementedError
+
+    def _mistaken_claims(self, program: Program) -> Iterator[Violation]:
+        """What does not hold of what a program says of its parameters and its layout."""
+        layout = program.layout
+        unused = {*layout.trainable} - self.terms.traced.results.gradients.keys()
+        if program.unused != unused:
+            name = min(program.unused ^ unused)
+            yield Violation(None, f"{name} is said to be {'unused' if name in program.unused else 'used'}; it is not")
+        for what in ("stage", "axes", "away", "hybrid"):
+            if (found := getattr(layout, what)) != (wanted := getattr(self.layout, what)):
+                yield Violation(None, f"the {what} of the layout: {_said(found)}; the traced step has {_said(wanted)}")
+        for unit, wanted in zip(layout.units, self.layout.units, strict=False):
+            if (unit.name, unit.params) != (wanted.name, wanted.params):
+                yield Violation(None, f"the parameters of {unit.name} are not those that {wanted.name} was traced with")
+        if len(layout.units) != len(self.layout.units):
+            yield Violation(None, f"{len(layout.units)} units; the traced step has {len(self.layout.units)}")
+
+
+@dataclass(frozen=True)
+class TracedValues(ExpectedValues):
+    """What programs of a whole step have to compute.
+
+    Attributes:
+        holds_back: True for programs that hold gradients back, for backwards under `no_sync`.
+    """
+
+    holds_back: bool = False
+
+    @classmethod
+    def of(cls, traced: Program) -> TracedValues:
+        return cls(TracedTerms(traced), traced.layout)
 
     def violations(self, program: Program) -> Iterator[Violation]:
         """Where `program` computes something else than was traced, or says what does not hold."""
         yield from self._mistaken_claims(program)
+        if _inputs(program) != _inputs(self.terms.traced):
+            yield Violation(None, "the inputs are not those of the traced step, in their order")
         try:
             step = StepTerms(program, self.terms.step.regions)
         except UnknownOperationError as error:
@@ -116,25 +148,6 @@ class TracedValues:
         yield from self._untraced(step)
         yield from self._not_replicated(step)
         yield from self._newly_shared(program)
-
-    # -- what is said beside a program ----------------------------------------------------------------------------
-
-    def _mistaken_claims(self, program: Program) -> Iterator[Violation]:
-        traced, layout = self.terms.traced, program.layout
-        unused = {*self.layout.trainable} - traced.results.gradients.keys()
-        if program.unused != unused:
-            name = min(program.unused ^ unused)
-            yield Violation(None, f"{name} is said to be {'unused' if name in program.unused else 'used'}; it is not")
-        for what in ("stage", "axes", "away", "hybrid"):
-            if (found := getattr(layout, what)) != (wanted := getattr(self.layout, what)):
-                yield Violation(None, f"the {what} of the layout: {_said(found)}; the traced step has {_said(wanted)}")
-        for unit, wanted in zip(layout.units, self.layout.units, strict=False):
-            if (unit.name, unit.params) != (wanted.name, wanted.params):
-                yield Violation(None, f"the parameters of {unit.name} are not those that {wanted.name} was traced with")
-        if len(layout.units) != len(self.layout.units):
-            yield Violation(None, f"{len(layout.units)} units; the traced step has {len(self.layout.units)}")
-        if _inputs(program) != _inputs(traced):
-            yield Violation(None, "the inputs are not those of the traced step, in their order")
 
     def _untraced(self, step: StepTerms) -> Iterator[Violation]:
         """Operations that may do more than their schema says, and were not traced with what they are given."""
