@@ -36,8 +36,9 @@ from benchmarks.memory import MIB, OUTPUT, SIZES
 from benchmarks.protocol import Sizes
 from benchmarks.team import ROOT
 from benchmarks.workload import batch, make_model
-from zcompile._torch import partitioner_budget, tree_map_only
 from zcompile.cost.roofline import FORMULAS, flops_of
+from zcompile.torch_internals.aot_autograd import partitioner_budget
+from zcompile.torch_internals.pytree import tree_map_only
 
 BUDGETS = 10
 SHARES = tuple(share / 10 for share in range(11))

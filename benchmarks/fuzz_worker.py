@@ -38,7 +38,7 @@ from benchmarks.fuzz_oracle import (
     steps_of,
 )
 from benchmarks.random_models import BREAKING, heads_of, make_model
-from zcompile._torch import BackendCompilerFailed
+from zcompile.torch_internals.dynamo import BackendCompilerFailed
 
 Found = Mapping[str, Tensor | None]
 

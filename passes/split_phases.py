@@ -19,14 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from zcompile._torch import (
-    default_partition,
-    min_cut_rematerialization_partition,
-    partitioning,
-    random_state,
-    replayed_random,
-    saved_random,
-)
 from zcompile.ir.operation import Data, Phase, data, has_data, set_data
 from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter, Results
 from zcompile.ir.parameter_views import derived_values, is_view
@@ -34,6 +26,8 @@ from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.side_effects import is_random
 from zcompile.ir.tensor_type import TensorType
+from zcompile.torch_internals.aot_autograd import default_partition, min_cut_rematerialization_partition, partitioning
+from zcompile.torch_internals.operators import random_state, replayed_random, saved_random
 
 _PARTITIONS: dict[str, Callable[..., tuple[fx.GraphModule, fx.GraphModule]]] = {
     "default": default_partition,

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from zcompile import errors
-from zcompile._torch import default_store, group_timeout, is_fake
 from zcompile.errors import AgreementError, GroupError, StateError, ZcompileError
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.waits import Waits, named
+from zcompile.torch_internals.distributed import default_store, group_timeout, is_fake
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zcompile._torch import keeps_graph
 from zcompile.ir.packing import aligned
 from zcompile.runtime.device import stream_number
+from zcompile.torch_internals.autograd import keeps_graph
 
 
 class Loan:

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile._torch import close_connections, gather_group, gather_together, gloo_of, group_timeout, reduce_together
 from zcompile.runtime.async_work import AllWork, AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.collectives import Collectives, Member, Piece
 from zcompile.runtime.device import backend_of, current_stream, is_gpu, is_host, new_stream, on_stream
 from zcompile.runtime.low_precision import decode, encode, mean_of, padded_rows, parts_of
 from zcompile.runtime.stream_watch import StreamWatch
+from zcompile.torch_internals.distributed import (
+    close_connections,
+    gather_group,
+    gather_together,
+    gloo_of,
+    group_timeout,
+    reduce_together,
+)
 
 # torch 2.13 renamed both; the old names warn there, and 2.11 lacks the new ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

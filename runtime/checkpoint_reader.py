@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from zcompile._torch import METADATA_TYPES
 from zcompile.errors import StateError
+from zcompile.torch_internals.modules import METADATA_TYPES
 
 _FIX = "load what torch.distributed.checkpoint.save or compiled.save_checkpoint wrote"
 

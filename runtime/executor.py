@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import add_all
 from zcompile.ir.layout import Param, Unit
 from zcompile.ir.wire import message_places, secondary_bytes, shard_wire_bytes
 from zcompile.runtime.arena import ActivationStack, Places
@@ -25,6 +24,7 @@ from zcompile.runtime.offloaded_activations import Arrival, OffloadedActivations
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.shards import Full, Secondary, UnitShards
 from zcompile.runtime.stage_links import Receiving, Sending, receive, send
+from zcompile.torch_internals.distributed import add_all
 
 Arrivals = list[tuple[list[int], torch.Tensor, AsyncWork | None]]
 """Per message the parameters that it is of, where it arrives, and what brings it, if it has to come."""

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile._torch import close_connections
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, TrafficMeter
 from zcompile.runtime.collectives import Collectives, Member, Piece, Shared
 from zcompile.runtime.low_precision import decode, encode, mean_of, padded_rows, parts_of
 from zcompile.runtime.waits import RankLost
+from zcompile.torch_internals.distributed import close_connections
 
 _TAG = 1 << 30
 """In the tags of all messages between ranks, to tell them from the user's own on the same group."""

@@ -11,16 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcompile._torch import (
-    backend_name,
-    connect_hosts,
-    flattened,
-    forget_meshes,
-    gloo_of,
-    group_timeout,
-    is_fake,
-    root_mesh,
-)
 from zcompile.errors import GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
 from zcompile.ir.layout import Hybrid
@@ -32,6 +22,8 @@ from zcompile.runtime.device import HOST, NCCL, backend_of, gpu_count, gpu_kind,
 from zcompile.runtime.gloo_collectives import GlooCollectives
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.waits import Waits
+from zcompile.torch_internals.distributed import backend_name, connect_hosts, gloo_of, group_timeout, is_fake
+from zcompile.torch_internals.dtensor import flattened, forget_meshes, root_mesh
 
 
 class AxisCommunicator:

@@ -18,12 +18,12 @@ from typing import NoReturn
 import torch
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import outside_modes
 from zcompile.errors import AgreementError
 from zcompile.runtime.collectives import Shared
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
 from zcompile.runtime.waits import named
+from zcompile.torch_internals.dispatch import outside_modes
 
 NUMBERS = 8
 """Numbers of a message that say where a rank is."""

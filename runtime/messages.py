@@ -10,11 +10,11 @@ import itertools
 
 import torch
 
-from zcompile._torch import chunk_cat, copy_all
 from zcompile.ir.layout import Param
 from zcompile.runtime.arena import Places
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.groups import AxisCommunicator
+from zcompile.torch_internals.distributed import chunk_cat, copy_all
 
 
 def sent_in_place(

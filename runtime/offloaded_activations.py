@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zcompile._torch import keeps_graph
 from zcompile.errors import StateError
+from zcompile.torch_internals.autograd import keeps_graph
 
 
 @dataclass(frozen=True)

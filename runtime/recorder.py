@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from zcompile._torch import profiler_runs
 from zcompile.runtime.device import timed_event
+from zcompile.torch_internals.autograd import profiler_runs
 
 KEPT = 4
 """How many steps are kept once they have ended."""

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from zcompile._torch import backward_number, local_tensor, no_torch_function, version_of
 from zcompile.ir.layout import Param, Unit
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.low_precision import as_sent, encode_shards
@@ -26,6 +25,9 @@ from zcompile.runtime.shard_memory import ShardMemory, aligned_end
 from zcompile.runtime.tensors.explained import explain, laid_out_like
 from zcompile.runtime.tensors.parameter import ShardedParameter, sharded
 from zcompile.runtime.tensors.placement import ModelParallel, Placing, along
+from zcompile.torch_internals.autograd import backward_number, version_of
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.dtensor import local_tensor
 
 
 class Full:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zcompile._torch import backend_name, close_connections, gloo_of, is_fake
 from zcompile.ir.tensor_type import TensorType
 from zcompile.runtime.async_work import AsyncWork, HostWork, Progress, StreamWork
 from zcompile.runtime.device import HOST, backend_of, is_host
@@ -29,6 +28,7 @@ from zcompile.runtime.gloo_collectives import of_rank
 from zcompile.runtime.groups import Communicator, connected_hosts
 from zcompile.runtime.recorder import Message, Span
 from zcompile.runtime.waits import Waits
+from zcompile.torch_internals.distributed import backend_name, close_connections, gloo_of, is_fake
 
 _TAG = 1 << 28
 """In the tags of all messages between stages; those of collectives have higher bits (`runtime.gloo_collectives`)."""

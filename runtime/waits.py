@@ -24,8 +24,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zcompile._torch import default_store, is_fake
 from zcompile.errors import AgreementError, GroupError, ZcompileError
+from zcompile.torch_internals.distributed import default_store, is_fake
 
 T = TypeVar("T")
 

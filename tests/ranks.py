@@ -142,8 +142,8 @@ def _work(connection: Connection, size: int, on: Device, number: int, log: str) 
 
     from tests.shared_steps import sharing_steps
     from tests.shared_traces import sharing
-    from zcompile._torch import forget_meshes
     from zcompile.engine.interpreter import in_large_frame
+    from zcompile.torch_internals.dtensor import forget_meshes
 
     torch.set_num_threads(1)
     garbage = Collector()

@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from zcompile._torch import is_symbolic, keeps_graph, tree_leaves, tree_map_only
 from zcompile.engine.calls.fragments import Fragment
 from zcompile.engine.calls.interceptors import MethodInterceptor
 from zcompile.engine.interception import Traced, intercepting
@@ -34,6 +33,9 @@ from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input, Kind, Parameter
 from zcompile.ir.program import Program
 from zcompile.schedule.pipeline import Journal
+from zcompile.torch_internals.autograd import keeps_graph
+from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
+from zcompile.torch_internals.sizes import is_symbolic
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 Key = tuple[Any, ...]

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from zcompile import OptionError
-from zcompile._torch import pipeline_order
 from zcompile.ir.actions import Action, ActionKind, ActionTable
 from zcompile.pipelining.action_tables import SCHEDULES, action_table
+from zcompile.torch_internals.distributed import pipeline_order
 
 TORCH = {"gpipe": ("GPipe", 1), "1f1b": ("1F1B", 1), "interleaved1f1b": ("Interleaved1F1B", 2)}
 TORCH |= {"interleavedzerobubble": ("InterleavedZeroBubble", 1), "zbvzerobubble": ("ZBVZeroBubble", 2)}

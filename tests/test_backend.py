@@ -26,8 +26,8 @@ from tests.compare import full
 from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import torch_backend
-from zcompile._torch import BackendCompilerFailed, modules_given_to
 from zcompile.torch_backend import compiler
+from zcompile.torch_internals.dynamo import BackendCompilerFailed, modules_given_to
 
 Values = dict[str, torch.Tensor]
 

@@ -26,7 +26,7 @@ from tests.cases import diagonal, quickly
 from tests.compare import full
 from tests.models import GPT, batch
 from tests.ranks import AT_ONCE, Ranks
-from zcompile._torch import default_store
+from zcompile.torch_internals.distributed import default_store
 
 Call = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 

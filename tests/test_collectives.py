@@ -7,13 +7,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import Ranks
-from zcompile._torch import gloo_of
 from zcompile.runtime import gloo_collectives
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.backend_collectives import BackendCollectives
 from zcompile.runtime.collectives import Collectives, Member
 from zcompile.runtime.gloo_collectives import GlooCollectives
 from zcompile.runtime.waits import Waits
+from zcompile.torch_internals.distributed import gloo_of
 
 HOST = torch.device("cpu")
 

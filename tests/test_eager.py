@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import zcompile
 from tests.cases import quickly
 from tests.threads import Threads
-from zcompile._torch import FakeTensorMode
 from zcompile.engine.eager_regions import fit_kernels
+from zcompile.torch_internals.sizes import FakeTensorMode
 
 aten = torch.ops.aten
 

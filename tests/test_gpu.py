@@ -19,7 +19,7 @@ import zcompile
 from tests.compare import full
 from tests.models import batch, make
 from tests.test_fragments import make as make_broken
-from zcompile._torch import local_tensor
+from zcompile.torch_internals.dtensor import local_tensor
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-3

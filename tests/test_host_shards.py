@@ -19,7 +19,6 @@ from tests.models import batch, make
 from tests.threads import Threads
 from zcompile import GroupError, OptionError
 from zcompile import compile_model as compiling
-from zcompile._torch import local_tensor
 from zcompile.cost.memory import peak_bytes
 from zcompile.engine.optimizers import _beside
 from zcompile.ir.layout import Layout, Param
@@ -27,6 +26,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.shards import shard_bytes
 from zcompile.runtime.tensors.placement import along
+from zcompile.torch_internals.dtensor import local_tensor
 
 
 class WatchedHost(HostShards):

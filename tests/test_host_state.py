@@ -13,8 +13,8 @@ import zcompile
 from tests.models import batch, make
 from tests.test_train_step import OPTIMIZERS, grouped
 from tests.threads import Threads
-from zcompile._torch import local_tensor
 from zcompile.runtime.offload.optimizer_host import HostState
+from zcompile.torch_internals.dtensor import local_tensor
 
 
 def hosted(step: zcompile.TrainStep) -> HostState:

@@ -39,7 +39,6 @@ from tests.index_layouts import (
     wrong,
 )
 from tests.ranks import Ranks
-from zcompile._torch import local_tensor
 from zcompile.ir.axis import axes_of
 from zcompile.ir.layout import STAGES, Param, Unit
 from zcompile.model.sharding import shard_model
@@ -55,6 +54,7 @@ from zcompile.runtime.offloaded_activations import OffloadedActivations
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.parts import part_of
 from zcompile.runtime.tensors.placement import ModelParallel
+from zcompile.torch_internals.dtensor import local_tensor
 
 LOW = (torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "transposed", "strided", "expanded", "none")

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import zcompile
 from tests.cases import diagonal, quickly
 from tests.ranks import Ranks
-from zcompile._torch import TorchDispatchMode, tree_map_only
+from zcompile.torch_internals.dispatch import TorchDispatchMode
+from zcompile.torch_internals.pytree import tree_map_only
 
 
 def plain() -> nn.Sequential:

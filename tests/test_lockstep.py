@@ -19,8 +19,8 @@ from tests.cases import diagonal, quickly
 from tests.models import batch, make
 from tests.pipelines import batch_of, loss_of, mesh_of, model_of
 from tests.ranks import AT_ONCE, Ranks
-from zcompile._torch import FakeTensorMode
 from zcompile.runtime.optimizer_settings import OptimizerSettings, difference
+from zcompile.torch_internals.sizes import FakeTensorMode
 
 FAULTS = ("evaluation", "forward", "backward", "step", "train step")
 

@@ -13,10 +13,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
-from zcompile._torch import compile_with_inductor, is_symbolic, prepare_inductor
 from zcompile.engine.region_cache import RegionCache, spread
 from zcompile.ir.region import Region
 from zcompile.runtime.loader import load
+from zcompile.torch_internals.inductor import compile_with_inductor, prepare_inductor
+from zcompile.torch_internals.sizes import is_symbolic
 
 
 def test_few_neighbouring_ranks_begin_far_apart() -> None:

@@ -16,10 +16,10 @@ import zcompile
 from tests.cases import quickly
 from tests.models import GPT, batch
 from tests.ranks import Ranks
-from zcompile._torch import tree_leaves
 from zcompile.cost.memory import model_state
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.runtime import executor, loader
+from zcompile.torch_internals.pytree import tree_leaves
 
 WORLD = 2
 

@@ -17,7 +17,7 @@ from tests.models import batch, make
 from tests.ranks import Ranks
 from tests.test_train_step import OPTIMIZERS, grouped
 from tests.threads import Threads
-from zcompile._torch import local_tensor
+from zcompile.torch_internals.dtensor import local_tensor
 
 
 def trained(rank: int, kind: str, optimizer: str, stage: int, folder: str | None) -> list[torch.Tensor]:

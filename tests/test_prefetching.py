@@ -9,7 +9,6 @@ from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, at_stage, parsed
 from tests.ranks import Ranks
 from zcompile import OptionError
-from zcompile._torch import FakeTensorMode
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import peak_bytes
 from zcompile.cost.simulator import step_seconds
@@ -21,6 +20,7 @@ from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.schedule.option_checks import bytes_of
 from zcompile.schedule.pipeline import Pass, Pipeline
 from zcompile.schedule.prefetch import LEAST_PACKED, Schedule, choose, fit
+from zcompile.torch_internals.sizes import FakeTensorMode
 
 LINE = Hardware.of(flops=1e9, memory_bandwidth=1e18, bandwidth=1e6)
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from zcompile._torch import FakeTensorMode
 from zcompile.frontend.program_bytes import NotStorableError, dumped, loaded
+from zcompile.torch_internals.sizes import FakeTensorMode
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import zcompile
 from tests.cases import quickly
-from zcompile._torch import tree_leaves
+from zcompile.torch_internals.pytree import tree_leaves
 
 CALLS = 12
 

@@ -16,8 +16,8 @@ from tests.ranks import Ranks
 from tests.test_offload import is_mapped
 from tests.threads import Threads
 from zcompile import OptionError, StateError
-from zcompile._torch import local_tensor
 from zcompile.runtime.offload.host_shards import ShardFile
+from zcompile.torch_internals.dtensor import local_tensor
 
 
 def trained(rank: int, kind: str, folder: str | None, options: dict[str, Any]) -> list[torch.Tensor]:

@@ -26,8 +26,8 @@ from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import AT_ONCE, Ranks
 from zcompile import StateError
-from zcompile._torch import close_connections, default_store, gloo_of
 from zcompile.state import checkpoint
+from zcompile.torch_internals.distributed import close_connections, default_store, gloo_of
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 SAVED, MORE = 2, 3

@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import zcompile
 from tests.cases import quickly
-from zcompile._torch import FakeTensorMode, compile_with_inductor, force_stride_order
 from zcompile.engine.region_strides import keep_strides
+from zcompile.torch_internals.inductor import compile_with_inductor, force_stride_order
+from zcompile.torch_internals.sizes import FakeTensorMode
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
 

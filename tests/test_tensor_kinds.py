@@ -11,8 +11,8 @@ from torch import nn
 
 import zcompile
 from zcompile import ModelError
-from zcompile._torch import tree_map_only
 from zcompile.tools.tracing import trace
+from zcompile.torch_internals.pytree import tree_map_only
 
 aten = torch.ops.aten
 

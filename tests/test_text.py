@@ -18,7 +18,6 @@ from tests.cases import quickly
 from tests.models import batch, make
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, joined
 from zcompile import ParseError, Program
-from zcompile._torch import local_tensor
 from zcompile.cost.dag import dag
 from zcompile.cost.hardware import Hardware
 from zcompile.ir.operation import Phase, data
@@ -27,6 +26,7 @@ from zcompile.ir.printer import region_text
 from zcompile.ir.tensor_type import Dim, TensorType
 from zcompile.runtime.loader import load
 from zcompile.schedule.pipeline import Journal
+from zcompile.torch_internals.dtensor import local_tensor
 
 KINDS = ("gpt", "mlp", "conv")
 

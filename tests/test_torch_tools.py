@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 import zcompile
 from tests.models import batch, make
 from tests.ranks import Ranks
-from zcompile._torch import compiled_autograd, local_tensor
 from zcompile.cost.line_calls import lines_of
+from zcompile.torch_internals.autograd import compiled_autograd
+from zcompile.torch_internals.dtensor import local_tensor
 
 
 def profiled(rank: int, stage: int) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,7 @@ import zcompile
 from tests.cases import quickly
 from tests.threads import Threads
 from zcompile import AgreementError
-from zcompile._torch import TorchDispatchMode
+from zcompile.torch_internals.dispatch import TorchDispatchMode
 
 
 class Heads(nn.Module):

@@ -19,10 +19,10 @@ import zcompile
 from tests.cases import quickly
 from tests.models import batch, make
 from tests.ranks import AT_ONCE, Ranks
-from zcompile._torch import default_store
 from zcompile.runtime import stream_watch
 from zcompile.runtime.stream_watch import StreamWatch
 from zcompile.runtime.waits import Report, to_blame
+from zcompile.torch_internals.distributed import default_store
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from tests.ranks import PATIENCE, RankError
 from tests.shared_steps import sharing_steps
 from tests.shared_traces import sharing
-from zcompile._torch import forget_meshes
 from zcompile.engine.interpreter import in_large_frame
 from zcompile.runtime.waits import Waits
+from zcompile.torch_internals.dtensor import forget_meshes
 
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zcompile._torch import local_tensor
 from zcompile.compiled import CompiledModule, agreement_on, ignored_names, make_compiled_module, model_lines
 from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.calls.interceptors import intercepted_methods
@@ -51,6 +50,7 @@ from zcompile.schedule.option_checks import (
 )
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.torch_internals.dtensor import local_tensor
 
 
 @briefly

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import IGNORED_BY_DDP, STATE_HOOKS, replace_state_dict, tree_map_only
 from zcompile.engine.calls.fragments import Tree, tree_of
 from zcompile.engine.calls.interceptors import taken_out
 from zcompile.engine.engine import Engine
@@ -44,6 +43,8 @@ from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pipeline
 from zcompile.state.model_state import ModelState, for_others
 from zcompile.state.savable import Savable
+from zcompile.torch_internals.modules import IGNORED_BY_DDP, STATE_HOOKS, replace_state_dict
+from zcompile.torch_internals.pytree import tree_map_only
 
 
 def make_compiled_module(

@@ -23,17 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zcompile._torch import (
-    around_compiling,
-    compile_plainly,
-    has_gradient_hooks,
-    modules_given_to,
-    no_torch_function,
-    of_fixed_sizes,
-    path_of_input,
-    retracing,
-    tracing_context,
-)
 from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame
@@ -66,6 +55,17 @@ from zcompile.runtime.shards import UnitShards
 from zcompile.schedule.option_checks import AUTO, check_axes, check_outer
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
+from zcompile.torch_internals.aot_autograd import path_of_input
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.dynamo import (
+    around_compiling,
+    compile_plainly,
+    modules_given_to,
+    retracing,
+    tracing_context,
+)
+from zcompile.torch_internals.modules import has_gradient_hooks
+from zcompile.torch_internals.sizes import of_fixed_sizes
 
 
 @dataclass(frozen=True, slots=True)

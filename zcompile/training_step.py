@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import backend_name
 from zcompile.compile_model import compile
 from zcompile.compiled import CompiledModule
 from zcompile.engine.calls.fragments import Fragment, Tree
@@ -46,6 +45,7 @@ from zcompile.runtime.gradients.updates import States, Updater
 from zcompile.runtime.groups import ranks_of
 from zcompile.runtime.lockstep import RunKind
 from zcompile.schedule.option_checks import check_place, offload_of
+from zcompile.torch_internals.distributed import backend_name
 
 LossFunction = Callable[..., torch.Tensor]
 """`loss_fn(model, *batch)`: calls `model` and gives the loss, a tensor of one element."""

@@ -19,7 +19,8 @@ from benchmarks.families.catalogue import find
 from benchmarks.families.cells import CELLS, WITHOUT, Outcome, Task
 from benchmarks.families.family import Family
 from benchmarks.families.recorder import Recorder, distance
-from zcompile._torch import BackendCompilerFailed, forget_meshes
+from zcompile.torch_internals.dtensor import forget_meshes
+from zcompile.torch_internals.dynamo import BackendCompilerFailed
 
 OWN_MISTAKES = (zcompile.GroupError, zcompile.PipelineError, zcompile.ProgramError, zcompile.ProofError)
 """Errors that no model should be able to cause."""

@@ -7,13 +7,13 @@ import operator
 import torch
 from torch import fx
 
-from zcompile._torch import saved_random
 from zcompile.ir.liveness import may_show
 from zcompile.ir.operation import Data, Phase, data, op_of
 from zcompile.ir.ops import Call, Fetch, Item, Offload, WaitFetch
 from zcompile.ir.program import Program
 from zcompile.ir.program_graph import after_items
 from zcompile.ir.tensor_type import TensorType
+from zcompile.torch_internals.operators import saved_random
 
 LEAST = 2**16
 """Bytes of what is worth a way out and back."""

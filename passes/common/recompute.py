@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import is_symbolic, random_state, replayed_random, saved_random
 from zcompile.ir.operation import Data, Phase, data, op_of, set_data
 from zcompile.ir.ops import Compute, Input, Item, Parameter
 from zcompile.ir.parameter_views import derived_values, is_view, parameters_read
@@ -32,6 +31,8 @@ from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective, is_pure, is_random, is_wait
 from zcompile.ir.tensor_type import TensorType
 from zcompile.passes.common.unit_runs import runs
+from zcompile.torch_internals.operators import random_state, replayed_random, saved_random
+from zcompile.torch_internals.sizes import is_symbolic
 
 
 @dataclass(frozen=True, slots=True)

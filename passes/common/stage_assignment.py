@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from zcompile._torch import sequence_number
 from zcompile.errors import CaptureError, OptionError, nearest
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Compute, Input, Item, Kind, Parameter
@@ -22,6 +21,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_pure, is_random
 from zcompile.ir.spelling import identifier
 from zcompile.passes.common.boundary import written_results
+from zcompile.torch_internals.aot_autograd import sequence_number
 
 
 def begins_of_units(program: Program) -> dict[str, int]:

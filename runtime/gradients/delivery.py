@@ -13,16 +13,6 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import (
-    after_backward,
-    backward_number,
-    have_post_accumulate_hooks,
-    is_asked_for,
-    local_tensor,
-    no_torch_function,
-    post_accumulate_hooks,
-    within_compiled_autograd,
-)
 from zcompile.errors import BackwardError, ParameterError
 from zcompile.ir.layout import Unit
 from zcompile.runtime.device import current_stream, is_gpu
@@ -33,6 +23,16 @@ from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.asked import asked_alone
 from zcompile.runtime.tensors.parameter import ShardedParameter
+from zcompile.torch_internals.autograd import (
+    after_backward,
+    backward_number,
+    have_post_accumulate_hooks,
+    is_asked_for,
+    post_accumulate_hooks,
+    within_compiled_autograd,
+)
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.dtensor import local_tensor
 
 Unreached = Callable[[], Collection[str]]
 """Gives the parameters that no gradient has flowed to, on any rank, where those that are delivered are zeros; to be

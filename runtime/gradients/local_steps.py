@@ -17,12 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zcompile._torch import innermost_hooks, local_tensor, no_step_hooks, no_torch_function
 from zcompile.errors import ParameterError
 from zcompile.runtime.gradients.optimizer_trials import parameters_of, sharing, small_parameter, steps_local_tensors
 from zcompile.runtime.tensors.owned import is_here, owner_of
 from zcompile.runtime.tensors.parts import part_of
 from zcompile.runtime.tensors.placement import Placing
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.optimizers import innermost_hooks, no_step_hooks
 
 
 class LocalSteps:

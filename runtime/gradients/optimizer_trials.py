@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import no_step_hooks, unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.device import is_gpu
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.parameter import sharded
 from zcompile.runtime.tensors.placement import Placing
+from zcompile.torch_internals.optimizers import no_step_hooks, unhooked_step
 
 _ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
 """Optimizers that are known to treat elements alone; a class derived from one of them may not."""

@@ -17,12 +17,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import backward_number, post_accumulate_hooks, wants_gradient
 from zcompile.errors import ParameterError
 from zcompile.runtime.executor import BoundUnit, Gradients, accumulate
 from zcompile.runtime.gradients.delivery import Delivery
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.shards import UnitShards
+from zcompile.torch_internals.autograd import backward_number, post_accumulate_hooks, wants_gradient
 
 
 @dataclass

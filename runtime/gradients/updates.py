@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import unhooked_step
 from zcompile.errors import OptimizerError
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.gradients.delivery import run_hooks
 from zcompile.runtime.gradients.local_steps import LocalSteps
 from zcompile.runtime.gradients.optimizer_trials import first_state, sharing
+from zcompile.torch_internals.optimizers import unhooked_step
 
 
 class States(Protocol):

@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import local_tensor
 from zcompile.errors import StateError
 from zcompile.runtime.offload.unnamed_files import PAGE, mapped
 from zcompile.runtime.tensors.explained import laid_out_like
+from zcompile.torch_internals.dtensor import local_tensor
 
 AHEAD = 2
 """Units whose state is read before their turn."""

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import local_tensor
 from zcompile.runtime.device import current_stream, is_gpu, new_stream, on_stream
 from zcompile.runtime.tensors.explained import laid_out_like
+from zcompile.torch_internals.dtensor import local_tensor
 
 AHEAD = 2
 """Units whose state is on its way before their turn."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from zcompile._torch import tree_leaves
 from zcompile.errors import BackwardError
+from zcompile.torch_internals.pytree import tree_leaves
 
 _MARK = "zcompile"
 

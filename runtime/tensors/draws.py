@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from zcompile._torch import local_tensor, tree_leaves, tree_map_only, version_of
 from zcompile.errors import ParameterError
 from zcompile.runtime.tensors.owned import owner_of, set_owner
 from zcompile.runtime.tensors.parts import part_of, placed
+from zcompile.torch_internals.autograd import version_of
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 _OVER_ANYTHING = frozenset(
     "normal_ uniform_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli_ kaiming_uniform_ rand_like "  # noqa: SIM905

@@ -16,15 +16,6 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zcompile._torch import (
-    copyable,
-    local_tensor,
-    no_torch_function,
-    subclasses_dispatched,
-    supports_foreach,
-    tree_leaves,
-    with_local,
-)
 from zcompile.errors import ParameterError
 from zcompile.runtime.tensors.draws import ALONG, OF_WHOLE, Draw
 from zcompile.runtime.tensors.owned import (
@@ -38,6 +29,10 @@ from zcompile.runtime.tensors.owned import (
     write_items_of,
 )
 from zcompile.runtime.waits import Waits, is_of_collective
+from zcompile.torch_internals.dispatch import no_torch_function, subclasses_dispatched
+from zcompile.torch_internals.dtensor import copyable, local_tensor, with_local
+from zcompile.torch_internals.optimizers import supports_foreach
+from zcompile.torch_internals.pytree import tree_leaves
 
 
 @supports_foreach

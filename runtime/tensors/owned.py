@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import local_tensor
 from zcompile.errors import ParameterError
+from zcompile.torch_internals.dtensor import local_tensor
 
 _QUERIES = (
     "__get__ __set__ __delete__ __len__ __repr__ __hash__ __format__ dim ndimension size stride numel nelement"

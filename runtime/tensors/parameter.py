@@ -16,15 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from zcompile._torch import (
-    GRADIENT,
-    STATE,
-    local_tensor,
-    no_torch_function,
-    supports_foreach,
-    tree_leaves,
-    tree_map_only,
-)
 from zcompile.errors import ParameterError
 from zcompile.runtime.tensors.asked import check_asked
 from zcompile.runtime.tensors.draws import ALONG, OF_WHOLE
@@ -46,6 +37,10 @@ from zcompile.runtime.tensors.owned import check_owned, keep_owner, owner_of
 from zcompile.runtime.tensors.parts import part_of
 from zcompile.runtime.tensors.placement import Placing
 from zcompile.runtime.waits import Waits
+from zcompile.torch_internals.dispatch import GRADIENT, STATE, no_torch_function
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.optimizers import supports_foreach
+from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 
 class ParameterReader(Protocol):

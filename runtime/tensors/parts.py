@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zcompile._torch import StridedShard, with_local
 from zcompile.runtime.tensors.owned import is_here, owner_of
+from zcompile.torch_internals.dtensor import StridedShard, with_local
 
 Placement = Any
 """A `Shard`, `Replicate` or `Partial` of torch.distributed.tensor, or a `StridedShard`; their base class is private."""

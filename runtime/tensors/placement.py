@@ -16,13 +16,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from zcompile._torch import StridedShard, local_tensor, with_local
 from zcompile.ir.axis import AxisKind
 from zcompile.ir.layout import Param
 from zcompile.runtime.groups import data_axes
 from zcompile.runtime.tensors.explained import explain
 from zcompile.runtime.tensors.owned import owner_of, sent_by_owner, set_owner
 from zcompile.runtime.tensors.parts import Placement, placed
+from zcompile.torch_internals.dtensor import StridedShard, local_tensor, with_local
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import register_pytree_node, tree_leaves
 from zcompile.errors import StateError
+from zcompile.torch_internals.pytree import register_pytree_node, tree_leaves
 
 Self = TypeVar("Self", bound=dict[Any, Any])
 

@@ -8,12 +8,12 @@ import torch
 import zcompile
 from tests.passes.programs import CHAIN, GATHERED, OUTLINED, REDUCED, at_stage, check, joined, parsed
 from zcompile import ParseError, Program, ProgramError, facts, verify
-from zcompile._torch import FakeTensor
 from zcompile.ir.ops import Copy
 from zcompile.passes.accumulate_gradients import accumulate_gradients
 from zcompile.passes.capture_graphs import capture_graphs
 from zcompile.passes.insert_reductions import insert_reductions
 from zcompile.passes.plan_memory import plan_memory
+from zcompile.torch_internals.sizes import FakeTensor
 
 CAPTURED = """
 def forward(box):

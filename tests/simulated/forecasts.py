@@ -10,9 +10,9 @@ import torch
 import zcompile
 from tests.models import batch, make
 from zcompile import Program
-from zcompile._torch import tree_leaves
 from zcompile.engine.interception import Traced, intercepting
 from zcompile.tools.tracing import trace
+from zcompile.torch_internals.pytree import tree_leaves
 
 
 def here(kind: str, dtype: torch.dtype) -> Counter[str]:

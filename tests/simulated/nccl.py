@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.simulated import library
-from zcompile._torch import is_fake
+from zcompile.torch_internals.distributed import is_fake
 
 
 def _module() -> ModuleType:

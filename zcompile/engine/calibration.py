@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zcompile._torch import outside_modes
 from zcompile.cost.hardware import Hardware, Link
 from zcompile.cost.profile_files import DTYPES
 from zcompile.runtime.device import is_gpu, synchronize, total_bytes
 from zcompile.runtime.groups import AxisCommunicator, Communicator
+from zcompile.torch_internals.dispatch import outside_modes
 
 
 @dataclass(frozen=True)

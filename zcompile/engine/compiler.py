@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import prepare_inductor, tracing_context
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.roofline import bucket_for
 from zcompile.engine.calibration import measure
@@ -34,6 +33,8 @@ from zcompile.runtime.device import free_bytes, is_gpu
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.schedule.decision import Request, checkpoint_budget, decide
 from zcompile.schedule.pipeline import Journal, Pipeline
+from zcompile.torch_internals.dynamo import tracing_context
+from zcompile.torch_internals.inductor import prepare_inductor
 
 
 class Compiler:

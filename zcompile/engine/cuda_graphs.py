@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zcompile._torch import captured, is_symbolic, keeps_graph
 from zcompile.errors import OptionError
 from zcompile.ir.region import Region
 from zcompile.runtime.device import has_graphs
 from zcompile.schedule.options import Options
+from zcompile.torch_internals.autograd import keeps_graph
+from zcompile.torch_internals.dynamo import captured
+from zcompile.torch_internals.sizes import is_symbolic
 
 MOST = 8
 """Forwards on one path. Each takes new recordings and memory, and where their backwards never come it had no end."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zcompile._torch import suggest_memory_format
 from zcompile.engine.region_strides import order_of, reordered
+from zcompile.torch_internals.operators import suggest_memory_format
 
 _aten = torch.ops.aten
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default}

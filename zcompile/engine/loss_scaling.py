@@ -9,8 +9,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from zcompile._torch import local_tensor, steps_of_scale
 from zcompile.errors import OptimizerError, OptionError
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.optimizers import steps_of_scale
 
 
 def check_scaler(scaler: object, dtype: torch.dtype | None) -> GradScaler | None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import is_symbolic
 from zcompile.cost.line_calls import lines_of
 from zcompile.cost.memory import arena_bytes
 from zcompile.engine.activation_offload import Offloads
@@ -51,6 +50,7 @@ from zcompile.runtime.recorder import Recorder, Track
 from zcompile.runtime.shards import Full, UnitShards
 from zcompile.runtime.stale_copies import Freshness
 from zcompile.schedule.default_pipeline import ACCUMULATE
+from zcompile.torch_internals.sizes import is_symbolic
 
 WRITTEN = 0
 """The mark of a rank whose full copies may no longer equal the shards, in what it tells the others of a forward."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import tree_leaves
 from zcompile.errors import OptionError
+from zcompile.torch_internals.pytree import tree_leaves
 
 StepResult = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
 """What a train step gives: the loss, or the loss and metrics, detached."""

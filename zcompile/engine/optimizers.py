@@ -16,7 +16,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zcompile._torch import has_step_pre_hooks, local_tensor, no_torch_function
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.errors import OptimizerError, ParameterError
 from zcompile.model.sharding import Retired
@@ -24,6 +23,9 @@ from zcompile.runtime.device import is_host
 from zcompile.runtime.gradients.local_steps import HookedStep, LocalSteps
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.sharded_state import optimizer_state_of
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.optimizers import has_step_pre_hooks
 
 
 def watch_optimizers(owner: object, runtime: ModelRuntime, retired: Retired) -> None:

@@ -12,20 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import (
-    compile_with_inductor,
-    inductor_code,
-    is_symbolic,
-    outside_modes,
-    replayed_random,
-    saved_random,
-    submodules_of,
-)
 from zcompile.engine.calls.blank_tangents import Blank, without
 from zcompile.engine.cuda_graphs import Graphs
 from zcompile.engine.eager_regions import fit_kernels
 from zcompile.engine.region_strides import keep_strides
 from zcompile.ir.region import Region
+from zcompile.torch_internals.dispatch import outside_modes
+from zcompile.torch_internals.inductor import compile_with_inductor, inductor_code
+from zcompile.torch_internals.modules import submodules_of
+from zcompile.torch_internals.operators import replayed_random, saved_random
+from zcompile.torch_internals.sizes import is_symbolic
 
 Run = Callable[[list[Any]], list[Any]]
 """A compiled region: it takes the values of its placeholders in a list, which it empties, and gives its results."""

@@ -18,14 +18,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from zcompile._torch import (
-    OpOverload,
-    force_stride_order,
-    inductor_decompositions,
-    is_symbolic,
-    tracing_again,
-    untraced_sizes,
-)
+from zcompile.torch_internals.aot_autograd import tracing_again
+from zcompile.torch_internals.inductor import force_stride_order, inductor_decompositions
+from zcompile.torch_internals.operators import OpOverload
+from zcompile.torch_internals.sizes import is_symbolic, untraced_sizes
 
 Order = tuple[int, ...]
 """Dimensions from the one with the largest stride to the one with the smallest."""

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload, outside_modes
 from zcompile.ir.operation import Phase, data, set_data
 from zcompile.ir.ops import Input, Item, Kind, Parameter
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective, is_pure, is_random, is_wait
+from zcompile.torch_internals.dispatch import outside_modes
+from zcompile.torch_internals.operators import OpOverload
 
 WHOLE = ("all_reduce", "all_gather_into_tensor", "broadcast")
 """Collectives whose result all ranks of their group have."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zcompile._torch import FakeTensorMode, is_symbolic
 from zcompile.frontend.gradient_flow import Flows
 from zcompile.frontend.program_bytes import NotStorableError, dumped, loaded
 from zcompile.ir.operation import data, op_of
@@ -16,6 +15,7 @@ from zcompile.ir.program import Program
 from zcompile.schedule.decision import Request
 from zcompile.schedule.pipeline import Journal, Pipeline, Verified
 from zcompile.schedule.prefetch import Schedule
+from zcompile.torch_internals.sizes import FakeTensorMode, is_symbolic
 
 
 @dataclass(frozen=True)

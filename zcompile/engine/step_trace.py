@@ -15,14 +15,6 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from zcompile._torch import (
-    TorchRuntimeError,
-    buffers_of,
-    no_log_of_failures,
-    parameters_of,
-    python_writes,
-    tree_leaves,
-)
 from zcompile.engine.interception import Traced
 from zcompile.errors import CaptureError, ModelError
 from zcompile.frontend.capture import Capture, Names, refuse_handed_on
@@ -35,6 +27,9 @@ from zcompile.model.sharding import placeholder_of
 from zcompile.report.explain import Break
 from zcompile.schedule.decision import Request
 from zcompile.schedule.options import Options
+from zcompile.torch_internals.dynamo import TorchRuntimeError, no_log_of_failures, python_writes
+from zcompile.torch_internals.modules import buffers_of, parameters_of
+from zcompile.torch_internals.pytree import tree_leaves
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import (
-    aot_autograd,
-    backward_without_autocast,
-    cached_steps,
-    default_partition,
-    handed_on,
-    is_symbolic,
-    is_tangent,
-    keepable,
-    no_donated_buffers,
-    no_rematerialization,
-    promise_no_donated_buffers,
-)
 from zcompile.errors import CaptureError
 from zcompile.frontend.links import without_placeholders
 from zcompile.frontend.nested_graphs import written_out
@@ -59,6 +46,19 @@ from zcompile.ir.program import Program
 from zcompile.ir.program_graph import set_results
 from zcompile.ir.spelling import free, identifier
 from zcompile.ir.tensor_type import TensorType
+from zcompile.torch_internals.aot_autograd import (
+    aot_autograd,
+    backward_without_autocast,
+    cached_steps,
+    default_partition,
+    is_tangent,
+    keepable,
+    no_donated_buffers,
+    no_rematerialization,
+    promise_no_donated_buffers,
+)
+from zcompile.torch_internals.dynamo import handed_on
+from zcompile.torch_internals.sizes import is_symbolic
 
 Lowering = Callable[[Program], Runner]
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile._torch import (
+from zcompile.errors import CaptureError, ZcompileError
+from zcompile.torch_internals.dynamo import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
-    GuardOnDataDependentSymNode,
     InternalTorchDynamoError,
     Unsupported,
     UserError,
     patch_dynamo_config,
 )
-from zcompile.errors import CaptureError, ZcompileError
+from zcompile.torch_internals.sizes import GuardOnDataDependentSymNode
 
 BREAKS = (Unsupported, UserError, InternalTorchDynamoError, GuardOnDataDependentSymNode, FailOnRecompileLimitHit)
 """What torch.compile raises, before anything has run, where code cannot be traced into one graph, or not once more."""

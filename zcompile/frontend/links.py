@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import have_post_accumulate_hooks
+from zcompile.torch_internals.autograd import have_post_accumulate_hooks
 
 
 class Witness(nn.Parameter):

@@ -20,9 +20,9 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from zcompile._torch import is_symbolic, of_fixed_sizes
 from zcompile.errors import CaptureError
 from zcompile.frontend.capture import Names
+from zcompile.torch_internals.sizes import is_symbolic, of_fixed_sizes
 
 
 @dataclass(frozen=True)

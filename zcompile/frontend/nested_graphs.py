@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from zcompile._torch import invoke_subgraph
+from zcompile.torch_internals.operators import invoke_subgraph
 
 _OF_CALLS = ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
 """What is known of a call, and of a graph that was traced once only for the first one."""

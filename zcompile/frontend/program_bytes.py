@@ -15,19 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import (
+from zcompile.ir.ops import FUNCTIONS, region
+from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload, operator_named
+from zcompile.torch_internals.pytree import tree_map_only
+from zcompile.torch_internals.sizes import (
     FakeTensor,
     FakeTensorMode,
-    HigherOrderOperator,
-    OpOverload,
     expression_of,
     is_symbolic,
     no_new_guards,
-    operator_named,
     size_of_expression,
-    tree_map_only,
 )
-from zcompile.ir.ops import FUNCTIONS, region
 
 _STAND_INS = {**FUNCTIONS, "region": region}
 _NAMES = {id(stand_in): name for name, stand_in in _STAND_INS.items()}

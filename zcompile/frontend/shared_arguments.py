@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import version_of
 from zcompile.errors import CaptureError
+from zcompile.torch_internals.autograd import version_of
 
 Overlap = tuple[int, int, Any]
 """The places of two arguments, and where in memory the second one lies beside the first."""

@@ -25,18 +25,13 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zcompile._torch import (
-    BypassAOTAutogradCache,
-    FakeTensor,
-    OpOverload,
-    OpOverloadPacket,
-    OutputCode,
-    attention_kernels,
-    namespace_of,
-)
 from zcompile.errors import ZcompileError
 from zcompile.frontend.program_bytes import NotStorableError
 from zcompile.frontend.python_numbers import varying_floats
+from zcompile.torch_internals.aot_autograd import BypassAOTAutogradCache
+from zcompile.torch_internals.inductor import OutputCode
+from zcompile.torch_internals.operators import OpOverload, OpOverloadPacket, attention_kernels, namespace_of
+from zcompile.torch_internals.sizes import FakeTensor
 
 
 class Runner(Protocol):

@@ -8,9 +8,9 @@ from typing import NoReturn
 import torch
 from torch import fx
 
-from zcompile._torch import HigherOrderOperator
 from zcompile.errors import CaptureError
 from zcompile.ir.operation import line_of
+from zcompile.torch_internals.operators import HigherOrderOperator
 
 
 def refuse_new_data(graph: fx.Graph, names: Mapping[fx.Node, str], parameters: Mapping[fx.Node, str]) -> None:

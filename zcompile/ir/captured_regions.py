@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from zcompile._torch import graph_obstacle
 from zcompile.ir.liveness import owner_of
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Accumulate, AllGather, Call, Item, Reduce, Results, Shards
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
 from zcompile.ir.side_effects import is_collective
+from zcompile.torch_internals.dynamo import graph_obstacle
 
 
 def captured_regions(program: Program) -> Mapping[str, frozenset[int] | str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import HigherOrderOperator, OpNamespace, OpOverload, OpOverloadPacket
+from zcompile.torch_internals.operators import HigherOrderOperator, OpNamespace, OpOverload, OpOverloadPacket
 
 _OPERATORS = frozenset(
     {"abs", "add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", "inv", "invert", "is_", "is_not", "le"}

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload, is_symbolic
 from zcompile.ir.operation import data
 from zcompile.ir.ops import Compute, Item, Parameter
 from zcompile.ir.program import Program
+from zcompile.torch_internals.operators import OpOverload
+from zcompile.torch_internals.sizes import is_symbolic
 
 aten = torch.ops.aten
 _CASTS = frozenset(

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import FakeTensorMode
 from zcompile.errors import ParseError
 from zcompile.ir import ops
 from zcompile.ir.axis import Axis, AxisKind, axes_of
@@ -30,6 +29,7 @@ from zcompile.ir.program_graph import set_results
 from zcompile.ir.region import Region
 from zcompile.ir.spelling import common_module, identifier, unescaped
 from zcompile.ir.tensor_type import TensorType, dtype_of
+from zcompile.torch_internals.sizes import FakeTensorMode
 
 _MARGIN = re.compile(
     r"#\s*(?P<types>(?:(?:=?&?\w+\[[^\]]*\](?:@\d+)?|=?\d+ values)(?:,\s*)?)*)\s*"

@@ -28,7 +28,6 @@ import jinja2
 import torch
 from torch import fx
 
-from zcompile._torch import HigherOrderOperator, OpOverload
 from zcompile.ir.bundles import Bundle, bundles_of, grouped
 from zcompile.ir.layout import Layout, Param
 from zcompile.ir.liveness import last_needs
@@ -51,6 +50,7 @@ from zcompile.ir.program_graph import ProgramGraph, after_items
 from zcompile.ir.region import Region, graph_text
 from zcompile.ir.spelling import counted, escaped, quoted
 from zcompile.ir.tensor_type import TensorType, dtype_text, human_bytes
+from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload
 
 _TEMPLATE = """\
 {%- if units %}

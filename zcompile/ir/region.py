@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import tree_map_only
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Item, is_part
+from zcompile.torch_internals.pytree import tree_map_only
 
 
 @dataclass(frozen=True)

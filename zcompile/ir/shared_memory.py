@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zcompile._torch import OpOverload
 from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Call, Input, Item, WaitReduce
 from zcompile.ir.program_graph import ProgramGraph
 from zcompile.ir.region import Region
+from zcompile.torch_internals.operators import OpOverload
 
 _MAY_SHOW = frozenset(
     {"_unsafe_view", "reshape", "contiguous", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}

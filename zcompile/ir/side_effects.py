@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import HigherOrderOperator, OpOverload, defaults_of, writes_arguments
+from zcompile.torch_internals.operators import HigherOrderOperator, OpOverload, defaults_of, writes_arguments
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import copyable, no_torch_function, tracing_context, tree_leaves
 from zcompile.errors import ParameterError
 from zcompile.runtime.device import KINDS
 from zcompile.runtime.gradients.delivery import read_outside
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.dtensor import copyable
+from zcompile.torch_internals.dynamo import tracing_context
+from zcompile.torch_internals.pytree import tree_leaves
 
 _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

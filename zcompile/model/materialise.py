@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile._torch import buffers_of, is_persistent, no_torch_function, parameters_of, version_of
 from zcompile.errors import ModelError, OptionError
 from zcompile.ir.layout import Layout, Param, Unit
 from zcompile.model.weights import Weights, rounds, takes
 from zcompile.runtime.groups import Communicator
+from zcompile.torch_internals.autograd import version_of
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.modules import buffers_of, is_persistent, parameters_of
 
 Method = Callable[..., Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile._torch import tree_leaves, tree_map_only
 from zcompile.model.units import AUTOCAST
+from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import give_up, local_tensor, parameters_of, tree_leaves
 from zcompile.errors import ParameterError
 from zcompile.frontend.local_graphs import Local
 from zcompile.ir.layout import Layout
@@ -21,6 +20,9 @@ from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shard_memory import ShardMemory
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.placement import ModelParallel, Placing
+from zcompile.torch_internals.dtensor import give_up, local_tensor
+from zcompile.torch_internals.modules import parameters_of
+from zcompile.torch_internals.pytree import tree_leaves
 
 Retired = dict[int, tuple[nn.Parameter, str]]
 """Parameters from before `compile`, with their names, by identity."""

@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from zcompile._torch import flattened, joint_mesh, local_tensor, with_joined_dims
 from zcompile.errors import GroupError, ModelError
 from zcompile.ir.axis import AxisKind
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.groups import Communicator, as_one, data_axes
 from zcompile.runtime.tensors.parameter import ShardedParameter
 from zcompile.runtime.tensors.placement import ModelParallel
+from zcompile.torch_internals.dtensor import flattened, joint_mesh, local_tensor, with_joined_dims
 
 
 def model_parallel(model: nn.Module, mesh: DeviceMesh | None, *, flat: bool = False) -> ModelParallel | None:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import local_tensor, mesh_size
 from zcompile.errors import OptionError, nearest
 from zcompile.ir.axis import Axis, axes_of
 from zcompile.ir.layout import Hybrid, Layout, Param, Stage, Unit
 from zcompile.ir.spelling import identifier
+from zcompile.torch_internals.dtensor import local_tensor, mesh_size
 
 UnitChoice = Sequence[str] | Callable[[str, nn.Module], bool]
 """The modules of units: by patterns of their paths, or by a function of a path and its module."""

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zcompile._torch import pipeline_order
 from zcompile.errors import OptionError, nearest
 from zcompile.ir.actions import Action, ActionKind, ActionTable
+from zcompile.torch_internals.distributed import pipeline_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload
 from zcompile.errors import OptionError
 from zcompile.ir.operation import data, line_of, op_of
 from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 from zcompile.pipelining.guard import results_of
+from zcompile.torch_internals.operators import OpOverload
 
 
 def check_mean(traced: Program) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zcompile._torch import buffers_of, give_up, local_tensor, parameters_of
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.memory import model_state
 from zcompile.engine.calibration import measure
@@ -54,6 +53,8 @@ from zcompile.schedule.decision import checkpoint_budget
 from zcompile.schedule.option_checks import check_gathered
 from zcompile.schedule.options import Options
 from zcompile.state.model_state import ModelState
+from zcompile.torch_internals.dtensor import give_up, local_tensor
+from zcompile.torch_internals.modules import buffers_of, parameters_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zcompile._torch import leaves_by_path
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.step_trace import CallSpec
 from zcompile.errors import CaptureError, ModelError, OptionError
@@ -16,6 +15,7 @@ from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
 from zcompile.passes.common.boundary import written_results
+from zcompile.torch_internals.pytree import leaves_by_path
 
 _AGAIN = "make a new train step of the model as it is to be trained"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import tree_leaves, tree_map_only
 from zcompile.errors import OptionError
+from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 SAME_DATA = "let all ranks along 'pp' read the same data: samplers count the ranks along 'dp' alone"
 """What to do where ranks along the pipeline axis have other batches."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zcompile._torch import prepare_inductor
 from zcompile.cost.line_calls import lines_of
 from zcompile.engine.lowering import WRITTEN
 from zcompile.engine.metrics import StepResult
@@ -30,6 +29,7 @@ from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.random_numbers import numbers_of_rank
 from zcompile.runtime.recorder import Track
+from zcompile.torch_internals.inductor import prepare_inductor
 
 
 class PipelinedRun:

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 
 from torch import fx
 
-from zcompile._torch import tree_map_only
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import live_bytes
 from zcompile.cost.roofline import aten_cost, bucket_for, line_seconds, operation_seconds
@@ -29,6 +28,7 @@ from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, wo
 from zcompile.passes.pipelining.unroll_microbatches import lines_of
 from zcompile.schedule.default_pipeline import Partition, of_stages
 from zcompile.schedule.pipeline import Verified
+from zcompile.torch_internals.pytree import tree_map_only
 
 PARTS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import (
+from zcompile.ir.operators import is_known
+from zcompile.ir.region import Region, graph_text
+from zcompile.ir.shared_memory import root_of
+from zcompile.ir.side_effects import draws, is_opaque, is_random
+from zcompile.proof.rules import LIST
+from zcompile.proof.terms import DRAW, DRAWN_UNDER, ITEM, PAIR, STATE, Terms
+from zcompile.torch_internals.operators import (
     HigherOrderOperator,
     OpOverload,
     replayed_random,
@@ -24,12 +30,6 @@ from zcompile._torch import (
     writes_arguments,
     written_arguments,
 )
-from zcompile.ir.operators import is_known
-from zcompile.ir.region import Region, graph_text
-from zcompile.ir.shared_memory import root_of
-from zcompile.ir.side_effects import draws, is_opaque, is_random
-from zcompile.proof.rules import LIST
-from zcompile.proof.terms import DRAW, DRAWN_UNDER, ITEM, PAIR, STATE, Terms
 
 _aten = torch.ops.aten
 _SAME = frozenset({_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default})

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import OpOverload
 from zcompile.ir.printer import function_text
 from zcompile.proof.rules import CONSTANT, LIST, Key, Pattern, Rule, Variable, constant_key, match
+from zcompile.torch_internals.operators import OpOverload
 
 ITEM, PAIR = "item", "pair"
 STATE, DRAW, DRAWN_UNDER = "generator state", "draw", "draw under"

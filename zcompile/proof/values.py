@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self
 
 from torch import fx
 
-from zcompile._torch import OpOverload, writes_arguments
 from zcompile.errors import ProofError
 from zcompile.facts.fact import Fact, Violation, label
 from zcompile.ir.layout import Layout
@@ -28,6 +27,7 @@ from zcompile.proof.operations import Regions, UnknownOperationError
 from zcompile.proof.rules import CONSTANT, LIST, Key, Rule
 from zcompile.proof.steps import HELD_BACK, StepTerms, Value, average_of
 from zcompile.proof.terms import ITEM, Terms, parted, term_text
+from zcompile.torch_internals.operators import OpOverload, writes_arguments
 
 Compared = tuple[str, fx.Node | None, int, int]
 """What is compared: what it is, the line that gives it, the term that was found and the one that was traced."""

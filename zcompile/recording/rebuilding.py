@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from zcompile._torch import FakeTensorMode, tree_map_only
 from zcompile.errors import ParseError, ReplayError
 from zcompile.ir.layout import Unit
 from zcompile.ir.parser import parse
@@ -19,6 +18,8 @@ from zcompile.recording.archive import Archive
 from zcompile.recording.values import Described, Tensor, dtype_named
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.shards import Full, UnitShards
+from zcompile.torch_internals.pytree import tree_map_only
+from zcompile.torch_internals.sizes import FakeTensorMode
 
 Find = Callable[[Tensor], torch.Tensor]
 

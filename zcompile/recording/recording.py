@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import CollectiveCalls, is_collective
 from zcompile.errors import OptionError
 from zcompile.ir.operation import Phase
 from zcompile.ir.program import Program
@@ -40,6 +39,7 @@ from zcompile.recording.values import Described, Tensor, described, described_fa
 from zcompile.runtime.device import Setting, describe, generators_of, is_gpu, kernel_settings, setting_of
 from zcompile.runtime.executor import OPERATIONS, Gradients
 from zcompile.runtime.loader import load
+from zcompile.torch_internals.operators import CollectiveCalls, is_collective
 
 FORMAT = 1
 INDEX = "recording.json"

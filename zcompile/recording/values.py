@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import is_symbolic
 from zcompile.runtime.executor import BoundUnit, Gradients, InsideAverages
 from zcompile.runtime.shards import Full
+from zcompile.torch_internals.sizes import is_symbolic
 
 Described = dict[str, Any]
 """A value as JSON: its kind, and what it consists of."""

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
-from zcompile._torch import FailOnRecompileLimitHit
 from zcompile.cost.memory import model_state, most_kept, peak_bytes
 from zcompile.ir.layout import Layout, cost_of
 from zcompile.ir.operation import Role, data, op_of
@@ -19,6 +18,7 @@ from zcompile.ir.ops import AllGather, Call, Communication, GatherAhead, Release
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_collective
 from zcompile.ir.tensor_type import human_bytes
+from zcompile.torch_internals.dynamo import FailOnRecompileLimitHit
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,11 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, 
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import local_tensor, tree_map_only
 from zcompile.errors import StateError
 from zcompile.runtime.tensors.explained import laid_out_like
 from zcompile.state.whole_files import TOKEN, room, siblings, sync, token
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.pytree import tree_map_only
 
 MANIFEST = "zcompile.json"
 METADATA = ".metadata"

@@ -19,16 +19,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import (
+from zcompile.errors import StateError
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.modules import (
     LoadedKeys,
     buffers_of,
     is_persistent,
     load_post_hooks_of,
-    no_torch_function,
     parameters_of,
     submodules_of,
 )
-from zcompile.errors import StateError
 
 
 class _Noting:

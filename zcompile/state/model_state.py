@@ -20,15 +20,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import (
-    LoadedKeys,
-    close_connections,
-    copyable,
-    gloo_of,
-    group_timeout,
-    local_tensor,
-    set_group_timeout,
-)
 from zcompile.errors import StateError, nearest
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.checkpoint_reader import Reader
@@ -51,6 +42,9 @@ from zcompile.state.optimizer_state import (
 )
 from zcompile.state.whole_files import real, whole_file
 from zcompile.state.whole_optimizer import check_alike, kept_of, parts_of_whole, whole_state
+from zcompile.torch_internals.distributed import close_connections, gloo_of, group_timeout, set_group_timeout
+from zcompile.torch_internals.dtensor import copyable, local_tensor
+from zcompile.torch_internals.modules import LoadedKeys
 
 Result = TypeVar("Result")
 Values = dict[str, Any]

@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import local_tensor, tree_leaves
 from zcompile.errors import OptimizerError, StateError, nearest
 from zcompile.runtime.tensors.owned import is_here, owner_of
 from zcompile.runtime.tensors.placement import Placing
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.pytree import tree_leaves
 
 Slots = dict[str, dict[str, Any]]
 """What an optimizer keeps of each parameter, by the parameter's name and its own: `exp_avg`, `step`."""

@@ -12,13 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from zcompile._torch import local_tensor, tree_map_only
 from zcompile.errors import StateError
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.parts import part_of
 from zcompile.runtime.tensors.placement import whole_of
 from zcompile.state.optimizer_state import SlotShape, empty_slots, ordered_names, take_apart, with_own_ways
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.pytree import tree_map_only
 
 StateNames = dict[str, list[str]]
 """By a parameter's name, what a rank keeps of it."""

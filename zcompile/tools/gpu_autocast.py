@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import OpOverload, autocast_operations, defaults_of, other_kernels, tree_leaves, tree_map_only
 from zcompile.runtime.device import HOST
+from zcompile.torch_internals.operators import OpOverload, autocast_operations, defaults_of, other_kernels
+from zcompile.torch_internals.pytree import tree_leaves, tree_map_only
 
 _LOW = frozenset(
     {"_convolution", "convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d"}

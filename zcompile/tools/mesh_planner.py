@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from zcompile._torch import tree_leaves
 from zcompile.cost.forecast import Checkpoint
 from zcompile.cost.hardware import Hardware, load_profile
 from zcompile.cost.mesh_plan import ChoiceTexts, MeshPlan
@@ -26,6 +25,7 @@ from zcompile.schedule.option_checks import bytes_of, check_stage
 from zcompile.tools.mesh_search import MeshSearch, MeshSpace
 from zcompile.tools.planner import RESERVED, Progress
 from zcompile.tools.traced_units import TracedUnits, check_no_group
+from zcompile.torch_internals.pytree import tree_leaves
 
 TIMES = (1, 2, 4)
 """Sizes of micro-batches that are compared, in those of the batch that is given."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcompile._torch import mesh_size, tree_leaves
 from zcompile.cost.forecast import Checkpoint, Choice, Forecast, Plan
 from zcompile.cost.hardware import Hardware, load_profile
 from zcompile.cost.memory import live_by_kind, model_state
@@ -30,6 +29,8 @@ from zcompile.schedule.pipeline import Pass, Trait, Verified
 from zcompile.tools.choices import CHECKPOINTS, PREFETCHES
 from zcompile.tools.choices import STAGES as STAGE_NUMBERS
 from zcompile.tools.tracing import trace
+from zcompile.torch_internals.dtensor import mesh_size
+from zcompile.torch_internals.pytree import tree_leaves
 
 RESERVED = 0.1
 """Share of a device's memory that a plan leaves to what it does not count: workspaces, fragments, libraries."""

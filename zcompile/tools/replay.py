@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from zcompile._torch import GivenCollectives, is_collective, prepare_inductor
 from zcompile.engine.region_cache import RegionCache
 from zcompile.errors import ParseError, ReplayError
 from zcompile.ir.parser import value_of
@@ -31,6 +30,8 @@ from zcompile.runtime.low_precision import as_sent
 from zcompile.runtime.shards import Full
 from zcompile.tools.replay_origins import NonFinite, RunLine, Tracer
 from zcompile.tools.replay_sizes import for_any_size
+from zcompile.torch_internals.inductor import prepare_inductor
+from zcompile.torch_internals.operators import GivenCollectives, is_collective
 
 _AGAIN = "record the step again"
 _COMPUTED: Mapping[str, Callable[..., Any]] = {

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import OpOverload, tree_leaves, writes_arguments
 from zcompile.engine.region_cache import operations_of
 from zcompile.ir.operation import Phase, op_of
 from zcompile.ir.ops import Receive, WaitReceive
@@ -21,6 +20,8 @@ from zcompile.recording.values import Tensor, non_finite, norm_of
 from zcompile.runtime.device import generators_of
 from zcompile.runtime.executor import Gradients
 from zcompile.runtime.shards import Full
+from zcompile.torch_internals.operators import OpOverload, writes_arguments
+from zcompile.torch_internals.pytree import tree_leaves
 
 KINDS = {"nan": "NaN", "inf": "inf"}
 """How each kind is called."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import FakeTensorMode
 from zcompile.engine.region_cache import RegionCache
 from zcompile.ir.region import Region
+from zcompile.torch_internals.sizes import FakeTensorMode
 
 
 def for_any_size(region: Region, cache: RegionCache) -> Callable[[list[Any]], Any]:

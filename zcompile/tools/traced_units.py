@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from zcompile._torch import tree_map_only
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.engine.metrics import FlatResults
 from zcompile.errors import GroupError, ModelError
@@ -27,6 +26,7 @@ from zcompile.pipelining.guard import check_traced
 from zcompile.planning.unit_costs import PipelineCosts, UnitStages, costs_of_model
 from zcompile.runtime.device import HOST
 from zcompile.tools.tracing import trace
+from zcompile.torch_internals.pytree import tree_map_only
 
 
 @dataclass

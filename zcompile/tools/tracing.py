@@ -16,10 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import (
-    local_tensor,
-    tree_map_only,
-)
 from zcompile.engine.step_trace import CallSpec, trace_call
 from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.frontend.dynamo import autocast
@@ -31,6 +27,8 @@ from zcompile.model.units import Precision, axes_over, make_layout
 from zcompile.runtime.device import HOST
 from zcompile.runtime.tensors.placement import Placing
 from zcompile.tools.gpu_autocast import autocast_of
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.pytree import tree_map_only
 
 
 def trace(

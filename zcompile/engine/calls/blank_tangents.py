@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zcompile._torch import OpOverload, is_symbolic
 from zcompile.engine.region_strides import Order, order_of
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Call, Input, Kind
 from zcompile.ir.program import Program
 from zcompile.ir.region import Region
+from zcompile.torch_internals.operators import OpOverload
+from zcompile.torch_internals.sizes import is_symbolic
 
 _aten = torch.ops.aten
 _KEEPS = {_aten._to_copy.default, _aten.clone.default, _aten.neg.default, _aten._unsafe_view.default}

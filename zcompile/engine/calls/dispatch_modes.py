@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zcompile._torch import TorchDispatchMode, modes_aside, modes_back, modes_of_user
+from zcompile.torch_internals.dispatch import TorchDispatchMode, modes_aside, modes_back, modes_of_user
 
 
 @dataclass

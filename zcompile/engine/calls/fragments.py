@@ -22,16 +22,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import (
-    backward_number,
-    has_gradient_hooks,
-    hook_tables,
-    no_torch_function,
-    parameters_of,
-    version_of,
-    with_local,
-    within_transform,
-)
 from zcompile.engine.calls.interceptors import MethodInterceptor, draws_in_place, intercepted_methods, taken_out
 from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, digest
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
@@ -53,6 +43,10 @@ from zcompile.report.explain import Break, explain_breaks
 from zcompile.runtime.executor import BoundUnit, gathered
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.lockstep import RunKind
+from zcompile.torch_internals.autograd import backward_number, version_of, within_transform
+from zcompile.torch_internals.dispatch import no_torch_function
+from zcompile.torch_internals.dtensor import with_local
+from zcompile.torch_internals.modules import has_gradient_hooks, hook_tables, parameters_of
 
 
 @dataclass(repr=False)

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zcompile._torch import parameters_of
 from zcompile.errors import ModelError
 from zcompile.model.units import is_container
+from zcompile.torch_internals.modules import parameters_of
 
 Enter = Callable[["MethodInterceptor", tuple[Any, ...], dict[str, Any]], Any]
 _MISSING: Any = object()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from zcompile._torch import hook_tables, parameters_of, submodules_of
+from zcompile.torch_internals.modules import hook_tables, parameters_of, submodules_of
 
 
 class TreeWatch:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zcompile._torch import parameters_of, recomputes, version_of, within_function_transform
 from zcompile.engine.calls.leaves import Leaf
 from zcompile.errors import ParameterError
 from zcompile.frontend.written_inputs import refuse_written_parameter
 from zcompile.model.sharding import Site
 from zcompile.runtime.tensors.parameter import ShardedParameter
+from zcompile.torch_internals.autograd import recomputes, version_of, within_function_transform
+from zcompile.torch_internals.modules import parameters_of
 
 Gather = Callable[[Sequence[Site], str], dict[str, Leaf]]
 

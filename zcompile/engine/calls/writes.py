@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zcompile._torch import parameters_of
 from zcompile.engine.calls.leaves import Leaf, digest
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.errors import ParameterError
@@ -16,6 +15,7 @@ from zcompile.model.sharding import Site
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.tensors.explained import laid_out_like
 from zcompile.runtime.tensors.parts import part_of
+from zcompile.torch_internals.modules import parameters_of
 
 
 def check_in_place(sites: Sequence[Site], full: Mapping[str, nn.Parameter]) -> None:

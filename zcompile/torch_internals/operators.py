@@ -1,0 +1,161 @@
+"""Operators: their schemas, kernels and kinds, and collectives among them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph  # a call of torch.compiler.nested_compile_region
+from torch._ops import (  # kinds of call targets in an ATen graph, and where their names lead
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+)
+from torch._ops import _OpNamespace as OpNamespace
+from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op, ...) -> generator's state, result
+from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (state, op, ...) -> the same result
+from torch._prims_common import suggest_memory_format  # the format that the strides of a tensor come closest to
+from torch._subclasses.fake_tensor import FakeTensor  # values of traced and of parsed programs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves  # leaves of nested containers
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpNamespace",
+    "OpOverload",
+    "OpOverloadPacket",
+    "invoke_subgraph",
+    "replayed_random",
+    "saved_random",
+    "suggest_memory_format",
+]
+"""What is passed on from torch as it is."""
+
+
+def writes_arguments(operation: OpOverload) -> bool:
+    """True for an operation that changes what it is given."""
+    return bool(operation._schema.is_mutable)
+
+
+def written_arguments(operation: OpOverload) -> list[tuple[int, str]]:
+    """The arguments that an operation changes, each by its place and its name."""
+    arguments = enumerate(operation._schema.arguments)
+    return [(place, argument.name) for place, argument in arguments if argument.is_write]
+
+
+def defaults_of(operation: OpOverload) -> dict[str, Any]:
+    """The arguments of an operation in order, each with its default."""
+    return {argument.name: argument.default_value for argument in operation._schema.arguments}
+
+
+def operator_named(name: str) -> Any:
+    """The operation that calls itself `aten::add.Tensor`, or the higher-order one that calls itself `cond`.
+
+    Raises:
+        AttributeError: nothing has registered it in this process.
+    """
+    if "::" not in name:
+        return getattr(torch.ops.higher_order, name)
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+
+
+def namespace_of(operation: OpOverload | OpOverloadPacket) -> str:
+    """Of an operator `aten::add`: `aten`."""
+    name: str = operation.name() if isinstance(operation, OpOverload) else operation._qualified_op_name
+    return name.partition("::")[0]
+
+
+def attention_kernels() -> tuple[int, ...]:
+    """Which kernels of scaled_dot_product_attention may be chosen, and which first: see `torch.nn.attention`."""
+    kinds = ("math", "flash", "mem_efficient", "cudnn", "overrideable")
+    enabled = (bool(getattr(torch._C, f"_get_{kind}_sdp_enabled")()) for kind in kinds)
+    return *enabled, torch._C._get_math_sdp_allow_fp16_bf16_reduction(), *torch._C._get_sdp_priority_order()
+
+
+def autocast_operations(kind: str) -> dict[str, OpOverload]:
+    """The operations that autocast treats on devices of this kind, by their names in a library of ATen's."""
+    key = _autocast_key(kind)
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    treated = [name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
+    found = {}
+    for name in (name.removeprefix("aten::") for name in treated):
+        packet, _, overload = name.partition(".")
+        found[name] = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+@contextlib.contextmanager
+def other_kernels(kind: str, kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
+    """Inside, autocast on devices of this kind does this to operations of ATen's; to those without a kernel, nothing.
+
+    For all threads. `torch.library.Library` without the name with which it can be taken back is public.
+    """
+    with warnings.catch_warnings(), torch.library._scoped_library("aten", "IMPL") as library:
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel or torch.library.fallthrough_kernel, _autocast_key(kind))
+        yield
+
+
+def _autocast_key(kind: str) -> str:
+    return f"Autocast{kind.upper()}"
+
+
+def random_state(drawn: Any) -> torch.Tensor:
+    """A fake of the state of the generator that drew these fake numbers."""
+    tensor = next(leaf for leaf in tree_leaves(drawn) if isinstance(leaf, FakeTensor))
+    generator = torch if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)
+    state: torch.Tensor = tensor.fake_mode.from_tensor(generator.get_rng_state(), static_shapes=True)
+    return state
+
+
+def is_collective(target: object) -> bool:
+    """True for a collective, or a wait for one, within a region: those that DTensors make."""
+    return isinstance(target, OpOverload) and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
+
+
+class CollectiveCalls(TorchDispatchMode):
+    """While regions run, compiled ones too: what is noted of the result of each of their collectives.
+
+    Args:
+        note: Given the name of an operation and the tensor that it gave.
+    """
+
+    def __init__(self, note: Callable[[str, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.note = note
+        self.results: list[Any] = []
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_collective(func):
+            given = result if isinstance(result, (list, tuple)) else [result]
+            self.results += [self.note(func.overloadpacket.__name__, one) for one in given]
+        return result
+
+
+class GivenCollectives(TorchDispatchMode):
+    """While regions run, compiled ones too: collectives do nothing, and give what `results` say, in order.
+
+    Args:
+        results: One at a time; what a wait gives is the value, anything before it only laid out alike.
+    """
+
+    def __init__(self, results: Iterator[torch.Tensor]) -> None:
+        super().__init__()
+        self.results = results
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_collective(func):
+            return func(*args, **(kwargs or {}))
+        name, first = func.overloadpacket.__name__, args[0]
+        several = isinstance(first, (list, tuple))
+        given = [next(self.results) for _ in (first if several else [first])]
+        if name == "wait_tensor":  # what compiled code goes on with may be its argument
+            return first.copy_(given[0])
+        return first if name.endswith("_") else given if several else given[0]
