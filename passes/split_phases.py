@@ -154,7 +154,7 @@ def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: 
             inside[node] = values[node.name]
         elif node.op != "output":
             if node.target is replayed_random and "val" not in node.meta:
-                node.meta["val"] = _drawn_again(node)
+                node.meta["val"] = _replayed_value(node)
             elif _is_state(node):
                 node.meta["val"] = _of_fixed_size(node)
             inside[node] = copied = graph.node_copy(node, inside.__getitem__)
@@ -165,7 +165,7 @@ def _append(graph: fx.Graph, part: fx.Graph, values: dict[str, fx.Node], phase: 
     return [inside[value] if isinstance(value, fx.Node) else value for value in results]  # type: ignore[union-attr]
 
 
-def _drawn_again(node: fx.Node) -> Any:
+def _replayed_value(node: fx.Node) -> Any:
     """The value of a replay of random numbers, of which torch's partitioner says nothing."""
     of_values: Any = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     (_, operation, *args), kwargs = of_values

@@ -317,7 +317,7 @@ def as_one(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else flattened(mesh)
 
 
-def group_again(mesh: DeviceMesh, name: str, device: torch.device) -> dist.ProcessGroup:
+def duplicate_group(mesh: DeviceMesh, name: str, device: torch.device) -> dist.ProcessGroup:
     """Another group of the ranks along one of several dimensions. Collective over all ranks there are.
 
     Another mesh does not do: along a dimension of all ranks it would have the default group each time.
@@ -361,12 +361,12 @@ def check_mesh(mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
         alone = f"of DeviceMesh.from_group([{', '.join(groups)}], {own}, mesh=..., mesh_dim_names=...)"
         alone += ", before parallelize_module" if tensor is not None else ""
     problem = f"is {mesh}, a dimension of {root}: ranks that differ in another one would train apart, each on its own"
-    ranks = f"that mesh itself, {ranks}" if _says_what_for(root) else ranks
+    ranks = f"that mesh itself, {ranks}" if _names_replicas(root) else ranks
     fix = f"give {ranks}, or none; where they have other models, such as pipeline stages, a mesh without them: {alone}"
     raise GroupError("mesh", problem, fix)
 
 
-def _says_what_for(mesh: DeviceMesh) -> bool:
+def _names_replicas(mesh: DeviceMesh) -> bool:
     """True for a mesh of two dimensions that shards can repeat along."""
     try:
         return mesh.ndim > 1 and bool(data_axes(mesh))

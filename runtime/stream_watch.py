@@ -77,9 +77,9 @@ class StreamWatch:
             return
         if (waited := now - self._since) >= self._due:
             self._due = LAST * self._limit if self._due < LAST * self._limit else float("inf")
-            self._tell(first, waited)
+            self._report(first, waited)
 
-    def _tell(self, wait: _Wait, waited: float) -> None:
+    def _report(self, wait: _Wait, waited: float) -> None:
         where = str(wait.place) if wait.place is not None else "a collective"
         run = f" ({wait.run})" if wait.run else ""
         text = (

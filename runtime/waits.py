@@ -139,7 +139,7 @@ class Waits:
             self.reporting.check()
             waited = time.perf_counter() - started
             if waited > TOLD and not self.reporting.told:
-                self._tell(Report(self._missing(awaited), where_of(what), self.run))
+                self._send_report(Report(self._missing(awaited), where_of(what), self.run))
             if waited > max(TOLD, asked + ASKED):
                 self._raise_refusal(self._reports(()))
                 asked = waited
@@ -150,7 +150,7 @@ class Waits:
     def over(self) -> None:
         """What was waited for has come: take the report back, if there was one."""
         if self.reporting.told:
-            self._tell(None)
+            self._send_report(None)
 
     @contextlib.contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -202,7 +202,7 @@ class Waits:
         if ended.wait(TOLD) or (frame := sys._current_frames().get(thread)) is None:
             return
         where = where_of(what, frame)
-        self._tell(Report(others, where, self.run))
+        self._send_report(Report(others, where, self.run))
         if not ended.wait(WARNED - TOLD):
             self._warn(WARNED, where, others)
 
@@ -217,11 +217,11 @@ class Waits:
         self.reporting.check()  # a rank that is out of step says more than a broken connection
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         awaited = [self.ranks[error.rank]] if isinstance(error, RankLost) else others or self._missing(None)
-        self._tell(Report(awaited, where_of(what), self.run))
+        self._send_report(Report(awaited, where_of(what), self.run))
         reports = self._reports(() if timed_out else awaited)
         self._raise_refusal(reports)
         culprits = to_blame(awaited, reports, self.rank)
-        self._tell(Report(culprits, where_of(what), self.run))
+        self._send_report(Report(culprits, where_of(what), self.run))
         return GroupError(where_of(what), self._found(culprits, reports, timed_out=timed_out), _fix(culprits, reports))
 
     @staticmethod
@@ -236,9 +236,9 @@ class Waits:
 
     def refuse(self, error: AgreementError) -> None:
         """Tell the others of an error that is theirs too, should the message that shows it not reach them."""
-        self._tell(Report(run=self.run, refusal=(error.subject, error.problem, error.fix)))
+        self._send_report(Report(run=self.run, refusal=(error.subject, error.problem, error.fix)))
 
-    def failed_alone(self, what: str, error: ZcompileError) -> None:
+    def report_failure(self, what: str, error: ZcompileError) -> None:
         """Tell the others of an error that this rank may have raised alone: they would wait for it."""
         if len(self.ranks) > 1 and not isinstance(error, AgreementError | GroupError):
             problem = f"rank {self.rank} failed there: {type(error).__name__}: {error.subject}: {error.problem}"
@@ -286,7 +286,7 @@ class Waits:
 
     # -- the store ------------------------------------------------------------------------------------------------
 
-    def _tell(self, report: Report | None) -> None:
+    def _send_report(self, report: Report | None) -> None:
         text = json.dumps(asdict(report)) if report is not None else ""
         _within(ANSWERED, lambda store: store.set(f"{self.reporting.prefix}/{self.rank}", text))
         self.reporting.told = report is not None

@@ -24,7 +24,7 @@ from zcompile.ir.operation import op_of
 from zcompile.ir.ops import AllGather
 from zcompile.model.units import axes_over, make_layout
 from zcompile.schedule.options import Options
-from zcompile.schedule.shard_choice import Estimate, as_told, choose, estimate, room_in, traffic_of
+from zcompile.schedule.shard_choice import Estimate, as_message, choose, estimate, room_in, traffic_of
 from zcompile.tools.tracing import trace
 
 GIGABIT = 125e6
@@ -86,7 +86,7 @@ def test_shards_that_are_elsewhere_take_no_memory_of_the_device() -> None:
 
 
 def chosen(*ranks: tuple[dict[str, tuple[float, int]], int]) -> str:
-    told = [as_told([Estimate(name, *figures) for name, figures in found.items()], room) for found, room in ranks]
+    told = [as_message([Estimate(name, *figures) for name, figures in found.items()], room) for found, room in ranks]
     return choose(told).chosen.shard
 
 

@@ -98,13 +98,13 @@ def owned(program: Program, grad: fx.Node | None, unit: Unit) -> fx.Node | None:
     returned = [*results.outputs, *results.input_gradients, *results.gradient_nodes()].count(grad)
     others = [user for user in grad.users if not isinstance(data(user).op, Results)]
     made_here = grad.op != "placeholder" and data(grad).phase is not Phase.FORWARD
-    if made_here and returned == 1 and not others and not data(grad).view and not _is_shown_beside_it(program, grad):
+    if made_here and returned == 1 and not others and not data(grad).view and not _has_sibling_view(program, grad):
         return grad
     meta = Data(Copy(), _phase_of(program), data(grad).type, source=unit.name)
     return program.add((grad,), meta, f"{grad.name}_copy")
 
 
-def _is_shown_beside_it(program: Program, grad: fx.Node) -> bool:
+def _has_sibling_view(program: Program, grad: fx.Node) -> bool:
     """True if another result of the same call is a view of `grad`."""
     if not isinstance(data(grad).op, Item):
         return False

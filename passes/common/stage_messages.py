@@ -33,7 +33,7 @@ class StageMessage(NamedTuple):
         return "" if self.microbatch is None else f"m{self.microbatch}_"
 
 
-def lent_value(lending: Lending) -> StageMessage:
+def shared_parameter_value(lending: Lending) -> StageMessage:
     """The value of a parameter, by what the stage that keeps it says of another one."""
     return StageMessage(f"stage{lending.stage}_{lending.value}", lending.stage)
 
@@ -45,9 +45,10 @@ def collected(lending: Lending, by: int, home: int) -> StageMessage:
 
 def messages_between(stages: Sequence[PipelineStage], table: ActionTable, sender: int, to: int) -> list[StageMessage]:
     """What one rank sends another in a step, in its order."""
-    found = [lent_value(lending) for number in table.stages_of(sender) for lending in stages[number].boundary.lends]
+    lent = (lending for number in table.stages_of(sender) for lending in stages[number].boundary.lends)
+    found = list(map(shared_parameter_value, lent))
     for action in table.rows[sender]:
-        for crossing in crossings(ends_given(stages[action.stage], action.kind)):
+        for crossing in crossings(sent_ends(stages[action.stage], action.kind)):
             found.append(StageMessage(crossing.value, crossing.stage, action.microbatch))
         if is_last(action, table):
             found += [collected(one, action.stage, one.stage) for one in borrowed(stages[action.stage])]
@@ -65,7 +66,7 @@ def borrowed(stage: PipelineStage) -> list[Lending]:
     return [end for end in stage.boundary.gradients if isinstance(end, Lending)]
 
 
-def ends_given(stage: PipelineStage, kind: ActionKind) -> tuple[End, ...]:
+def sent_ends(stage: PipelineStage, kind: ActionKind) -> tuple[End, ...]:
     """What an action of a stage gives, for this micro-batch alone."""
     if kind is ActionKind.BACKWARD_WEIGHT:
         return ()
@@ -93,7 +94,7 @@ class StepInputs:
         for kind in (Shards, RuntimeInput):
             for node in (node for stage in own for node in stage.program.nodes(kind)):
                 given._add(data(node).op, node, data(node).op, node.name)
-        ends = (end for s in own for kind in ActionKind for end in ends_given(s, kind))
+        ends = (end for s in own for kind in ActionKind for end in sent_ends(s, kind))
         received = (end for s in own for end in (*s.boundary.inputs, *s.boundary.tangents))
         others = [end.stage for end in (*ends, *received) if not isinstance(end, int)]
         others += [one.stage for stage in own for one in (*stage.boundary.lends, *borrowed(stage))]

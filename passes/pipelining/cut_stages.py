@@ -68,11 +68,11 @@ def work_of_units(program: Program, work: Callable[[fx.Node], float]) -> dict[st
 
     So what computes with parameters of an earlier unit, as a tied head does, counts where it stands.
     """
-    names, assignment = each_unit_apart(program)
+    names, assignment = one_unit_per_stage(program)
     return {name: sum(map(work, own)) for name, own in zip(names, assignment.own, strict=True)}
 
 
-def each_unit_apart(program: Program) -> tuple[list[str], StageAssignment]:
+def one_unit_per_stage(program: Program) -> tuple[list[str], StageAssignment]:
     """The units of a traced step in order, and what each of them computes if it is a stage of its own."""
     program = assign_units(program)
     names = list(begins_of_units(program))
@@ -111,7 +111,7 @@ class _Part:
         shares = lends, collects, self.cut.written_in[self.number], self._summands()
         boundary = Boundary(inputs, tangents, outputs, tuple(given), self._draws(), *shares)
         program = self._program(gradients)
-        return PipelineStage(self.number, program, boundary, self._lent(program, lends) if lends else None)
+        return PipelineStage(self.number, program, boundary, self._with_lent_copies(program, lends) if lends else None)
 
     def _borrowed(self, name: str) -> Lending:
         """A parameter that another stage keeps."""
@@ -131,7 +131,7 @@ class _Part:
         found = self.cut.gradients[self.number]
         return {name: tuple(part.name for part in parts) for name, parts in found.items() if name in self.cut.shared}
 
-    def _lent(self, program: Program, lends: Sequence[Lending]) -> Program:
+    def _with_lent_copies(self, program: Program, lends: Sequence[Lending]) -> Program:
         """What gives copies of the parameters that this stage lends: theirs may be released before they have gone."""
         graph, copies = fx.Graph(), list[fx.Node]()
         for node in dict.fromkeys(self.cut.shared[one.param] for one in lends):

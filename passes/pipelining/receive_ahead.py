@@ -32,7 +32,7 @@ def receive_ahead(program: Program, *, depth: int = 1) -> Program:
                 _move_to_begin(program, node)
             else:
                 # Waits may come in another order than messages do, where one of these is needed later.
-                _move_behind(program, node, [_wait_of(received[index - depth]), received[index - 1]])
+                _move_after(program, node, [_wait_of(received[index - depth]), received[index - 1]])
     return program
 
 
@@ -52,7 +52,7 @@ def _is_of_begin(node: fx.Node) -> bool:
     return isinstance(data(node).op, Receive) and data(node).action == ""
 
 
-def _move_behind(program: Program, node: fx.Node, lines: list[fx.Node]) -> None:
+def _move_after(program: Program, node: fx.Node, lines: list[fx.Node]) -> None:
     """Move a line behind the last of `lines`, if that is in front of it."""
     position = {one: index for index, one in enumerate(program.graph.nodes)}
     last = max(lines, key=position.__getitem__)

@@ -62,10 +62,10 @@ from zcompile.passes.common.stage_messages import (
     StageMessage,
     StepInputs,
     collected,
-    ends_given,
     is_last,
-    lent_value,
     messages_between,
+    sent_ends,
+    shared_parameter_value,
 )
 
 IN_FLIGHT = {True: 1, False: 2}
@@ -158,7 +158,7 @@ class _Step:
         names = dict.fromkeys(lending.value for lending in stage.boundary.lends)
         copies = {name: values[node] for name, node in zip(names, stage.lent.results.outputs, strict=True)}
         for lending in stage.boundary.lends:
-            self._hand_over("begin", lent_value(lending), copies[lending.value])
+            self._hand_over("begin", shared_parameter_value(lending), copies[lending.value])
 
     def run(self, action: Action) -> None:
         """Write the lines of an action: what it waits for, what it computes, what it sends."""
@@ -171,7 +171,7 @@ class _Step:
         for node in lines_of(stage, action.kind, stage.program):
             self._copy(action, node, values, stage.program)
         given = results.outputs if action.kind is ActionKind.FORWARD else results.input_gradients
-        for end, value in zip(ends_given(stage, action.kind), given, strict=False):
+        for end, value in zip(sent_ends(stage, action.kind), given, strict=False):
             self._give(action, stage, end, values[value])
         if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             for name, gradient in results.gradients.items():
@@ -221,7 +221,7 @@ class _Step:
                 continue
             message = StageMessage(end.value, stage.number, action.microbatch)
             if isinstance(end, Lending):
-                message = lent_value(replace(end, stage=stage.number))
+                message = shared_parameter_value(replace(end, stage=stage.number))
             if message not in self.made:
                 self.made[message] = self._arrived(action, self.table.rank_of(end.stage), message)
             values[node] = self.made[message]
@@ -260,7 +260,7 @@ class _Step:
             end = _end_taken(stage, op_of(node, Input))
             if isinstance(end, Crossing) and end.value == message.value:
                 return node
-            if isinstance(end, Lending) and lent_value(replace(end, stage=message.to)) == message:
+            if isinstance(end, Lending) and shared_parameter_value(replace(end, stage=message.to)) == message:
                 return node
         names = dict.fromkeys(lending.value for lending in stage.boundary.lends)
         assert stage.lent is not None, "who collects gradients has lent a value"

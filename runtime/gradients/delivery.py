@@ -21,7 +21,7 @@ from zcompile.runtime.gradients.local_steps import plain_gradient
 from zcompile.runtime.lockstep import Lockstep, RunExchange, RunKind
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.shards import UnitShards
-from zcompile.runtime.tensors.asked import asked_alone
+from zcompile.runtime.tensors.asked import single_gradient_error
 from zcompile.runtime.tensors.parameter import ShardedParameter
 from zcompile.torch_internals.autograd import (
     after_backward,
@@ -134,7 +134,7 @@ class Delivery:
                 with no_torch_function():
                     is_asked = is_leaf and is_asked_for(get_gradient_edge(parameter).node)
                 if is_asked:
-                    raise asked_alone(name)
+                    raise single_gradient_error(name)
 
     def reduce(self, bound: BoundUnit, grads: Sequence[torch.Tensor | None]) -> Gradients:
         """Average gradients of a unit over the ranks, now."""

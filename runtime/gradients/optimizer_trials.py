@@ -76,7 +76,7 @@ def steps_local_tensors(optimizer: Optimizer) -> bool:
         with torch.random.fork_rng(devices):
             for group in optimizer.param_groups:
                 if owned := [param for param in group["params"] if owner_of(param) is not None]:
-                    _check_alone(optimizer, group, owned[0])
+                    _check_per_parameter(optimizer, group, owned[0])
             return _fails_on_shards(optimizer)
     finally:
         for param, gradient in zip(everything, gradients, strict=True):
@@ -100,7 +100,7 @@ def _fails_on_shards(optimizer: Optimizer) -> bool:
     return True
 
 
-def _check_alone(optimizer: Optimizer, group: dict[str, Any], owned: torch.Tensor) -> None:
+def _check_per_parameter(optimizer: Optimizer, group: dict[str, Any], owned: torch.Tensor) -> None:
     """Compare two parameters like `owned` stepped at once with each stepped by an optimizer that has no other.
 
     Raises:
@@ -224,7 +224,7 @@ def _elementwise(optimizer: Optimizer, trial: _Trial) -> bool:
             gradients = trial.gradients(scale)
             (whole,), left = _stepped_at_once(optimizer, trial.group, [trial.values], [gradients])
             for dim in range(trial.values.ndim):
-                apart, options, counts = _apart(optimizer, trial, gradients, dim)
+                apart, options, counts = _step_pieces(optimizer, trial, gradients, dim)
                 if not torch.allclose(whole, apart, rtol=rounding, atol=rounding):
                     return False
                 pairs = zip(options, counts, strict=True)
@@ -237,7 +237,7 @@ def _elementwise(optimizer: Optimizer, trial: _Trial) -> bool:
     return True
 
 
-def _apart(
+def _step_pieces(
     optimizer: Optimizer, trial: _Trial, gradients: Sequence[torch.Tensor], dim: int
 ) -> tuple[torch.Tensor, list[dict[str, Any]], list[int]]:
     """What is put together of two pieces that are stepped each by itself; of each its group's options, and its size."""

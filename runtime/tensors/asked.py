@@ -29,11 +29,11 @@ def check_asked(name: str, outputs: Any) -> None:
     Raises:
         BackwardError: there is a model's call behind `outputs`.
     """
-    if any(_MARK in _notes_of(node) for node in _nodes_behind(outputs)):
-        raise asked_alone(name)
+    if any(_MARK in _notes_of(node) for node in _backward_nodes(outputs)):
+        raise single_gradient_error(name)
 
 
-def asked_alone(name: str) -> BackwardError:
+def single_gradient_error(name: str) -> BackwardError:
     """The refusal to give the gradient of one parameter apart from those of the others."""
     problem = (
         "torch.autograd.grad, or backward(inputs=...), asks for its gradient, which comes to .grad alone, averaged"
@@ -42,7 +42,7 @@ def asked_alone(name: str) -> BackwardError:
     return BackwardError(name, problem, fix)
 
 
-def _nodes_behind(outputs: Any) -> Iterator[Node]:
+def _backward_nodes(outputs: Any) -> Iterator[Node]:
     left = [one.grad_fn for one in tree_leaves(outputs) if isinstance(one, torch.Tensor)]
     seen = set[Node]()
     while left:

@@ -97,7 +97,7 @@ class Draw:
             problem = f"{self.name} writes it before its parts are added"
             raise ParameterError("a sum over shards", problem, "take its full_tensor() first")
         mine = part_of(whole.detach(), tensor)
-        local_tensor(tensor).copy_(self._alike(mine, [not one.is_shard() for one in tensor.placements]))
+        local_tensor(tensor).copy_(self._from_first_rank(mine, [not one.is_shard() for one in tensor.placements]))
 
     def _kept(self, whole: torch.Tensor) -> DTensor:
         """This rank's part of what was drawn: rows of a tensor that is shaped like the first, all of another one."""
@@ -108,13 +108,13 @@ class Draw:
         is_like = whole.shape == first.shape and self.name not in _OF_OTHER_ROWS
         placements = [one if is_like and one.is_shard() else Replicate() for one in first.placements]
         mine = part_of(whole, first).clone() if is_like else whole
-        mine = self._alike(mine, [one.is_replicate() for one in placements])
+        mine = self._from_first_rank(mine, [one.is_replicate() for one in placements])
         made = placed(mine, first.device_mesh, placements, whole.shape)
         self.explain(made)
         set_owner(made, owner_of(first) if is_like else None)
         return made
 
-    def _alike(self, mine: torch.Tensor, along: list[bool]) -> torch.Tensor:
+    def _from_first_rank(self, mine: torch.Tensor, along: list[bool]) -> torch.Tensor:
         """`mine` as the first rank has it `along` dimensions of the mesh."""
         mesh = self.first.device_mesh
         groups = [mesh.get_group(dim) for dim, alike in enumerate(along) if alike and mesh.size(dim) > 1]

@@ -74,7 +74,7 @@ class ShardedParameter(ExplainedDTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's rows, as DTensor's `to_local()`. What is written to them is gathered by the next call."""
-        _told(self).zcompile_exposed = True
+        _source_parameter(self).zcompile_exposed = True
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -146,7 +146,7 @@ class ShardedParameter(ExplainedDTensor):
         if same and result.grad_fn is None:
             shown = sharded(result, args[0].zcompile_name, waits_of(args[0]))
             if func in _SAME_MEMORY:
-                shown.zcompile_shown = _told(args[0])
+                shown.zcompile_shown = _source_parameter(args[0])
             return shown
         is_attribute = name == "__get__" and func not in _VIEWS  # of `.grad`, say, which is what it is
         if isinstance(result, (torch.Tensor, list, tuple)) and not is_attribute:
@@ -275,15 +275,15 @@ def _assign(param: ShardedParameter, value: torch.Tensor) -> None:
 def _note_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Note what `func` may have done to parameters, now or later, that no version counter tells."""
     if func == _GET_DATA:
-        _told(args[0]).zcompile_exposed = True
+        _source_parameter(args[0]).zcompile_exposed = True
         return
     if _writes_lists(func):
         for tensor in tree_leaves(args):
             if isinstance(tensor, ShardedParameter):
-                _told(tensor).zcompile_unseen += 1
+                _source_parameter(tensor).zcompile_unseen += 1
 
 
-def _told(tensor: ShardedParameter) -> ShardedParameter:
+def _source_parameter(tensor: ShardedParameter) -> ShardedParameter:
     """The parameter whose memory `tensor` shows."""
     return tensor if tensor.zcompile_shown is None else tensor.zcompile_shown
 

@@ -16,7 +16,7 @@ from zcompile.runtime.device import free_bytes
 from zcompile.runtime.groups import Communicator, repeats_outside
 from zcompile.schedule.option_checks import FLAT
 from zcompile.schedule.options import Options
-from zcompile.schedule.shard_choice import ShardChoice, as_told, choose, estimate, room_in
+from zcompile.schedule.shard_choice import ShardChoice, as_message, choose, estimate, room_in
 
 
 def choose_shard(
@@ -52,7 +52,7 @@ def choose_shard(
     hardware = measure(communicator, asked.dtype or torch.float32, model_parallel)
     away = asked.offload_parameters is not None
     estimates = [estimate(shard, replace(layout_of(shard), away=away), hardware) for shard in candidates]
-    told = json.dumps(as_told(estimates, room_in(free_bytes(communicator.device) + held, asked.limit)))
+    told = json.dumps(as_message(estimates, room_in(free_bytes(communicator.device) + held, asked.limit)))
     shared = (agreement if everyone is None else Agreement(everyone)).share('the choice of shard="auto"', told)
     return choose([json.loads(text) for text in shared])
 

@@ -140,7 +140,7 @@ class ModelRuntime:
             return contextlib.nullcontext()
         return numbers_of_rank(self.communicator.rank, self.communicator.device)
 
-    def random_numbers_again(self) -> contextlib.AbstractContextManager[None]:
+    def replayed_random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """What a recomputation within a backward draws them under, from the state in which its call began."""
         if self._seeded_alike and not within_numbers_of_rank(self.communicator.device):
             return numbers_of_rank(self.communicator.rank, self.communicator.device)

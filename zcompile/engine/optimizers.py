@@ -161,7 +161,7 @@ def _pointed(
         state: dict[str, Any] = optimizer.state[old]
         name = next(name for name, param in unit.parameters.items() if param is new)
         optimizer.state[new] = {
-            key: unit.shard_of(name, local_tensor(value)) if _is_like(key, value, new) else _beside(value, new)
+            key: unit.shard_of(name, local_tensor(value)) if _is_like(key, value, new) else _moved_to_host(value, new)
             for key, value in state.items()
         }
         del optimizer.state[old]
@@ -173,7 +173,7 @@ def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
 
 
-def _beside(value: Any, new: torch.Tensor) -> Any:
+def _moved_to_host(value: Any, new: torch.Tensor) -> Any:
     """State that does not follow its parameter: on the host with it all the same, if that has gone there from a GPU."""
     moves = isinstance(value, torch.Tensor) and is_host(new.device) and not is_host(value.device)
     return value.to(new.device) if moves else value

@@ -41,22 +41,23 @@ class CompileProgress:
             return
         self._done = False
         started, ended = time.perf_counter(), threading.Event()
-        teller = threading.Thread(target=self._tell, args=(started, ended), daemon=True, name="zcompile progress")
-        teller.start()
+        given = (started, ended)
+        reporter = threading.Thread(target=self._report_progress, args=given, daemon=True, name="zcompile progress")
+        reporter.start()
         try:
             yield
             self._done = True
         finally:
             self._doing = ""
             ended.set()
-            teller.join()
+            reporter.join()
 
     def at(self, phase: str) -> None:
         """From now on, within `doing`, this is what is done."""
         if self._doing:
             self._doing = phase
 
-    def _tell(self, started: float, ended: threading.Event) -> None:
+    def _report_progress(self, started: float, ended: threading.Event) -> None:
         over = sys.stderr.isatty()
         wait, said = AFTER, False
         while not ended.wait(wait):

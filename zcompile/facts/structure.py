@@ -56,8 +56,8 @@ def _well_formed(program: Program) -> Iterator[Violation]:
             if source not in seen:
                 yield Violation(node, f"{label(node)} uses {source.name} before it is there")
         seen.add(node)
-        yield from _built_as_meant(program, node)
-        yield from _spelled_as_meant(node)
+        yield from _arguments_valid(program, node)
+        yield from _text_matches_data(node)
     for value in program.results.outputs:
         if isinstance(value, fx.Node) and isinstance(data(value).op, _OF_UNITS):
             yield Violation(value, f"{value.name} is returned, but is no value of the model's")
@@ -79,17 +79,17 @@ def _named(program: Program) -> Iterator[Violation]:
     for name, region in program.regions.items():
         if region.name != name:
             yield Violation(None, f"the region {name} calls itself {region.name}")
-        yield from _operations_alone(region)
+        yield from _calls_only_operations(region)
 
 
-def _operations_alone(region: Region) -> Iterator[Violation]:
+def _calls_only_operations(region: Region) -> Iterator[Violation]:
     """The text of a region has its calls of operations alone."""
     for node in region.graph.nodes:
         if node.op not in ("placeholder", "get_attr", "call_function", "output"):
             yield Violation(None, f"{region.name} has {node.name}, a {node.op}, which its text has not")
 
 
-def _built_as_meant(program: Program, node: fx.Node) -> Iterator[Violation]:
+def _arguments_valid(program: Program, node: fx.Node) -> Iterator[Violation]:
     """A line has the arguments of its kind, and names units, parameters and regions that are there."""
     op, given = data(node).op, given_to(node)
     if op.takes is not None and not (takes(type(op), given) and all(map(_lists_gradients, given))):
@@ -211,7 +211,7 @@ def _mistaken_item(program: Program, node: fx.Node, op: Item) -> Iterator[Violat
         yield Violation(node, f"{node.name} does not stand behind {call.name}, of which it is a result")
 
 
-def _spelled_as_meant(node: fx.Node) -> Iterator[Violation]:
+def _text_matches_data(node: fx.Node) -> Iterator[Violation]:
     """The text that runs comes from a node's target and arguments; facts and digest read its data."""
     op = data(node).op
     right = not op.functions or (node.target is FUNCTIONS[op.function] and _written(node) == keywords_of(op))

@@ -26,7 +26,7 @@ from zcompile.errors import CaptureError
 from zcompile.frontend.links import without_placeholders
 from zcompile.frontend.nested_graphs import written_out
 from zcompile.frontend.python_numbers import give_floats_as_tensors
-from zcompile.frontend.shared_arguments import shared_alike
+from zcompile.frontend.shared_arguments import check_overlaps
 from zcompile.frontend.step_cache import (
     BackwardCode,
     ForwardCode,
@@ -144,7 +144,7 @@ class Capture:
         parameters = [place for place, entry in enumerate(self.inputs) if entry.parameter]
         arguments = zip(placeholders, self.inputs, strict=True)
         given = {place: entry.readable for place, (node, entry) in enumerate(arguments) if _is_given(node, entry)}
-        return without_placeholders(shared_alike(compiled, given), parameters)
+        return without_placeholders(check_overlaps(compiled, given), parameters)
 
     def _traced(self, module: fx.GraphModule, inputs: Sequence[Any], *, keep: bool = False) -> Callable[..., Any]:
         """What AOTAutograd makes of a graph; with `keep` it looks into its cache, and keeps there what it has made."""

@@ -18,7 +18,7 @@ Overlap = tuple[int, int, Any]
 """The places of two arguments, and where in memory the second one lies beside the first."""
 
 
-def shared_alike(compiled: Callable[..., Any], names: Mapping[int, str]) -> Callable[..., Any]:
+def check_overlaps(compiled: Callable[..., Any], names: Mapping[int, str]) -> Callable[..., Any]:
     """`compiled`, which refuses arguments that overlap otherwise than in the first call with one that it writes to.
 
     `names`: of the arguments, by their places.

@@ -40,7 +40,7 @@ _LAUNCH = frozenset(
 """What says where and how processes run, as the strategies of Lightning have it; the rest is for zcompile."""
 
 
-def _apart(options: Mapping[str, Any], launch: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_options(options: Mapping[str, Any], launch: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is for Lightning, and what is for `zcompile.compile`.
 
     Raises:
@@ -65,7 +65,7 @@ class ShardedStrategy(DDPStrategy):
     strategy_name = "zcompile"
 
     def __init__(self, **options: Any) -> None:
-        for_lightning, self._options = _apart(options, _LAUNCH | {"precision_plugin"})
+        for_lightning, self._options = _split_options(options, _LAUNCH | {"precision_plugin"})
         super().__init__(**for_lightning)
         self._compiled: tuple[nn.Module | None, CompiledModule | None] = None, None
 
@@ -151,7 +151,7 @@ class ShardedFabricStrategy(FabricDDPStrategy):
     """
 
     def __init__(self, **options: Any) -> None:
-        for_lightning, self._options = _apart(options, _LAUNCH | {"precision"})
+        for_lightning, self._options = _split_options(options, _LAUNCH | {"precision"})
         super().__init__(**for_lightning)
         self._backward_sync_control = _SyncControl()
         self._models: list[CompiledModule] = []

@@ -38,10 +38,10 @@ def last_needs(program: ProgramGraph) -> dict[fx.Node, fx.Node]:
         if isinstance(op, GatherOutside) and op.keep:
             needs += program.nodes(Results)
         last[node] = max(needs, key=position.__getitem__)
-    return {node: end for node, end in last.items() if _comes_and_goes(node)}
+    return {node: end for node, end in last.items() if _has_own_memory(node)}
 
 
-def _comes_and_goes(node: fx.Node) -> bool:
+def _has_own_memory(node: fx.Node) -> bool:
     """True for a value with memory of its own that is there while the value is; the stack always is."""
     return node.op == "call_function" and data(node).nbytes > 0 and not isinstance(data(node).op, Store)
 

@@ -151,7 +151,7 @@ class Materialiser:
             return {}
         real = {id(place.value): _unwritten(place.value, self.device) for place in wanted}
         versions = {key: version_of(tensor) for key, tensor in real.items()}
-        with self._alone(real), torch.device(self.device), torch.no_grad():
+        with self._only_materialised(real), torch.device(self.device), torch.no_grad():
             self.code.run(unit)
             result = {id(place.value): _found(place) for place in wanted}
         for place in wanted:
@@ -169,7 +169,7 @@ class Materialiser:
         return parameters
 
     @contextlib.contextmanager
-    def _alone(self, real: dict[int, torch.Tensor]) -> Iterator[None]:
+    def _only_materialised(self, real: dict[int, torch.Tensor]) -> Iterator[None]:
         """`real` in the module tree, all other parameters on meta; afterwards the tree is as it was."""
         try:
             for place in self.places:

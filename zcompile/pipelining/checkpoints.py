@@ -16,7 +16,7 @@ from zcompile.ir.operation import Phase, data
 from zcompile.ir.program import Program
 from zcompile.passes.common.boundary import PipelineStage
 from zcompile.passes.common.stage_assignment import StageAssignment
-from zcompile.passes.pipelining.cut_stages import each_unit_apart
+from zcompile.passes.pipelining.cut_stages import one_unit_per_stage
 from zcompile.pipelining.balance import StageMemory
 from zcompile.schedule.options import Options
 
@@ -90,7 +90,7 @@ def stage_memory(traced: Program, table: ActionTable, limit: int, options: Optio
     Each unit saves its input alone where something is computed again. A rank of several stages divides the limit among
     them. What is offloaded is there for one micro-batch at a time.
     """
-    units, assignment = each_unit_apart(traced)
+    units, assignment = one_unit_per_stage(traced)
     every = _saved_bytes(assignment)
     saved = every if options.checkpoint is None else _input_bytes(assignment)
     in_flight = [1 + others_in_flight(table, stage) for stage in range(table.stages)]

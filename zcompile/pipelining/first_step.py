@@ -29,7 +29,7 @@ from zcompile.ir.program import Program
 from zcompile.model.sharding import Retired, retire, shard_model
 from zcompile.model.units import make_layout
 from zcompile.pipelining.batch_means import check_mean
-from zcompile.pipelining.guard import StepGuard, check_traced, say_statistics
+from zcompile.pipelining.guard import StepGuard, check_traced, warn_of_batch_statistics
 from zcompile.pipelining.pipeline_options import LossFunction, PipelineOptions
 from zcompile.pipelining.program import (
     PipelinedProgram,
@@ -131,7 +131,7 @@ def prepare(setup: StepSetup, first: CallSpec, owner: object) -> ReadyStep:
     place, options, made = _rewritten(setup, trace.program)
     texts = ranks.agreement.share("the programs of all ranks", made.program.text(regions=True))
     check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
-    say_statistics(model, trace.program)
+    warn_of_batch_statistics(model, trace.program)
     runtime, retired = divide_model(model, made.program, trace.program, ranks, options, setup.optimizers)
     watch_optimizers(owner, runtime, retired)
     if setup.asked.offload_optimizer is not None and setup.updater is not None:

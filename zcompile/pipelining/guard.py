@@ -94,7 +94,7 @@ def check_traced(traced: Program, metrics: int = 0, *, trains: bool = True) -> N
             raise CaptureError(node.name, problem, "make it a buffer of the model, or write to a copy")
 
 
-def say_statistics(model: nn.Module, traced: Program) -> None:
+def warn_of_batch_statistics(model: nn.Module, traced: Program) -> None:
     """Warn where batch normalization has other statistics than of whole batches."""
     written = {op_of(node, Input).held for node in traced.nodes(Input) if op_of(node, Input).mutated}
     for path, module in model.named_modules():

@@ -23,7 +23,7 @@ from zcompile.runtime.groups import (
     check_inside,
     data_axes,
     default_device,
-    group_again,
+    duplicate_group,
 )
 from zcompile.runtime.stage_links import Route, StageLinks
 from zcompile.runtime.tensors.placement import ModelParallel
@@ -75,7 +75,7 @@ class PipelineRanks:
         shared = own[_data_names(own, tensor)]
         everyone = Communicator(as_one(own), device)
         data = Communicator(as_one(shared) if options.has_one_axis else shared, device, options.hybrid)
-        links = StageLinks(own[PIPELINE], lambda: group_again(own, PIPELINE, device), everyone.waits, data)
+        links = StageLinks(own[PIPELINE], lambda: duplicate_group(own, PIPELINE, device), everyone.waits, data)
         parallel = None
         if tensor is not None:
             parallel = model_parallel(model, mesh[_data_names(mesh, tensor)], flat=options.divides_outside)
@@ -139,7 +139,7 @@ def device_of(model: nn.Module, mesh: DeviceMesh) -> torch.device:
     tensor, names = check_divided(model), list(mesh.mesh_dim_names or ())
     data, parts = _data_names(mesh, tensor), [] if tensor is None else [_name_of(tensor)]
     kind = repr(mesh.device_type)
-    if data not in ((), (DATA,)) and not _says_what_for(mesh, data):
+    if data not in ((), (DATA,)) and not _names_replicas(mesh, data):
         others = [name for name in data if name != DATA]
         problem = f"is {mesh}: a pipeline is not combined with {', '.join(map(repr, others))}"
         fix = f"give init_device_mesh({kind}, (stages, ranks), mesh_dim_names=('pp', 'dp')), or of two levels"
@@ -175,7 +175,7 @@ def _data_names(mesh: DeviceMesh, tensor: DeviceMesh | None) -> tuple[str, ...]:
     return tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, _name_of(tensor)))
 
 
-def _says_what_for(mesh: DeviceMesh, data: tuple[str, ...]) -> bool:
+def _names_replicas(mesh: DeviceMesh, data: tuple[str, ...]) -> bool:
     """True for two dimensions, one of which repeats the shards that the other one divides."""
     try:
         return len(data) == 2 and bool(data_axes(mesh[data]))

@@ -119,7 +119,7 @@ class PipelinedStep(Savable, Reported):
         if not self._compared:
             self._ranks.compare_along("the first batch", digest_of(batch, named), SAME_DATA)
             self._compared = True
-        others = self._told(lambda: ready.check(parts))
+        others = self._reporting(lambda: ready.check(parts))
         scaler, device = self._asked.grad_scaler, self._ranks.device
         scale = None if scaler is None else scale_of(scaler, device)
         results, gradients = ready.run.step([[*part.leaves(), *others] for part in parts], self._updater, scale)
@@ -158,7 +158,7 @@ class PipelinedStep(Savable, Reported):
             setup = replace(self._setup, table=self.table.forwards(), flat=FlatResults())
             self._evaluations = Evaluations(setup, self._made)
         evaluations, flat = self._evaluations, self._evaluations.setup.flat
-        return evaluations.run(self._told(lambda: evaluations.look_up(self._microbatches(batch, named, flat))))
+        return evaluations.run(self._reporting(lambda: evaluations.look_up(self._microbatches(batch, named, flat))))
 
     @briefly
     def prepare(self, *batch: Any, **named: Any) -> None:
@@ -212,12 +212,12 @@ class PipelinedStep(Savable, Reported):
         of = f"stages {stages} of {self.table.stages}, {self.table.microbatches} micro-batches"
         return f"PipelinedStep({type(self.model).__name__}, {of})"
 
-    def _told(self, act: Callable[[], Result]) -> Result:
-        """What `act` gives; where it raises on this rank, the others, who would wait for it in the step, are told."""
+    def _reporting(self, act: Callable[[], Result]) -> Result:
+        """The result of `act`; where it raises on this rank alone, that is reported to the others, who would wait."""
         try:
             return act()
         except ZcompileError as error:
-            self._ranks.everyone.waits.failed_alone("the step", error)
+            self._ranks.everyone.waits.report_failure("the step", error)
             raise
 
     def _asked_for(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[CallSpec]:
@@ -229,7 +229,7 @@ class PipelinedStep(Savable, Reported):
 
         if self._made is None:  # all ranks come here for the first step
             return self._ranks.agreement.attempt("the first batch", check)[0]
-        return self._told(check)
+        return self._reporting(check)
 
     def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any], flat: FlatResults) -> list[CallSpec]:
         """The calls of the micro-batches of a batch, whose results `flat` makes tensors of."""

@@ -172,14 +172,14 @@ class Evaluation(RuntimeLines):
                 self.refuse(f"gives the name of a function to a value: {name}")
             if name != "_":
                 self.scope[name] = result
-                if name in marks and marks[name][0] and self._alike(result.term):
+                if name in marks and marks[name][0] and self._is_replicated(result.term):
                     self.same.add(result.term)
 
-    def _alike(self, term: int) -> bool:
+    def _is_replicated(self, term: int) -> bool:
         """True if a value follows on all ranks of the group from what they have alike, or is made by all of them."""
         head, args = self.terms.heads[term], self.terms.args[term]
         if head.startswith("item "):
-            return self._alike(args[0])
+            return self._is_replicated(args[0])
         if head.startswith("ops._c10d_functional.") and packet_of(head) in WHOLE:
             self.group = args[-1] if self.group < 0 else self.group
             return self.group == args[-1]

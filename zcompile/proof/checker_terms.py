@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 from zcompile.errors import ProofError
-from zcompile.proof.checker_texts import FIX, Place, dotted, literal, refusal, told
+from zcompile.proof.checker_texts import FIX, Place, dotted, literal, location_text, refusal
 
 LITERAL = re.compile(r"(?:int|float|bool|str|NoneType|complex) ")
 LISTS = ("list", "tuple")
@@ -144,15 +144,15 @@ class TermTable:
             if "." in self.heads[path[-1]]:  # an operation
                 wanted, found = self._counterpart(path, wanted, known), path[-1]
                 place = self.places[found]
-        where, lines = told(place)
+        where, lines = location_text(place)
         given, same = self.routes.get(found, {}), zip_longest(self.args[found], self.args[wanted])
         parted = [one for one, other in same if one != other] if "." in self.heads[found] else given
         routes = [given.get(one, ()) for one in parted]
-        if passed := dict.fromkeys(told(one)[0] for via in routes for one in via):
+        if passed := dict.fromkeys(location_text(one)[0] for via in routes for one in via):
             lines += f"\n  given what came by {', '.join(passed)}"
         texts = [(self.text(found, depth), self.text(wanted, depth)) for depth in (2, 3, 5, 8)]
         have, want = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
-        origin = "".join(told(self.places[wanted])) if wanted < known else ""
+        origin = "".join(location_text(self.places[wanted])) if wanted < known else ""
         problem = f"{what} is not what was traced{lines}\n  It has\n    {have}\n  where the traced step has\n    {want}"
         return ProofError(where, f"{problem}\n  of {origin}" if origin else problem, FIX)
 

@@ -111,7 +111,7 @@ Place = tuple[tuple[Text, int], ...]
 """A line, and the line of the region that it calls."""
 
 
-def told(place: Place) -> tuple[str, str]:
+def location_text(place: Place) -> tuple[str, str]:
     """Where it is; and the lines, with the module that they come from."""
     source = next((words for text, line in reversed(place) if (words := text.margin(line).words)), "")
     lines = "".join(f"\n    {text.lines[line - 1].partition('  #')[0].strip()}" for text, line in place)
@@ -120,7 +120,7 @@ def told(place: Place) -> tuple[str, str]:
 
 def refusal(place: Place, problem: str) -> ProofError:
     """The error for what is wrong there."""
-    where, lines = told(place)
+    where, lines = location_text(place)
     return ProofError(where, f"{problem}{lines}", FIX)
 
 

@@ -321,10 +321,10 @@ def _circle(ranks: Ranks, streams: list[_Stream]) -> str:
     path = [min(stuck)]
     while (following := stuck[path[-1]][1]) not in path:
         path.append(following)
-    return f"ranks wait for each other: {'; '.join(_told(ranks, stuck, path[path.index(following) :]))}"
+    return f"ranks wait for each other: {'; '.join(_wait_texts(ranks, stuck, path[path.index(following) :]))}"
 
 
-def _told(ranks: Ranks, stuck: Mapping[int, tuple[RankEvent, int, int]], circle: list[int]) -> Iterator[str]:
+def _wait_texts(ranks: Ranks, stuck: Mapping[int, tuple[RankEvent, int, int]], circle: list[int]) -> Iterator[str]:
     for rank in circle:
         wait, other, launch = stuck[rank]
         later = ranks[other].events[launch]

@@ -193,7 +193,7 @@ def _shards(step: StepTerms, node: fx.Node) -> Value:
     return FullUnit(unit, unit.compute_dtype, wire=unit.outer_gather_dtype)
 
 
-def _lent(step: StepTerms, node: fx.Node) -> Value:
+def _no_value(step: StepTerms, node: fx.Node) -> Value:
     return None
 
 
@@ -426,21 +426,21 @@ _EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
     ops.Input: _input,
     ops.Parameter: _parameter,
     ops.Shards: _shards,
-    **dict.fromkeys(ops.RUNTIME_INPUTS, _lent),
+    **dict.fromkeys(ops.RUNTIME_INPUTS, _no_value),
     ops.Compute: _operation,
     ops.Item: _item,
     ops.Call: _call,
     ops.AllGather: _all_gather,
     ops.GatherOutside: _gather_outside,
     ops.GatherInside: _gather_inside,
-    ops.GatherAhead: _lent,
+    ops.GatherAhead: _no_value,
     ops.WaitGather: _wait,
     ops.WaitSecondary: _wait,
     ops.WaitReduce: _wait,
     ops.WaitFetch: _wait,
     ops.Reduce: _reduce,
     ops.ReduceOutside: _reduce_outside,
-    ops.Release: _lent,
+    ops.Release: _no_value,
     ops.Update: _update,
     ops.Accumulate: _accumulate,
     ops.Copy: _copy,
@@ -451,9 +451,9 @@ _EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
     ops.Sum: _sum,
     ops.SumAverages: _sum,
     ops.Plus: _plus,
-    ops.Send: _lent,
-    ops.WaitSend: _lent,
+    ops.Send: _no_value,
+    ops.WaitSend: _no_value,
     ops.Receive: _receive,
     ops.WaitReceive: _wait,
-    ops.Results: _lent,
+    ops.Results: _no_value,
 }

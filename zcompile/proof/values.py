@@ -107,7 +107,9 @@ class ExpectedValues:
             yield Violation(None, f"{name} is said to be {'unused' if name in program.unused else 'used'}; it is not")
         for what in ("stage", "axes", "away", "hybrid"):
             if (found := getattr(layout, what)) != (wanted := getattr(self.layout, what)):
-                yield Violation(None, f"the {what} of the layout: {_said(found)}; the traced step has {_said(wanted)}")
+                yield Violation(
+                    None, f"the {what} of the layout: {_layout_text(found)}; the traced step has {_layout_text(wanted)}"
+                )
         for unit, wanted in zip(layout.units, self.layout.units, strict=False):
             if (unit.name, unit.params) != (wanted.name, wanted.params):
                 yield Violation(None, f"the parameters of {unit.name} are not those that {wanted.name} was traced with")
@@ -265,7 +267,7 @@ def computes(traced: Program) -> Fact:
     return TracedValues.of(traced).fact
 
 
-def _said(value: Any) -> str:
+def _layout_text(value: Any) -> str:
     """What a layout says of its stage or its axes."""
     if isinstance(value, tuple):
         return ", ".join(f"{axis.name}: {axis}" for axis in value)

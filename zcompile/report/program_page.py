@@ -106,7 +106,7 @@ def page_text(
     own = {program.digest(): program for program in programs} if ranks else {}
     ranks = [own.get(one.digest(), one) for one in ranks]  # one that was parsed names its lines otherwise
     along = simulate_pipeline(ranks, hardware) if ranks else []
-    told = [_told(program, hardware, ranks, along) for program in programs]
+    told = [_predicted(program, hardware, ranks, along) for program in programs]
     sections = [
         _Section(number, *both, hardware, measured) for number, both in enumerate(zip(journals, told, strict=True))
     ]
@@ -117,7 +117,7 @@ def page_text(
     return rendered("report.html.j2", title=title, sections=sections, names=NAMES, **assumed, **sizes)
 
 
-def _told(program: Program, hardware: Hardware, ranks: Sequence[Program], along: Sequence[Timeline]) -> Timeline:
+def _predicted(program: Program, hardware: Hardware, ranks: Sequence[Program], along: Sequence[Timeline]) -> Timeline:
     """The predicted step: of a rank of a pipeline, whose timelines are `along`, with the others."""
     for one, timeline in zip(ranks, along, strict=True):
         if one is program:

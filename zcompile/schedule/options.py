@@ -159,7 +159,7 @@ class Options:
         may use; without them it is left out. `updates`: for programs of a train step.
         """
         if isinstance(self.passes, Pipeline):
-            self._check_alone(self.passes)
+            self._check_whole_pipeline(self.passes)
             return self.passes
         _check_changes(self.passes)
         # Eager regions fuse nothing, so recomputing cheap operations only costs time: save what eager PyTorch saves.
@@ -186,7 +186,7 @@ class Options:
         changed = default.changed(meant)
         return changed if keeps else changed.without_any(Trait.KEEPS_FULL)
 
-    def _check_alone(self, passes: Pipeline) -> None:
+    def _check_whole_pipeline(self, passes: Pipeline) -> None:
         """Raise OptionError for options that a pipeline given as a whole would ignore."""
         if passes.stage != STAGES[self.stage]:
             problem = f"is {self.stage}, but passes is a pipeline of stage {passes.stage.number}"

@@ -92,7 +92,7 @@ def choose(told: Sequence[Mapping[str, Any]]) -> ShardChoice:
     """The fastest that fits on every rank, of equals the smallest; where none fits, the smallest.
 
     Args:
-        told: By rank, what `as_told` gives.
+        told: By rank, what `as_message` gives.
     """
     rows = zip(*(rank["estimates"] for rank in told), strict=True)
     found = [
@@ -104,7 +104,7 @@ def choose(told: Sequence[Mapping[str, Any]]) -> ShardChoice:
     return ShardChoice(fastest or min(found, key=lambda one: one.nbytes), found, room)
 
 
-def as_told(estimates: Sequence[Estimate], room: int) -> dict[str, Any]:
+def as_message(estimates: Sequence[Estimate], room: int) -> dict[str, Any]:
     """What a rank tells the others."""
     return {"estimates": [asdict(one) for one in estimates], "room": room}
 

@@ -114,7 +114,7 @@ class Loading:
         return {place.name: place.held for place in _places(named)} | extra
 
     @property
-    def has_hooks_behind(self) -> bool:
+    def has_post_hooks(self) -> bool:
         """True if hooks run when all is written, which may call names that are missing right."""
         return any(hooks for _, hooks in self._behind)
 

@@ -38,7 +38,7 @@ from zcompile.state.optimizer_state import (
     of_one_rank,
     ordered_names,
     put_together,
-    take_apart,
+    split_state,
 )
 from zcompile.state.whole_files import real, whole_file
 from zcompile.state.whole_optimizer import check_alike, kept_of, parts_of_whole, whole_state
@@ -243,7 +243,7 @@ class ModelState:
             raise StateError(source, f"does not load: {error}", fix) from error
         elsewhere = {place.name for place in found.places if is_elsewhere(place.held)}
         found.missing[:] = [name for name in found.missing if name not in elsewhere]
-        if strict and not found.has_hooks_behind:
+        if strict and not found.has_post_hooks:
             _check_names(found, source)
         for place in found.places:
             if place.value is not None:
@@ -260,7 +260,7 @@ class ModelState:
                 if place.value is not None and not is_elsewhere(place.held):
                     place.held.copy_(self._part(place.held, place.value))
         found.end()
-        if strict and found.has_hooks_behind:
+        if strict and found.has_post_hooks:
             self._together(what, lambda: _check_names(found))
 
     def _part(self, target: Any, value: Any) -> Any:
@@ -357,7 +357,7 @@ class ModelState:
         content: dict[str, Any] = {"model": model}
         if optimizer is not None:
             self._refuse_ignored(optimizer)
-            state = take_apart(optimizer, self.model)
+            state = split_state(optimizer, self.model)
             content["optimizer"] = {"state": state.tensors}
             content["optimizer"]["owned"] = {n: _blob(f"state of {n}", values) for n, values in state.owned.items()}
             if rank == 0:

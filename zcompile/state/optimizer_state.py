@@ -44,7 +44,7 @@ class OptimizerState:
     owned: Slots
 
 
-def take_apart(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
+def split_state(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     """What to save of an optimizer.
 
     Raises:

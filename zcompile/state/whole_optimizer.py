@@ -17,7 +17,7 @@ from zcompile.runtime.groups import Communicator
 from zcompile.runtime.tensors.owned import owner_of
 from zcompile.runtime.tensors.parts import part_of
 from zcompile.runtime.tensors.placement import whole_of
-from zcompile.state.optimizer_state import SlotShape, empty_slots, ordered_names, take_apart, with_own_ways
+from zcompile.state.optimizer_state import SlotShape, empty_slots, ordered_names, split_state, with_own_ways
 from zcompile.torch_internals.dtensor import local_tensor
 from zcompile.torch_internals.pytree import tree_map_only
 
@@ -35,7 +35,7 @@ def kept_of(optimizer: Optimizer, model: nn.Module) -> StateNames:
         if param.is_meta:
             fix = "save it by save_checkpoint(folder, optimizer)"
             raise StateError(name, "is on another pipeline stage, and so is what its optimizer keeps", fix)
-    apart = take_apart(optimizer, model)
+    apart = split_state(optimizer, model)
     kept: StateNames = {}
     for slots in (apart.tensors, apart.about["values"], apart.owned):
         for name, values in slots.items():

@@ -92,7 +92,7 @@ def inspect_command(
     _check_given(context, is_script=subject.endswith(".py"), pipelined=mesh is not None)
     if subject.endswith(".py"):
         journal = inspection.of_script(Path(subject), context.args, world, device, folder)
-        _tell(*inspection.write(journal, folder, subject, device, code=code), folder)
+        _print_result(*inspection.write(journal, folder, subject, device, code=code), folder)
         return
     options = Options(
         stage=stage,
@@ -105,10 +105,10 @@ def inspect_command(
     if mesh is not None:
         asked = schedule, microbatches, split or None
         pipeline = of_pipeline(given, options, _sizes(mesh), asked, device, units or None)
-        _tell(*pipeline.write(folder, subject, code=code), folder)
+        _print_result(*pipeline.write(folder, subject, code=code), folder)
         return
     journal = inspection.of_subject(given, options, world, device, units or None, whole or None)
-    _tell(*inspection.write(journal, folder, subject, device, code=code), folder)
+    _print_result(*inspection.write(journal, folder, subject, device, code=code), folder)
 
 
 def _check_given(context: typer.Context, *, is_script: bool, pipelined: bool) -> None:
@@ -141,7 +141,7 @@ def _sizes(mesh: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _tell(text: str, notes: Sequence[str], folder: Path) -> None:
+def _print_result(text: str, notes: Sequence[str], folder: Path) -> None:
     print(text)
     print(f"Written to {folder}: report.html, and the program after every pass with what has changed, its drawing, its")
     print("regions, and a trace for ui.perfetto.dev.")

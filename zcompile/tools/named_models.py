@@ -147,12 +147,12 @@ def _module(home: str, name: str) -> ModuleType:
     except Exception as error:
         problem = f"cannot be imported: {type(error).__name__}: {error}"
         fix = "fix it, or run this where it can be imported"
-        if meant := _meant(home, name, error):
+        if meant := _nearest_name(home, name, error):
             fix = f"did you mean {meant!r}? Or run this where {home!r} can be imported"
         raise SubjectError(name, problem, fix) from error
 
 
-def _meant(home: str, name: str, error: Exception) -> str:
+def _nearest_name(home: str, name: str, error: Exception) -> str:
     """The named model that is nearest to a module that there is not; empty if none is near."""
     absent = isinstance(error, ModuleNotFoundError) and error.name == home
     close = difflib.get_close_matches(home.lower(), NAMED, n=1, cutoff=0.5) if absent else []

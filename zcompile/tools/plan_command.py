@@ -127,7 +127,7 @@ def plan_command(
             whole=whole or None,
             progress=progress,
         )
-    _tell(replace(made, model=subject.name), html, {"batch": batch, "sequence": sequence} if as_json else None)
+    _print_result(replace(made, model=subject.name), html, {"batch": batch, "sequence": sequence} if as_json else None)
 
 
 def _plan_meshes(context: typer.Context) -> None:
@@ -201,7 +201,7 @@ def _mesh(text: str) -> tuple[int, int]:
     return int(nodes), int(ranks)
 
 
-def _tell(made: Plan, html: Path | None, beside: Mapping[str, int] | None) -> None:
+def _print_result(made: Plan, html: Path | None, beside: Mapping[str, int] | None) -> None:
     """Print a plan, as JSON with what stands `beside` it if that is given, and write its page.
 
     Raises:

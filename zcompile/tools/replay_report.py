@@ -75,7 +75,7 @@ class ReplayReport:
             yield self.replay.failure
         for kind in KINDS:
             if (finding := self.replay.findings.get(kind)) is not None:
-                yield from told(finding)
+                yield from finding_lines(finding)
         if not self.replay.findings:
             yield "No NaN and no infinity in any value."
 
@@ -89,7 +89,7 @@ def row(number: int, value: Value) -> str:
     return f"{text}  {', '.join(bad)}".rstrip()
 
 
-def told(finding: NonFinite) -> Iterator[str]:
+def finding_lines(finding: NonFinite) -> Iterator[str]:
     """A finding as text."""
     yield f"\nThe first {KINDS[finding.kind]}: {finding.count} in {finding.name}, {finding.place.line}:"
     yield f"    {finding.place.code}"

@@ -107,7 +107,7 @@ class Tree:
                 call.of_method = not fragment.of_forward
                 result = fragment(*args, **kwargs)
         except ZcompileError as error:
-            self.engine.runtime.communicator.waits.failed_alone("a call of the model", error)
+            self.engine.runtime.communicator.waits.report_failure("a call of the model", error)
             raise shortened(error)  # noqa: B904  # the same one, with the causes that it has
         finally:
             if self.call is not None:
@@ -133,7 +133,7 @@ class Tree:
             return self._fragment_of(interceptor)(*args, **kwargs)
         if backward_number() is None:
             return self.run(self._fragment_of(interceptor), args, kwargs)
-        with runtime.random_numbers_again(), runtime.autocast():  # a recomputation of what was called by itself
+        with runtime.replayed_random_numbers(), runtime.autocast():  # a recomputation of what was called by itself
             return self._fragment_of(interceptor)(*args, **kwargs)
 
     def convert(self, interceptor: MethodInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
@@ -210,7 +210,7 @@ class Tree:
                     fix = "write to shards, outside: with torch.no_grad(): parameter.copy_(...)"
                     raise ParameterError(name, problem, fix)
         except ParameterError as error:
-            self.engine.runtime.communicator.waits.failed_alone("unsharded()", error)
+            self.engine.runtime.communicator.waits.report_failure("unsharded()", error)
             raise
 
     def _all_full(self) -> dict[str, nn.Parameter]:
