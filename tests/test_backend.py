@@ -677,6 +677,22 @@ def test_a_graph_without_parameters_is_explained_and_dumped(ranks: Ranks, tmp_pa
         assert "volume: each rank sends 0 B; this program has no parameters" in text
 
 
+def test_steps_of_a_backend_are_profiled_for_its_dump(tmp_path: Path) -> None:
+    model, made = nn.Linear(4, 4), zcompile.backend(backend="eager")
+    compiled, optimizer = torch.compile(model, backend=made), torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(zcompile.ModelError, match="has compiled nothing yet"), made.profile():
+        pass
+    compiled(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    without = made.dump(tmp_path / "before", all_ranks=True) / "rank_0" / "trace.json"
+    with made.profile():
+        for _ in range(2):
+            compiled(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    measured = made.dump(tmp_path / "after", all_ranks=True) / "rank_0" / "trace.json"
+    assert len(measured.read_text()) > len(without.read_text()), "its steps stand beside the predicted ones"
+
+
 def test_an_optimizer_over_more_than_the_model_steps_the_shards() -> None:
     backend = zcompile.backend(stage=3, backend="eager")
     model, extra = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
