@@ -35,8 +35,8 @@ from torch._guards import (  # a graph compiled again for other parameters
     TracingContext,
     tracing,
 )
-from torch._prims.rng_prims import run_and_save_rng_state as saved_random  # (op, ...) -> generator's state, result
-from torch._prims.rng_prims import run_with_rng_state as replayed_random  # (state, op, ...) -> the same result
+
+from zcompile.torch_internals.operators import replayed_random, saved_random
 
 __all__ = [
     "BackendCompilerFailed",
