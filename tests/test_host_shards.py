@@ -20,7 +20,7 @@ from tests.threads import Threads
 from zcompile import GroupError, OptionError
 from zcompile import compile_model as compiling
 from zcompile.cost.memory import peak_bytes
-from zcompile.engine.optimizers import _beside
+from zcompile.engine.optimizers import _moved_to_host
 from zcompile.ir.layout import Layout, Param
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.offload.host_shards import HostShards
@@ -205,9 +205,9 @@ def test_float16_is_refused_where_its_scaler_would_be_wrong() -> None:
 def test_state_beside_a_parameter_goes_with_it() -> None:
     host, device = torch.empty(3), torch.empty(3, device="meta")
     with pytest.raises(NotImplementedError, match="meta"):  # it is copied from there
-        _beside(torch.empty((), device="meta"), host)
-    assert _beside(step := torch.tensor(2.0), device) is step, "on the host, where optimizers keep it"
-    assert _beside(7, host) == 7
+        _moved_to_host(torch.empty((), device="meta"), host)
+    assert _moved_to_host(step := torch.tensor(2.0), device) is step, "on the host, where optimizers keep it"
+    assert _moved_to_host(7, host) == 7
 
 
 @pytest.mark.usefixtures("without_group")
