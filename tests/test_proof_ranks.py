@@ -476,6 +476,8 @@ CHAINED = joined(CHAIN, GATHERED)
         ("release(a_full)", "release(a_full", "is no Python"),
         ('axes = {"dp": "shard 2"}', 'axes = {"dp": "shared 2"}', "'shared 2' is no axis"),
         ('axes = {"dp": "shard 2"}', "", "says nothing of the axes"),
+        ('axes = {"dp": "shard 2"}', "axes = 3", "the head of the text: says no layout"),
+        ('axes = {"dp": "shard 2"}', 'axes = {"dp": "shard 2"}\nstage = 7', "the head of the text: says no layout"),
         ('axes = {"dp": "shard 2"}', 'axes = {"dp": two}', "line 1: axes is no constant"),
         ("def forward(box)", "def sideways(box)", "has none of the functions forward"),
         (
@@ -505,6 +507,14 @@ def test_a_gather_or_reduction_that_one_rank_does_not_cast_is_named() -> None:
             assert found == zcompile.parse(one).communications()
         with pytest.raises(ProofError, match=r"a.weight (f32|bf16)\[4, 4\]\).*a.weight (f32|bf16)\[4, 4\]\)"):
             check_texts({0: plain, 1: cast})
+
+
+@pytest.mark.parametrize("name", ["unit", "group", "parameter", "stack", "away"])
+def test_a_module_may_be_called_like_what_a_program_is_given(name: str) -> None:
+    program = zcompile.parse(re.sub(r" b$", f" {name}", CHAINED, flags=re.MULTILINE).replace(f"unit {name}", "unit b"))
+    text = program.text(regions=True)
+    assert re.search(rf" {name}$", text, re.MULTILINE)
+    assert [e.what for e in read_events({"": text}).events if e.act is Act.JOIN] == program.communications()
 
 
 def test_gradients_are_counted() -> None:

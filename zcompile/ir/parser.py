@@ -9,7 +9,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -115,7 +115,10 @@ class LineMargin:
     def placeholder(self) -> Placeholder | None:
         """The unit, the parameter or what is lent that a name stands for; None of other inputs."""
         kind, *named = self.source.split(" ")
-        return _PLACEHOLDERS[kind](*map(unescaped, named)) if kind in _PLACEHOLDERS else None
+        found = _PLACEHOLDERS.get(kind)
+        if found is None or len(named) != len(fields(found)):  # type: ignore[arg-type]
+            return None  # as of a value that comes from a module of such a name
+        return found(*map(unescaped, named))
 
 
 def _margins(text: str) -> dict[int, LineMargin]:

@@ -194,6 +194,8 @@ class _Reader:
             self.layout = layout_of(constants)
         except ParseError as error:
             raise ProofError(error.subject, error.problem, error.fix) from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ProofError("the head of the text", "says no layout of a program", _FIX) from error
         self.axes = {axis.name: axis for axis in self.layout.axes}
         self.names: dict[str, Operation | list[Operation]] = {}
         """What gives the values of the phases, by their names: for each value of a bundle."""
@@ -249,7 +251,9 @@ class _Reader:
         is_region = is_phase and name in self.functions and name not in PHASES
         if name == "unbox":
             for element in call.target.elts if is_phase and isinstance(call.target, ast.Tuple) else []:
-                self._bind([ast.unparse(element)], call.function.margins(element))
+                margins = call.function.margins(element)
+                given = next((one.placeholder for one in margins if one.placeholder), _VALUE)
+                self._bind([ast.unparse(element)], margins, given)
         elif is_region or name.startswith(_TORCH) or name == "graph":
             if is_phase:
                 self._bind(call.gives, call.function.margins(call.statement))
@@ -262,10 +266,10 @@ class _Reader:
         else:
             raise call.error(f"{name} is not known: it may communicate")
 
-    def _bind(self, names: Sequence[str], margins: Sequence[LineMargin]) -> None:
+    def _bind(self, names: Sequence[str], margins: Sequence[LineMargin], given: Operation = _VALUE) -> None:
         """Let names that are new stand for values: the last for a bundle, where a margin says so."""
         for name in names:
-            self.names.setdefault(name, next((one.placeholder for one in margins if one.placeholder), _VALUE))
+            self.names.setdefault(name, given)
         for margin in margins:
             if margin.count is not None and names:
                 self.names[names[-1]] = [_VALUE] * margin.count
