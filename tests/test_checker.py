@@ -36,7 +36,7 @@ from zcompile.proof.checker import prove
 from zcompile.proof.checker_terms import RANDOM, VIEWS
 from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FORWARD
 from zcompile.proof.dumps import MANIFEST, prove_dump, write_manifest
-from zcompile.proof.rules import Rule
+from zcompile.proof.terms import Rule
 from zcompile.report.dumps import write_dump
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal

@@ -86,7 +86,7 @@ LINES = {
     "zcompile/model": 1_670,
     "zcompile/pipelining": 2_410,
     "zcompile/planning": 1_000,
-    "zcompile/proof": 4_400,
+    "zcompile/proof": 4_350,
     "zcompile/recording": 870,
     "zcompile/report": 1_610,
     "zcompile/schedule": 1_490,

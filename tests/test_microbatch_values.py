@@ -20,7 +20,7 @@ from zcompile.ir.operation import data, op_of
 from zcompile.ir.ops import Input, Plus, Receive, Reduce, Send, Sum, SumAverages
 from zcompile.pipelining.action_tables import SCHEDULES, action_table
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite, values_of_rank
-from zcompile.proof.microbatches import RankValues
+from zcompile.proof.values import RankValues
 from zcompile.schedule.options import Options
 from zcompile.tools.tracing import trace
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from zcompile.ir.region import Region
     from zcompile.model.tensor_parallel import tensor_parallel_plan
     from zcompile.pipelining.step import PipelinedStep
-    from zcompile.proof.rules import Rule
+    from zcompile.proof.terms import Rule
     from zcompile.proof.values import computes
     from zcompile.schedule.default_pipeline import pipeline
     from zcompile.schedule.pipeline import Pass, Pipeline
@@ -125,7 +125,7 @@ _HOMES = {
     "zcompile.ir.region": "Region",
     "zcompile.model.tensor_parallel": "tensor_parallel_plan",
     "zcompile.pipelining.step": "PipelinedStep",
-    "zcompile.proof.rules": "Rule",
+    "zcompile.proof.terms": "Rule",
     "zcompile.proof.values": "computes",
     "zcompile.schedule.default_pipeline": "pipeline",
     "zcompile.schedule.pipeline": "Pass Pipeline",

@@ -25,8 +25,7 @@ from zcompile.passes.pipelining.cut_stages import cut_stages, units_in_order, wo
 from zcompile.passes.pipelining.unroll_microbatches import unroll_microbatches
 from zcompile.pipelining.balance import balanced
 from zcompile.pipelining.checkpoints import others_in_flight, stage_memory, within_budget
-from zcompile.proof.microbatches import RankValues, SharedParameter
-from zcompile.proof.values import TracedTerms
+from zcompile.proof.values import RankValues, SharedParameter, TracedTerms
 from zcompile.report.dumps import dumping_failures
 from zcompile.schedule.default_pipeline import Partition, of_stages, of_steps, run_passes
 from zcompile.schedule.option_checks import AUTO, bytes_of, checkpoint_of
@@ -274,6 +273,5 @@ def _shared(stages: Sequence[PipelineStage], own: Sequence[int]) -> tuple[Shared
                 if param in stages[number].boundary.summands
             }
             if {home.number, *readers}.intersection(own):
-                dtype = home.program.layout.param(param).sum_dtype
-                found.append(SharedParameter(param, value, home.number, tuple(readers), parts, dtype))
+                found.append(SharedParameter(param, value, home.number, tuple(readers), parts))
     return tuple(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,7 @@ from zcompile.ir.operators import is_known
 from zcompile.ir.region import Region, graph_text
 from zcompile.ir.shared_memory import root_of
 from zcompile.ir.side_effects import draws, is_opaque, is_random
-from zcompile.proof.rules import LIST
-from zcompile.proof.terms import DRAW, DRAWN_UNDER, ITEM, PAIR, STATE, Terms
+from zcompile.proof.terms import DRAW, DRAWN_UNDER, ITEM, LIST, PAIR, STATE, Terms
 from zcompile.torch_internals.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -36,8 +35,9 @@ _SAME = frozenset({_aten.clone.default, _aten.detach.default, _aten.alias.defaul
 """Their result has the values of their argument."""
 _BY_STRIDES = frozenset({_aten.as_strided.default, _aten.as_strided_copy.default, _aten.as_strided_scatter.default})
 """What they give depends on how their argument lies in memory, too: on whether it has been copied."""
-AFTER = "after"
-"""A value once an operation has written to it."""
+AFTER, NO_VALUE = "after", "no value"
+"""A value once an operation has written to it; what is none."""
+_REGION_DRAW = "draw of a region"
 
 
 class UnknownOperationError(Exception):
@@ -49,50 +49,51 @@ class UnknownOperationError(Exception):
 
 
 @dataclass
-class OperationTerms:
+class GraphTerms:
     """The terms of a graph's values.
 
     Attributes:
         terms: The table that they are in.
-        draw: Gives the next random draw.
         modules: Graphs that higher-order operations call, by attribute name.
-        values: The term of each value; those of placeholders are put in by who evaluates.
+        values: What each line gives: of an operation a term. Those of placeholders are put in by who evaluates.
+        draw: What random draws are called in the table.
+        draws: How many there are.
         writes: Whose memory was written to, through whatever view, and its term from then on, in order.
-        opaque: What operations give that may do more than their schema says.
+        opaque: What operations give that may do more than their schema says, with the line and the name.
     """
 
     terms: Terms
-    draw: Callable[[], int]
     modules: Mapping[str, fx.GraphModule]
-    values: dict[fx.Node, int] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    draw: str = DRAW
+    draws: int = 0
     writes: list[tuple[fx.Node, int]] = field(default_factory=list)
-    opaque: list[tuple[fx.Node, int]] = field(default_factory=list)
+    opaque: list[tuple[fx.Node, str, int]] = field(default_factory=list)
     _views: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
-    def evaluate(self, nodes: Iterable[fx.Node]) -> None:
-        """Put the terms of `nodes` into `values`, which has those before them."""
-        for node in nodes:
-            self.values[node] = self._value(node)
-            if (root := root_of(node)) is not node:
-                self._views.setdefault(root, []).append(node)
-
-    def argument(self, given: Any) -> int:
-        """The term of an argument."""
+    def term(self, given: Any) -> int:
+        """The term of an argument, or of a result; of a value that has none one of its own."""
         if isinstance(given, fx.Node):
-            return self.values[given]
+            found = self.values[given]
+            return found if isinstance(found, int) else self.terms.make((NO_VALUE, given.name))
         if isinstance(given, (list, tuple)):
-            return self.terms.make((LIST, *map(self.argument, given)))
+            return self.terms.make((LIST, *map(self.term, given)))
         return self.terms.constant(given)
 
-    def _value(self, node: fx.Node) -> int:
-        target, terms = node.target, self.terms
+    def evaluate(self, node: fx.Node) -> int:
+        """The term of an operation, which `values` has from then on, as it has those before."""
         if node.op == "get_attr":
-            return terms.make(("graph", graph_text(self.modules[str(target)])))
-        if node.op != "call_function" or not _is_operation(target):
-            raise UnknownOperationError(node, f"{node.name} calls {target}, which is no operation of a traced graph")
-        result = self._result(node)
-        if _may_do_more(target) and is_opaque(self._operation_of(node)):
-            self.opaque.append((node, result))
+            result = self.terms.make(("graph", graph_text(self.modules[str(node.target)])))
+        elif node.op == "call_function" and _is_operation(node.target):
+            result = self._result(node)
+            if _may_do_more(node.target) and is_opaque(self._operation_of(node)):
+                self.opaque.append((node, node.name, result))
+        else:
+            problem = f"{node.name} calls {node.target}, which is no operation of a traced graph"
+            raise UnknownOperationError(node, problem)
+        self.values[node] = result
+        if (root := root_of(node)) is not node:
+            self._views.setdefault(root, []).append(node)
         return result
 
     def _operation_of(self, node: fx.Node) -> Any:
@@ -108,7 +109,7 @@ class OperationTerms:
         target, terms = node.target, self.terms
         if _is_plain(target):
             if target in _SAME and not node.kwargs:
-                return self.argument(node.args[0])
+                return self.term(node.args[0])
             if target in _BY_STRIDES:
                 return self._by_strides(node)
             return self._applied(target, node.args, node.kwargs)
@@ -117,20 +118,25 @@ class OperationTerms:
         if target is replayed_random:
             state, operation, *args = node.args
             again = draws(operation, args, node.kwargs)
-            drawn = terms.make((DRAWN_UNDER, self.argument(state))) if again else None
+            drawn = terms.make((DRAWN_UNDER, self.term(state))) if again else None
             return self._applied(operation, args, node.kwargs, drawn)
         if not isinstance(target, OpOverload):
             head = ITEM if target is operator.getitem else target
             return self._applied(head, node.args, node.kwargs)
-        result = self._applied(target, node.args, node.kwargs, self.draw() if is_random(node) else None)
+        result = self._applied(target, node.args, node.kwargs, self._drawn() if is_random(node) else None)
         if writes_arguments(target):
             self._write(node, result)
         return result
 
+    def _drawn(self) -> int:
+        """The next random draw."""
+        self.draws += 1
+        return self.terms.make((self.draw, str(self.draws - 1)))
+
     def _applied(self, head: Any, args: Iterable[Any], kwargs: Mapping[str, Any], drawn: int | None = None) -> int:
-        key = [head, *map(self.argument, args)]
+        key = [head, *map(self.term, args)]
         for name, value in kwargs.items():
-            key += (f"{name}=", self.argument(value))
+            key += (f"{name}=", self.term(value))
         if drawn is not None:
             key += ("draw=", drawn)
         return self.terms.make(tuple(key))
@@ -144,7 +150,7 @@ class OperationTerms:
     def _saved(self, node: fx.Node) -> int:
         """The generator's state in front of a draw, if it is one, and what is drawn."""
         operation, *args = node.args
-        drawn = self.draw() if draws(operation, args, node.kwargs) else None
+        drawn = self._drawn() if draws(operation, args, node.kwargs) else None
         result = self._applied(operation, args, node.kwargs, drawn)
         state = self.terms.make((STATE, self.terms.constant(None) if drawn is None else drawn))
         return self.terms.make((PAIR, state, result))
@@ -235,32 +241,23 @@ class Regions:
         """What each term of a region is in a call."""
         values = dict(zip(found.arguments, arguments, strict=True))
         for index, leaf in enumerate(found.draws):
-            values[leaf] = draw(self.terms, drawn + index)
+            values[leaf] = self.terms.make((DRAW, str(drawn + index)))
         self.terms.instances(found.body, values)
         return values
 
 
-def draw(terms: Terms, number: int) -> int:
-    """The random draw of this number, in the order in which a step runs."""
-    return terms.make((DRAW, str(number)))
-
-
 def _evaluated(region: Region, terms: Terms) -> RegionTerms:
-    draws: list[int] = []
-
-    def next_draw() -> int:
-        draws.append(terms.make(("draw of a region", str(len(draws)))))
-        return draws[-1]
-
     placeholders = region.graph.find_nodes(op="placeholder")
     leaves = [terms.make(("argument", str(number))) for number in range(len(placeholders))]
-    graph = OperationTerms(terms, next_draw, region.modules, dict(zip(placeholders, leaves, strict=True)))
-    graph.evaluate(node for node in region.graph.nodes if node.op not in ("placeholder", "output"))
-    results = tuple(graph.argument(value) for value in region.outputs)
+    graph = GraphTerms(terms, region.modules, dict(zip(placeholders, leaves, strict=True)), _REGION_DRAW)
+    for node in region.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            graph.evaluate(node)
+    draws = [terms.make((_REGION_DRAW, str(number))) for number in range(graph.draws)]
+    results = tuple(map(graph.term, region.outputs))
     writes = tuple((placeholders.index(node), term) for node, term in graph.writes if node in placeholders)
-    varying = {*leaves, *draws}
-    body = []
-    opaque = tuple((node.name, term) for node, term in graph.opaque)
+    opaque = tuple((name, term) for _, name, term in graph.opaque)
+    varying, body = {*leaves, *draws}, []
     for term in terms.below([*results, *(term for _, term in (*writes, *opaque))]):
         if term not in varying and not varying.isdisjoint(terms.keys[term][1:]):
             varying.add(term)

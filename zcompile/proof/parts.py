@@ -24,7 +24,7 @@ from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
 from zcompile.proof.checker_texts import CAPTURE, Text
 from zcompile.proof.checker_values import NamedMessage, RankPart, SharedParam
-from zcompile.proof.microbatches import RankValues
+from zcompile.proof.values import RankValues
 
 _FIX = "dump the programs of all ranks again, of one step"
 _GROUP = re.compile(r"(ops\._c10d_functional\.\w+\.\w+\(.*)'[^']*'\)")

@@ -6,24 +6,24 @@ the mean of its gradient. Copying, storing, moving away and fetching, releasing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.layout import Layout, Param, Unit
+from zcompile.ir.layout import Param, Unit
 from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import memory_of_values, root_of
 from zcompile.ir.tensor_type import dtype_text
-from zcompile.proof.operations import AFTER, OperationTerms, Regions, UnknownOperationError, draw
+from zcompile.proof.operations import AFTER, NO_VALUE, GraphTerms, Regions, UnknownOperationError
 from zcompile.proof.terms import Terms
 
 PARAMETER, UPDATED, INPUT, CONSTANT_TENSOR = "parameter", "updated parameter", "input", "tensor"
-MEAN, SUM, HELD_BACK, CONTIGUOUS, NO_VALUE = "mean", "sum", "held_back", "contiguous", "no value"
+MEAN, SUM, HELD_BACK, CONTIGUOUS = "mean", "sum", "held_back", "contiguous"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,84 +66,162 @@ Value = int | FullUnit | SecondaryUnit | Started | Offloaded | Mapping[str, int]
 no tensor yet."""
 
 
-@dataclass
-class StepTerms:
+class StepTerms(GraphTerms):
     """The terms of a program's values.
 
-    Attributes:
+    Args:
         program: What is evaluated.
         regions: The terms of regions, and the table.
-        values: What each line gives.
+        received: What other pipeline stages send, by the message.
+
+    Attributes:
         gradients: By parameter the terms that are returned, or used for an update, as its averaged gradient, each with
             the line that has reduced it, or held it back.
-        writes: What inputs, parameters and arguments of regions hold once they are written to, in order.
         replicated: Values of which each rank of an axis keeps a shard, by line.
-        draws: How many random draws there are.
-        calls: The draws before each call of a region.
-        written: The buffers that lines write to, with their new terms, in order.
-        opaque: What operations give that may do more than their schema says, with the line and the name.
-        received: What other pipeline stages send, by the message.
+        buffers: The buffers that lines write to, with their new terms, in order.
+        calls: How many random draws there are before each call of a region.
     """
 
-    program: Program
-    regions: Regions
-    received: Mapping[str, int] = field(default_factory=dict)
-    values: dict[fx.Node, Value] = field(default_factory=dict)
-    gradients: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)
-    writes: list[int] = field(default_factory=list)
-    replicated: dict[fx.Node, int] = field(default_factory=dict)
-    draws: int = 0
-    calls: dict[fx.Node, int] = field(default_factory=dict)
-    written: list[tuple[fx.Node, int]] = field(default_factory=list)
-    opaque: list[tuple[fx.Node, str, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.terms = self.regions.terms
+    def __init__(self, program: Program, regions: Regions, received: Mapping[str, int] | None = None) -> None:
+        super().__init__(regions.terms, program.modules)
+        self.program, self.regions, self.received = program, regions, received or {}
+        self.gradients: dict[str, list[tuple[fx.Node, int]]] = {}
+        self.replicated: dict[fx.Node, int] = {}
+        self.buffers: list[tuple[fx.Node, int]] = []
+        self.calls: dict[fx.Node, int] = {}
         self.inputs: dict[ops.Kind, int] = dict.fromkeys(ops.Kind, 0)
-        self.flat = OperationTerms(self.terms, self._draw, self.program.modules, self.values)  # type: ignore[arg-type]
-        for node in self.program.graph.nodes:
-            self.values[node] = _EVALUATORS[type(data(node).op)](self, node)
-        self.opaque += [(node, node.name, term) for node, term in self.flat.opaque]
-        self.writes = [term for node, term in self.flat.writes if not _is_own(root_of(node))]
-        for node in self.program.results.reduced:
-            self.deliver(node)
+        for node in program.graph.nodes:
+            self.values[node] = self._line(node)
+        for node in program.results.reduced:
+            self._deliver(node)
 
-    def term(self, value: Any) -> int:
-        """The term of what a line, or the end of the program, is given."""
-        found = self.values[value] if isinstance(value, fx.Node) else self.flat.argument(value)
-        return found if isinstance(found, int) else self.terms.make((NO_VALUE, value.name))
-
-    def arguments(self, call: fx.Node) -> tuple[int, ...]:
-        """The terms of what a region is given in a call, by its placeholders."""
-        region = self.program.regions[op_of(call, ops.Call).region]
-        return tuple(self._argument(call.args[1 + argument], item) for argument, item in region.takes)
+    @property
+    def written(self) -> list[int]:
+        """What inputs, parameters and arguments of regions hold once they are written to, in order."""
+        return [term for node, term in self.writes if not _is_own(root_of(node))]
 
     def line_of(self, term: int) -> fx.Node | None:
         """The first line that computes a term, itself or within its region."""
         for node, value in self.values.items():
             if value == term:
                 return node
-            if node in self.calls:
-                found = self.regions.of(self.program.regions[op_of(node, ops.Call).region])
-                if term in self.regions.instances(found, self.arguments(node), self.calls[node]).values():
-                    return node
+            if node in self.calls and term in self._instances(node).values():
+                return node
         return None
 
-    def write(self, argument: fx.Node, term: int) -> None:
-        """Note that a region has written to an argument; from here on all that show its memory read otherwise."""
-        memory = memory_of_values(self.program)
-        result = self.terms.keys[term][1]
-        for node, shown in self.values.items():
-            if isinstance(shown, int) and memory[node] == memory[argument]:
-                self.values[node] = term if node is argument else self.terms.make((AFTER, result, shown))
-        self.flat.writes.append((argument, term))
+    def _line(self, node: fx.Node) -> Value:
+        """What a line gives."""
+        layout, sources = self.program.layout, node.all_input_nodes
+        match data(node).op:
+            case ops.Compute():
+                return self.evaluate(node)
+            case ops.Call() as op:
+                return self._call(node, op)
+            case ops.Item(index):
+                results = self.values[sources[0]]
+                return results[index] if isinstance(results, Sequence) else self.evaluate(node)
+            case ops.Input() as op:
+                return self._input(node, op)
+            case ops.Parameter(name):
+                type_ = data(node).type
+                assert type_ is not None, "parameters are tensors"
+                dtype = sent(str(type_.dtype), layout.param(name).outer_gather_dtype)
+                return self.terms.make((PARAMETER, name, dtype))
+            case ops.Shards(name):
+                # Read as they are where nothing has to be gathered, and until it is: a fact says when that has to be.
+                unit = layout.unit(name)
+                return FullUnit(unit, unit.compute_dtype, wire=unit.outer_gather_dtype)
+            case ops.AllGather() | ops.GatherOutside() as op:
+                return self._gather(op, *(self.values[source] for source in sources[:2]))
+            case ops.Reduce() | ops.ReduceOutside() as op:
+                return self._reduce(node, op)
+            case ops.WaitGather() | ops.WaitSecondary() | ops.WaitReduce() | ops.WaitFetch() | ops.WaitReceive():
+                started = self.values[sources[0]]
+                return started.gives if isinstance(started, Started) else None
+            case ops.Sum() | ops.SumAverages() as op:
+                return self._sum(node, op)
+            case ops.Plus(dtype):
+                return sum_in(self.terms, dtype, *map(self.term, node.args))
+            case ops.Accumulate():
+                held = (self._by_parameter(node, 1) or {}).items()
+                dtypes = {name: str(layout.param(name).dtype) for name, _ in held}
+                return {name: self.terms.make((HELD_BACK, dtypes[name], term)) for name, term in held}
+            case ops.Copy(strided):
+                term = self.term(node.args[0])
+                return term if strided else self.terms.make((CONTIGUOUS, term))
+            case ops.Store():
+                return self.term(node.args[0])
+            case ops.Receive() as op if op.message in self.received:
+                return Started(self.received[op.message])
+            case ops.Offload():
+                if isinstance(data(sources[1]).op, ops.Group):
+                    self.replicated[node] = self.term(sources[0])
+                return Offloaded(self.term(sources[0]), sources[1])
+            case ops.Fetch():
+                away = self.values[sources[0]]
+                return Started(away.term) if isinstance(away, Offloaded) and away.place is sources[1] else None
+        self._effect(node)
+        return None
 
-    def deliver(self, gradients: fx.Node) -> None:
-        """Note averaged gradients that are returned, or used for an update."""
-        found = self.values[gradients]
-        line = gradients.all_input_nodes[0] if isinstance(data(gradients).op, ops.WaitReduce) else gradients
-        for name, term in found.items() if isinstance(found, Mapping) else ():
-            self.gradients.setdefault(name, []).append((line, term))
+    def _effect(self, node: fx.Node) -> None:
+        """Do what a line does that gives no value."""
+        match data(node).op:
+            case ops.Update():
+                shards, gradients = node.all_input_nodes
+                if isinstance(full := self.values[shards], FullUnit):
+                    self.values[shards] = replace(full, updated=True)
+                self._deliver(gradients)
+            case ops.Write():
+                buffer, value = node.args
+                assert isinstance(buffer, fx.Node), "a buffer is an input"
+                self.values[buffer] = term = self.term(value)
+                self.buffers.append((buffer, term))
+            case ops.RuntimeInput() | ops.GatherAhead() | ops.Release() | ops.Results():
+                pass
+            case ops.Send() | ops.WaitSend() | ops.Receive():
+                pass  # who compares messages looks at what is sent; of what is received nothing is known
+            case op:
+                raise TypeError(f"it is not known what {type(op).__name__} gives")
+
+    # -- values and regions ---------------------------------------------------------------------------------------
+
+    def _input(self, node: fx.Node, op: ops.Input) -> int:
+        kind, number = op.kind, self.inputs[op.kind]
+        if self.program.phases == (Phase.STEP,) and kind is not ops.Kind.CONSTANT:
+            which = () if op.microbatch is None else (str(op.microbatch),)
+            return self.terms.make((INPUT, str(kind), str(op.index), *which))
+        self.inputs[kind] += 1
+        if kind is ops.Kind.CONSTANT:
+            return self.terms.make((CONSTANT_TENSOR, node.name, str(id(self.program.constants.get(node.name)))))
+        return self.terms.make((INPUT, str(kind), str(number)))
+
+    def _call(self, node: fx.Node, op: ops.Call) -> Value:
+        region = self.program.regions[op.region]
+        try:
+            found = self.regions.of(region)
+        except UnknownOperationError as error:
+            raise UnknownOperationError(node, f"in {region.name}: {error}") from error
+        self.calls[node] = self.draws
+        results, written = self.regions.call(found, self._arguments(node), self.draws)
+        if found.opaque:
+            instances = self._instances(node)
+            self.opaque += [(node, name, instances.get(term, term)) for name, term in found.opaque]
+        self.draws += len(found.draws)
+        for (number, _), term in zip(found.writes, written, strict=True):
+            argument = node.args[1 + region.takes[number][0]]
+            assert isinstance(argument, fx.Node), "regions write to values"
+            self._write_argument(argument, term)
+        return results[0] if len(results) == 1 else results
+
+    def _instances(self, call: fx.Node) -> dict[int, int]:
+        """What each term of a region is in a call."""
+        found = self.regions.of(self.program.regions[op_of(call, ops.Call).region])
+        return self.regions.instances(found, self._arguments(call), self.calls[call])
+
+    def _arguments(self, call: fx.Node) -> tuple[int, ...]:
+        """The terms of what a region is given in a call, by its placeholders."""
+        region = self.program.regions[op_of(call, ops.Call).region]
+        return tuple(self._argument(call.args[1 + argument], item) for argument, item in region.takes)
 
     def _argument(self, given: Any, item: int | None) -> int:
         if item is None:
@@ -157,9 +235,83 @@ class StepTerms:
         wire = found.wire if found.wire is param.outer_gather_dtype else None
         return self.terms.make((UPDATED if found.updated else PARAMETER, param.name, sent(str(dtype), wire)))
 
-    def _draw(self) -> int:
-        self.draws += 1
-        return draw(self.terms, self.draws - 1)
+    def _write_argument(self, argument: fx.Node, term: int) -> None:
+        """Note that a region has written to an argument; from here on all that show its memory read otherwise."""
+        memory = memory_of_values(self.program)
+        result = self.terms.keys[term][1]
+        for node, shown in self.values.items():
+            if isinstance(shown, int) and memory[node] == memory[argument]:
+                self.values[node] = term if node is argument else self.terms.make((AFTER, result, shown))
+        self.writes.append((argument, term))
+
+    # -- units ----------------------------------------------------------------------------------------------------
+
+    def _gather(self, op: ops.AllGather | ops.GatherOutside, shards: Value, secondary: Value = None) -> Value:
+        """Of primary shards that are divided outside, too, whole parameters are gathered over their secondary ones.
+
+        These are what was sent outside: once an update has changed the shards, they give nothing.
+        """
+        layout = self.program.layout
+        if not isinstance(shards, FullUnit):
+            return None
+        if isinstance(op, ops.GatherOutside):
+            return Started(SecondaryUnit(replace(shards, dtype=op.dtype, wire=op.wire), op.axis))
+        if not isinstance(op, ops.GatherInside):
+            divided = layout.has_secondary and shards.unit.is_sharded
+            return None if divided else Started(replace(shards, dtype=op.dtype))
+        if not isinstance(secondary, SecondaryUnit) or layout.replicated is None:
+            return None
+        now = SecondaryUnit(replace(shards, dtype=op.dtype, wire=secondary.full.wire), layout.replicated.name)
+        return Started(secondary.full) if secondary == now else None
+
+    def _reduce(self, node: fx.Node, op: ops.Reduce | ops.ReduceOutside) -> Value:
+        """The means of gradients, or outside of what are means inside already, in the dtype in which they are sent."""
+        given, layout = self._by_parameter(node, 1), self.program.layout
+        if given is None:
+            return None
+        axis, wire = (op.axis, op.wire) if isinstance(op, ops.ReduceOutside) else (layout.sharded.name, None)
+        means = {}
+        for name, term in given.items():
+            param = layout.param(name)
+            means[name] = mean_of(self.terms, param, axis, term, op.sent_dtype(param), scatter=op.scatter, wire=wire)
+        return Started(means)
+
+    def _sum(self, node: fx.Node, op: ops.Sum | ops.SumAverages) -> Value:
+        """For each parameter of a unit its gradients, added in order; what is added may lack some."""
+        first, second = self._by_parameter(node, 1), self._by_parameter(node, 2)
+        if first is None or second is None or not second.keys() <= first.keys():
+            return None
+        dtype, total = op.dtype if isinstance(op, ops.Sum) else None, {**first}
+        for name, term in second.items():
+            cast = dtype if self.program.layout.param(name).sum_dtype is dtype else None
+            total[name] = sum_in(self.terms, cast, first[name], term)
+        return total
+
+    def _by_parameter(self, node: fx.Node, place: int) -> Mapping[str, int] | None:
+        """The gradients of a unit that a line is given, by parameter: those in a list, or what a sum or a wait gives.
+
+        None for what gives none, or those of another unit.
+        """
+        shards, given = node.args[0], node.args[place]
+        assert isinstance(shards, fx.Node), "gradients are those of a unit"
+        params = [param.name for param in self.program.layout.unit(op_of(shards, ops.Shards).unit).params]
+        if isinstance(given, fx.Node):
+            found = self.values[given]
+            return found if isinstance(found, Mapping) and found.keys() <= {*params} else None
+        gradients = zip(params, given, strict=True)  # type: ignore[arg-type]
+        return {name: self._dense(gradient) for name, gradient in gradients if gradient is not None}
+
+    def _dense(self, gradient: Any) -> int:
+        """The term of a gradient; how it is laid out does not matter to who sends it."""
+        head, *parts = self.terms.keys[term := self.term(gradient)]
+        return int(parts[0]) if head == CONTIGUOUS else term
+
+    def _deliver(self, gradients: fx.Node) -> None:
+        """Note averaged gradients that are returned, or used for an update."""
+        found = self.values[gradients]
+        line = gradients.all_input_nodes[0] if isinstance(data(gradients).op, ops.WaitReduce) else gradients
+        for name, term in found.items() if isinstance(found, Mapping) else ():
+            self.gradients.setdefault(name, []).append((line, term))
 
 
 def _is_own(value: fx.Node) -> bool:
@@ -168,160 +320,24 @@ def _is_own(value: fx.Node) -> bool:
     return isinstance(data(made).op, ops.Compute)
 
 
-def _input(step: StepTerms, node: fx.Node) -> Value:
-    op = op_of(node, ops.Input)
-    kind, number = op.kind, step.inputs[op.kind]
-    if step.program.phases == (Phase.STEP,) and kind is not ops.Kind.CONSTANT:
-        which = () if op.microbatch is None else (str(op.microbatch),)
-        return step.terms.make((INPUT, str(kind), str(op.index), *which))
-    step.inputs[kind] += 1
-    if kind is ops.Kind.CONSTANT:
-        return step.terms.make((CONSTANT_TENSOR, node.name, str(id(step.program.constants.get(node.name)))))
-    return step.terms.make((INPUT, str(kind), str(number)))
-
-
-def _parameter(step: StepTerms, node: fx.Node) -> Value:
-    type_ = data(node).type
-    assert type_ is not None, "parameters are tensors"
-    param = step.program.layout.param(op_of(node, ops.Parameter).name)
-    return step.terms.make((PARAMETER, param.name, sent(str(type_.dtype), param.outer_gather_dtype)))
-
-
-def _shards(step: StepTerms, node: fx.Node) -> Value:
-    # Read as they are where nothing has to be gathered, and until it is: a fact says when that has to be done.
-    unit = step.program.layout.unit(op_of(node, ops.Shards).unit)
-    return FullUnit(unit, unit.compute_dtype, wire=unit.outer_gather_dtype)
-
-
-def _no_value(step: StepTerms, node: fx.Node) -> Value:
-    return None
-
-
-def _operation(step: StepTerms, node: fx.Node) -> Value:
-    step.flat.evaluate((node,))
-    return step.values[node]
-
-
-def _item(step: StepTerms, node: fx.Node) -> Value:
-    results = step.values[node.all_input_nodes[0]]
-    if not isinstance(results, Sequence):
-        return _operation(step, node)
-    return results[op_of(node, ops.Item).index]
-
-
-def _call(step: StepTerms, node: fx.Node) -> Value:
-    region = step.program.regions[op_of(node, ops.Call).region]
-    try:
-        found = step.regions.of(region)
-    except UnknownOperationError as error:
-        raise UnknownOperationError(node, f"in {region.name}: {error}") from error
-    step.calls[node] = step.draws
-    results, written = step.regions.call(found, step.arguments(node), step.draws)
-    if found.opaque:
-        instances = step.regions.instances(found, step.arguments(node), step.draws)
-        step.opaque += [(node, name, instances.get(term, term)) for name, term in found.opaque]
-    step.draws += len(found.draws)
-    for (number, _), term in zip(found.writes, written, strict=True):
-        argument = node.args[1 + step.program.regions[op_of(node, ops.Call).region].takes[number][0]]
-        assert isinstance(argument, fx.Node), "regions write to values"
-        step.write(argument, term)
-    return results[0] if len(results) == 1 else results
-
-
-def _all_gather(step: StepTerms, node: fx.Node) -> Value:
-    """Of primary shards that are divided outside, too, it gives no whole parameters."""
-    shards = step.values[node.all_input_nodes[0]]
-    if not isinstance(shards, FullUnit) or (step.program.layout.has_secondary and shards.unit.is_sharded):
-        return None
-    return Started(replace(shards, dtype=op_of(node, ops.AllGather).dtype))
-
-
-def _gather_outside(step: StepTerms, node: fx.Node) -> Value:
-    op, shards = op_of(node, ops.GatherOutside), step.values[node.all_input_nodes[0]]
-    if not isinstance(shards, FullUnit):
-        return None
-    return Started(SecondaryUnit(replace(shards, dtype=op.dtype, wire=op.wire), op.axis))
-
-
-def _gather_inside(step: StepTerms, node: fx.Node) -> Value:
-    """Whole parameters, as they were when they were sent outside: of shards that an update has changed since, none."""
-    shards, secondary = (step.values[given] for given in node.all_input_nodes[:2])  # behind them the arena
-    outer, dtype = step.program.layout.replicated, op_of(node, ops.GatherInside).dtype
-    if not isinstance(secondary, SecondaryUnit) or not isinstance(shards, FullUnit):
-        return None
-    now = replace(shards, dtype=dtype, wire=secondary.full.wire)
-    fresh = secondary.full == now and outer is not None and secondary.axis == outer.name
-    return Started(secondary.full) if fresh else None
-
-
-def _wait(step: StepTerms, node: fx.Node) -> Value:
-    started = step.values[node.all_input_nodes[0]]
-    return started.gives if isinstance(started, Started) else None
-
-
-def _reduce(step: StepTerms, node: fx.Node) -> Value:
-    """The means of gradients in the dtype in which they are sent; what was held back before is added to any."""
-    op, axis = op_of(node, ops.Reduce), step.program.layout.sharded
-    result = {}
-    for param, gradient in _given(step, node):
-        how = "scattered" if op.scatter and param.shards else "whole"
-        result[param.name] = _mean(step, op, axis.name, param, how, gradient)
-    return Started(result)
-
-
-def _reduce_outside(step: StepTerms, node: fx.Node) -> Value:
-    """The means outside of what are means inside of the same unit already; of what is none nothing."""
-    op, (shards, found) = op_of(node, ops.ReduceOutside), (step.values[given] for given in node.all_input_nodes[:2])
-    if not isinstance(found, Mapping) or not isinstance(shards, FullUnit):
-        return None
-    params = {param.name: param for param in shards.unit.params}
-    if not found.keys() <= params.keys():
-        return None
-    means = {}
-    for name, term in found.items():
-        scattered = op.scatter and bool(params[name].shards)
-        how = sent("scattered" if scattered else "whole", op.wire if op.wire is params[name].outer_dtype else None)
-        means[name] = _mean(step, op, op.axis, params[name], how, term)
-    return Started(means)
-
-
 def sent(how: str, wire: torch.dtype | None) -> str:
     """How an average is made, or the dtype of a parameter, of what travels as `wire`, if that is named."""
     return how if wire is None else f"{how}, sent in {dtype_text(wire)}"
 
 
-def _mean(step: StepTerms, op: ops.Averaging, axis: str, param: Param, how: str, gradient: int) -> int:
-    sent = op.dtype if param.reduction_dtype is op.dtype else None
-    return step.terms.make((MEAN, axis, how, str(sent or param.full_dtype), gradient))
-
-
-def _sum(step: StepTerms, node: fx.Node) -> Value:
-    """For each parameter of a unit its gradients, added in order; what is added may lack some."""
-    shards, *given = node.args
-    assert isinstance(shards, fx.Node), "a sum is one of a unit"
-    first, second = (_by_parameter(step, shards, one) for one in given)
-    if first is None or second is None or not second.keys() <= first.keys():
-        return None
-    op = data(node).op
-    dtype = op.dtype if isinstance(op, ops.Sum) else None
-    params = step.program.layout.unit(op_of(shards, ops.Shards).unit).params
-    casts = {param.name: dtype if param.sum_dtype is dtype else None for param in params}
-    return {**first, **{name: sum_in(step.terms, casts[name], first[name], term) for name, term in second.items()}}
-
-
-def _plus(step: StepTerms, node: fx.Node) -> Value:
-    first, second = map(step.term, node.args)
-    return sum_in(step.terms, op_of(node, ops.Plus).dtype, first, second)
-
-
-def _by_parameter(step: StepTerms, shards: fx.Node, given: Any) -> Mapping[str, int] | None:
-    """Gradients of a unit by parameter: those in a list, or what a sum or a wait gives."""
-    if isinstance(given, fx.Node):
-        found = step.values[given]
-        return found if isinstance(found, Mapping) else None
-    params = step.program.layout.unit(op_of(shards, ops.Shards).unit).params
-    pairs = zip(params, given, strict=True)
-    return {param.name: _dense(step, gradient) for param, gradient in pairs if gradient is not None}
+def mean_of(
+    terms: Terms,
+    param: Param,
+    axis: str,
+    gradient: int,
+    dtype: torch.dtype,
+    *,
+    scatter: bool,
+    wire: torch.dtype | None = None,
+) -> int:
+    """The mean of a gradient over the ranks of an axis, sent as `wire` if the parameter says so."""
+    how = sent("scattered" if scatter and param.shards else "whole", wire if wire is param.outer_dtype else None)
+    return terms.make((MEAN, axis, how, str(dtype), gradient))
 
 
 def sum_of(terms: Terms, gradients: Sequence[int], dtype: torch.dtype | None = None) -> int:
@@ -335,125 +351,3 @@ def sum_of(terms: Terms, gradients: Sequence[int], dtype: torch.dtype | None = N
 def sum_in(terms: Terms, dtype: torch.dtype | None, one: int, other: int) -> int:
     """The sum of two, of which the first one is cast to `dtype` before."""
     return terms.make((SUM, "" if dtype is None else dtype_text(dtype), one, other))
-
-
-def average_of(terms: Terms, layout: Layout, param: Param, gradient: int) -> int:
-    """What the ranks' averaging makes of a gradient."""
-    return outside_of(terms, layout, param, inside_of(terms, layout, param, gradient))
-
-
-def inside_of(terms: Terms, layout: Layout, param: Param, gradient: int) -> int:
-    """What averaging over the ranks that shard makes of a gradient."""
-    how = "scattered" if layout.stage.optimizer_sharded and param.shards else "whole"
-    return terms.make((MEAN, layout.sharded.name, how, str(param.reduce_dtype), gradient))
-
-
-def outside_of(terms: Terms, layout: Layout, param: Param, average: int) -> int:
-    """What averaging over replicas, where there are any, makes of an average inside."""
-    if layout.replicated is None:
-        return average
-    how = sent("scattered" if layout.has_secondary and param.shards else "whole", param.outer_dtype)
-    return terms.make((MEAN, layout.replicated.name, how, str(param.reduce_dtype), average))
-
-
-def _receive(step: StepTerms, node: fx.Node) -> Value:
-    term = step.received.get(op_of(node, ops.Receive).message)
-    return None if term is None else Started(term)
-
-
-def _accumulate(step: StepTerms, node: fx.Node) -> Value:
-    return {param.name: step.terms.make((HELD_BACK, str(param.dtype), term)) for param, term in _given(step, node)}
-
-
-def _given(step: StepTerms, node: fx.Node) -> list[tuple[Any, int]]:
-    """The parameters of a unit that a line is given gradients of, with these."""
-    shards, gradients = node.args[:2]
-    assert isinstance(shards, fx.Node), "a reduction is one of a unit"
-    if isinstance(gradients, fx.Node):
-        found, unit = step.values[gradients], step.program.layout.unit(op_of(shards, ops.Shards).unit)
-        named = found if isinstance(found, Mapping) else {}
-        return [(param, named[param.name]) for param in unit.params if param.name in named]
-    params = step.program.layout.unit(op_of(shards, ops.Shards).unit).params
-    pairs = zip(params, gradients, strict=True)  # type: ignore[arg-type]
-    return [(param, _dense(step, gradient)) for param, gradient in pairs if gradient is not None]
-
-
-def _dense(step: StepTerms, gradient: Any) -> int:
-    """The term of a gradient; how it is laid out does not matter to who sends it."""
-    head, *parts = step.terms.keys[term := step.term(gradient)]
-    return int(parts[0]) if head == CONTIGUOUS else term
-
-
-def _update(step: StepTerms, node: fx.Node) -> Value:
-    shards, gradients = node.all_input_nodes
-    full = step.values[shards]
-    if isinstance(full, FullUnit):
-        step.values[shards] = replace(full, updated=True)
-    step.deliver(gradients)
-    return None
-
-
-def _copy(step: StepTerms, node: fx.Node) -> Value:
-    term = step.term(node.args[0])
-    return term if op_of(node, ops.Copy).strided else step.terms.make((CONTIGUOUS, term))
-
-
-def _write(step: StepTerms, node: fx.Node) -> Value:
-    buffer, value = node.args
-    assert isinstance(buffer, fx.Node), "a buffer is an input"
-    step.values[buffer] = term = step.term(value)
-    step.written.append((buffer, term))
-    return None
-
-
-def _store(step: StepTerms, node: fx.Node) -> Value:
-    return step.term(node.args[0])
-
-
-def _offload(step: StepTerms, node: fx.Node) -> Value:
-    value, place = node.all_input_nodes
-    if isinstance(data(place).op, ops.Group):
-        step.replicated[node] = step.term(value)
-    return Offloaded(step.term(value), place)
-
-
-def _fetch(step: StepTerms, node: fx.Node) -> Value:
-    offloaded, place = step.values[node.all_input_nodes[0]], node.all_input_nodes[1]
-    return Started(offloaded.term) if isinstance(offloaded, Offloaded) and offloaded.place is place else None
-
-
-_EVALUATORS: Mapping[type, Callable[[StepTerms, fx.Node], Value]] = {
-    ops.Input: _input,
-    ops.Parameter: _parameter,
-    ops.Shards: _shards,
-    **dict.fromkeys(ops.RUNTIME_INPUTS, _no_value),
-    ops.Compute: _operation,
-    ops.Item: _item,
-    ops.Call: _call,
-    ops.AllGather: _all_gather,
-    ops.GatherOutside: _gather_outside,
-    ops.GatherInside: _gather_inside,
-    ops.GatherAhead: _no_value,
-    ops.WaitGather: _wait,
-    ops.WaitSecondary: _wait,
-    ops.WaitReduce: _wait,
-    ops.WaitFetch: _wait,
-    ops.Reduce: _reduce,
-    ops.ReduceOutside: _reduce_outside,
-    ops.Release: _no_value,
-    ops.Update: _update,
-    ops.Accumulate: _accumulate,
-    ops.Copy: _copy,
-    ops.Write: _write,
-    ops.Store: _store,
-    ops.Offload: _offload,
-    ops.Fetch: _fetch,
-    ops.Sum: _sum,
-    ops.SumAverages: _sum,
-    ops.Plus: _plus,
-    ops.Send: _no_value,
-    ops.WaitSend: _no_value,
-    ops.Receive: _receive,
-    ops.WaitReceive: _wait,
-    ops.Results: _no_value,
-}

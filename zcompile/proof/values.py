@@ -4,33 +4,52 @@ Each program is compared with the traced step, not with the program before the l
 "Translation Validation", TACAS 1998): what it returns, the gradients of its inputs, for each parameter with a gradient
 the mean of it, what it writes to inputs, and how many random numbers it draws. What passes say beside a program (which
 parameters are unused or frozen, what is the same on all ranks) is found out from the traced step again.
+
+A rank of a pipeline computes its part of a step, for every micro-batch:
+
+    m0_h_recv = recv(pp, "f32[8, 64]", source=0, message="m0_h")      # what was traced as h, of micro-batch 0
+    m0_h = wait(m0_h_recv)
+    m0_y = region_1(b, m0_h)
+    m0_dh_sent = send(m0_dh, pp, to=0, message="m0_dh")               # must be what was traced as dh
+
+The step was traced once, of one micro-batch. What a rank receives is taken to be the value of that name; what it sends
+must be it. So if this holds of all ranks, and what they send and receive fits together without a circle
+(`zcompile.proof.ranks`), all of them together compute what was traced. Gradients are sums over the micro-batches in
+their order: of averages over the ranks that shard under stages 2 and 3, else of gradients, in the dtype in which these
+are averaged; the sum is averaged over all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import fx
 
 from zcompile.errors import ProofError
 from zcompile.facts.fact import Fact, Violation, label
-from zcompile.ir.layout import Layout
+from zcompile.ir.layout import Layout, Param
 from zcompile.ir.operation import data, op_of
-from zcompile.ir.ops import Communication, Input, Parameter
+from zcompile.ir.ops import Communication, Input, Kind, Parameter, Receive, Send
 from zcompile.ir.program import Program
 from zcompile.ir.shared_memory import shared_results
 from zcompile.ir.side_effects import is_collective, is_opaque
+from zcompile.ir.spelling import counted
 from zcompile.proof.operations import Regions, UnknownOperationError
-from zcompile.proof.rules import CONSTANT, LIST, Key, Rule
-from zcompile.proof.steps import HELD_BACK, StepTerms, Value, average_of
-from zcompile.proof.terms import ITEM, Terms, parted, term_text
+from zcompile.proof.steps import HELD_BACK, INPUT, StepTerms, Value, mean_of, sum_of
+from zcompile.proof.terms import CONSTANT, DRAW, ITEM, LIST, Key, Rule, Terms, parted, term_text
 from zcompile.torch_internals.operators import OpOverload, writes_arguments
 
 Compared = tuple[str, fx.Node | None, int, int]
 """What is compared: what it is, the line that gives it, the term that was found and the one that was traced."""
+
+
+Values = Mapping[int, int]
+"""By a term of the traced step, what that is for one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +62,11 @@ class TracedTerms:
     @property
     def step(self) -> StepTerms:
         return self._evaluated[0]
+
+    @property
+    def table(self) -> Terms:
+        """The terms, and those of all programs that are compared with it."""
+        return self.step.terms
 
     @property
     def count(self) -> int:
@@ -96,7 +120,48 @@ class ExpectedValues:
 
     def violations(self, program: Program) -> Iterator[Violation]:
         """Where `program` computes something else than was traced, or says what does not hold."""
+        yield from self._mistaken_claims(program)
+        try:
+            step = StepTerms(program, self.terms.step.regions, self._received)
+        except UnknownOperationError as error:
+            yield Violation(error.node, str(error))
+            return
+        yield from self._differences(step)
+        drawn, of = self._drawn
+        if step.draws != drawn:
+            yield Violation(None, f"{step.draws} random draws; {of} has {drawn}")
+        yield from self._effects(step)
+
+    @property
+    def _received(self) -> Mapping[str, int]:
+        """What other ranks send, by the message."""
+        return {}
+
+    @property
+    def _drawn(self) -> tuple[int, str]:
+        """How many random draws there are to be, and in what."""
         raise NotImplementedError
+
+    def _differences(self, step: StepTerms) -> Iterator[Violation]:
+        """Where a program gives something else than was traced."""
+        raise NotImplementedError
+
+    def _effects(self, step: StepTerms) -> Iterator[Violation]:
+        """Where it does something else beside."""
+        raise NotImplementedError
+
+    def _inside(self, param: Param, gradient: int) -> int:
+        """What averaging over the ranks that shard makes of a gradient."""
+        scatter = self.layout.stage.optimizer_sharded
+        axis = self.layout.sharded.name
+        return mean_of(self.terms.table, param, axis, gradient, param.reduce_dtype, scatter=scatter)
+
+    def _outside(self, param: Param, average: int) -> int:
+        """What averaging over replicas, where there are any, makes of an average inside."""
+        if (axis := self.layout.replicated) is None:
+            return average
+        dtype, wire, scatter = param.reduce_dtype, param.outer_dtype, self.layout.has_secondary
+        return mean_of(self.terms.table, param, axis.name, average, dtype, scatter=scatter, wire=wire)
 
     def _mistaken_claims(self, program: Program) -> Iterator[Violation]:
         """What does not hold of what a program says of its parameters and its layout."""
@@ -117,6 +182,9 @@ class ExpectedValues:
             yield Violation(None, f"{len(layout.units)} units; the traced step has {len(self.layout.units)}")
 
 
+# -- a whole step -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class TracedValues(ExpectedValues):
     """What programs of a whole step have to compute.
@@ -131,25 +199,25 @@ class TracedValues(ExpectedValues):
     def of(cls, traced: Program) -> TracedValues:
         return cls(TracedTerms(traced), traced.layout)
 
-    def violations(self, program: Program) -> Iterator[Violation]:
-        """Where `program` computes something else than was traced, or says what does not hold."""
-        yield from self._mistaken_claims(program)
+    @property
+    def _drawn(self) -> tuple[int, str]:
+        return self.terms.step.draws, "the traced step"
+
+    def _mistaken_claims(self, program: Program) -> Iterator[Violation]:
+        yield from super()._mistaken_claims(program)
         if _inputs(program) != _inputs(self.terms.traced):
             yield Violation(None, "the inputs are not those of the traced step, in their order")
-        try:
-            step = StepTerms(program, self.terms.step.regions)
-        except UnknownOperationError as error:
-            yield Violation(error.node, str(error))
-            return
+
+    def _differences(self, step: StepTerms) -> Iterator[Violation]:
         yield from self._repeated(step)
         for what, line, found, wanted in (*self._results(step), *self._gradients(step), *self._writes(step)):
             if found != wanted:
                 yield self._difference(step, what, line, found, wanted)
-        if step.draws != self.terms.step.draws:
-            yield Violation(None, f"{step.draws} random draws; the traced step has {self.terms.step.draws}")
+
+    def _effects(self, step: StepTerms) -> Iterator[Violation]:
         yield from self._untraced(step)
         yield from self._not_replicated(step)
-        yield from self._newly_shared(program)
+        yield from self._newly_shared(step.program)
 
     def _untraced(self, step: StepTerms) -> Iterator[Violation]:
         """Operations that may do more than their schema says, and were not traced with what they are given."""
@@ -215,10 +283,10 @@ class TracedValues(ExpectedValues):
         param = self.layout.param(name)
         if self.holds_back:
             return step.terms.make((HELD_BACK, str(param.dtype), gradient))
-        return average_of(step.terms, self.layout, param, gradient)
+        return self._outside(param, self._inside(param, gradient))
 
     def _writes(self, step: StepTerms) -> Iterator[Compared]:
-        now, before, none = step.writes, self.terms.step.writes, step.term(None)
+        now, before, none = step.written, self.terms.step.written, step.term(None)
         for index in range(max(len(now), len(before))):
             found, wanted = (writes[index] if index < len(writes) else none for writes in (now, before))
             yield "what is written in place", None, found, wanted
@@ -247,7 +315,7 @@ class TracedValues(ExpectedValues):
         )
 
     def _text(self, term: int) -> str:
-        return term_text(term, self.terms.step.terms, self.terms.names)
+        return term_text(term, self.terms.table, self.terms.names)
 
     def _source(self, term: int) -> str:
         """The layer that a term was traced in."""
@@ -265,6 +333,277 @@ def computes(traced: Program) -> Fact:
         fix = "give it the step as it was traced: compiled.journals[0].entries[0].before"
         raise ProofError("computes", "was given a program that communicates, which no traced step does", fix)
     return TracedValues.of(traced).fact
+
+
+# -- the step of a rank of a pipeline ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that several stages read, of which one keeps it.
+
+    Attributes:
+        name: The parameter's.
+        value: Its name in the traced step.
+        home: The stage that keeps it.
+        readers: The others that read it.
+        parts: By stage the values of the traced step whose sum is its gradient there, as far as it has one.
+    """
+
+    name: str
+    value: str
+    home: int
+    readers: tuple[int, ...]
+    parts: Mapping[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class RankValues(ExpectedValues):
+    """What programs of a rank's step have to compute; the traced step is of one micro-batch, `layout` of its own units.
+
+    Attributes:
+        microbatches: How many there are.
+        results: What its programs return, in order: results of the traced step by number, and of which micro-batch.
+        received: Names of the values that other ranks send, and how many of its stages are sent each.
+        draws: What each random draw is, in order: of which micro-batch, and the number of the traced one.
+    """
+
+    claim = "values of each micro-batch as they were traced"
+    microbatches: int
+    results: tuple[tuple[int, int], ...]
+    received: Mapping[str, int]
+    draws: tuple[tuple[int, int], ...] = ()
+    returned: frozenset[str] = frozenset()
+    """Names of values of its own that come back to it, by way of a stage between two of this rank's."""
+    shared: tuple[SharedParameter, ...] = ()
+    written: Mapping[int, int] = field(default_factory=dict)
+    """By the number of each result that is the new value of a buffer, which input that is."""
+    writes: tuple[tuple[int, int], ...] = ()
+    """What its programs write to buffers, in order: the result that is the new value, and of which micro-batch."""
+
+    @property
+    def _drawn(self) -> tuple[int, str]:
+        return len(self.draws), "this rank's part"
+
+    @property
+    def _received(self) -> Mapping[str, int]:
+        received = {
+            f"m{number}_{name}": values[self._term(name)]
+            for number, values in enumerate(self._values)
+            for name in {*self.received, *self.returned}
+        }
+        return received | self._once
+
+    def _differences(self, step: StepTerms) -> Iterator[Violation]:
+        yield from self._messages(step)
+        yield from self._returned(step)
+        yield from self._gradients(step)
+
+    def _effects(self, step: StepTerms) -> Iterator[Violation]:
+        yield from self._written(step)
+        known = {term for values in self._values for term in values.values()}
+        for node, name, term in step.opaque:
+            if term not in known and is_opaque(step.terms.keys[term][0]):
+                yield Violation(node, f"{label(node)} computes {name}, which was not traced so")
+
+    # -- what was traced, for each micro-batch ----------------------------------------------------------------------
+
+    def _term(self, name: str) -> int:
+        """The term of a value of the traced step."""
+        return self.terms.step.term(self._nodes[name])
+
+    @cached_property
+    def _nodes(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.terms.traced.graph.nodes}
+
+    @cached_property
+    def _values(self) -> list[Values]:
+        found: list[Values] = []
+        for number in range(self.microbatches):
+            found.append(self._of_microbatch(number, found[-1] if found else {}))
+        return found
+
+    def _of_microbatch(self, number: int, before: Values) -> Values:
+        """What each term of the traced step is for a micro-batch; what follows from what is received is left out.
+
+        Buffers that are written to hold what they did behind the micro-batch `before`.
+        """
+        step, terms = self.terms.step, self.terms.table
+        values: dict[int, int] = {}
+        outputs = self.terms.traced.results.outputs
+        for result, index in self.written.items() if number else ():
+            values[step.term(self._inputs[index])] = before[step.term(outputs[result])]
+        for index, node in enumerate(self._inputs):
+            if not op_of(node, Input).held:
+                values[step.term(node)] = terms.make((INPUT, str(Kind.DATA), str(index), str(number)))
+        for place, (microbatch, draw) in enumerate(self.draws):
+            if microbatch == number:
+                values[terms.make((DRAW, str(draw)))] = terms.make((DRAW, str(place)))
+        for name in self.received:
+            values[self._term(name)] = terms.make(("received", name, str(number)))
+        body = [term for term in range(self.terms.count) if term not in values]
+        terms.instances(body, values)
+        return values
+
+    @cached_property
+    def _once(self) -> dict[str, int]:
+        """By message what is sent once a step: values of parameters, and sums of their gradients."""
+        result: dict[str, int] = {}
+        for one in self.shared:
+            for reader in one.readers:
+                result[f"stage{reader}_{one.value}"] = self._term(one.value)
+                if reader in one.parts:
+                    dtype = self.terms.traced.layout.param(one.name).sum_dtype
+                    total = sum_of(self.terms.table, self._part(one, reader), dtype)
+                    result[f"stage{reader}_{one.value}_grad"] = total
+        return result
+
+    def _part(self, shared: SharedParameter, stage: int) -> list[int]:
+        """What a stage computes of the gradient of a parameter that others read, too, for each micro-batch."""
+        terms, result = self.terms.table, []
+        for number in range(self.microbatches):
+            first, *others = (self._of_microbatch_at(number, name) for name in shared.parts[stage])
+            for other in others:
+                first = terms.make((torch.ops.aten.add.Tensor, first, other))
+            result.append(first)
+        return result
+
+    def _of_microbatch_at(self, number: int, name: str) -> int:
+        """A value of the traced step for a micro-batch, whether this rank computes it or another one does."""
+        term = self._term(name)
+        found = self._values[number].get(term)
+        return self.terms.table.make(("elsewhere", name, str(number))) if found is None else found
+
+    @cached_property
+    def _inputs(self) -> list[fx.Node]:
+        traced = self.terms.traced
+        return [node for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
+
+    # -- comparisons ------------------------------------------------------------------------------------------------
+
+    def _written(self, step: StepTerms) -> Iterator[Violation]:
+        """What is written in place is what was, of each micro-batch in its order."""
+        if step.written:
+            yield Violation(None, "a region writes to a value in place; none did, in the traced step")
+        if len(step.buffers) != len(self.writes):
+            yield Violation(None, f"{len(step.buffers)} new values of buffers; want {len(self.writes)}")
+        for (node, term), (result, number) in zip(step.buffers, self.writes, strict=False):
+            value = self.terms.traced.results.outputs[result]
+            wanted, op = self._values[number].get(self.terms.step.term(value)), op_of(node, Input)
+            if op.index != self.written[result]:
+                yield Violation(node, f"{node.name} gets what is new of another buffer")
+            if term != wanted:
+                problem = f"what {node.name} gets of micro-batch {number} is not what was traced"
+                yield Violation(node, f"{problem}: {self._text(step, term)}")
+
+    def _mistaken_shares(self) -> Iterator[Violation]:
+        """The gradients that stages compute of a parameter which several read are all of the traced one, each once."""
+        for one in self.shared:
+            gradient = self.terms.traced.results.gradients.get(one.name)
+            parts = [name for names in one.parts.values() for name in names]
+            found = [] if gradient is None else [node.name for node in _added(gradient, set(parts))]
+            if sorted(found) != sorted(parts):
+                yield Violation(None, f"the gradient of {one.name} is the sum of {found}; stages compute {parts}")
+
+    def _messages(self, step: StepTerms) -> Iterator[Violation]:
+        """What is sent is what its message says; nothing else is received, and nothing twice."""
+        yield from self._mistaken_shares()
+        for node in step.program.nodes(Send):
+            message, wanted = op_of(node, Send).message, None
+            number, _, name = message.removeprefix("m").partition("_")
+            if message in self._once:
+                wanted = self._once[message]
+            elif number.isdigit() and int(number) < self.microbatches and name in self._nodes:
+                wanted = self._values[int(number)].get(self._term(name))
+            else:
+                yield Violation(node, f"{node.name} sends {message!r}, which is no value of a micro-batch")
+                continue
+            yield from self._compared(step, f"{message}, which {node.name} sends", node.all_input_nodes[0], wanted)
+        lines = [(node, op_of(node, Receive).message) for node in step.program.nodes(Receive)]
+        taken = Counter(message for _, message in lines)
+        for node, message in lines:
+            if message not in step.received:
+                yield Violation(node, f"{node.name} receives {message!r}, which no other rank computes")
+            elif taken[message] > (most := self.received.get(message.partition("_")[2], 1)):
+                times, want = counted(taken[message], "time"), most if most > 1 else "once"
+                yield Violation(node, f"{message} is received {times}; want {want}")
+
+    def _returned(self, step: StepTerms) -> Iterator[Violation]:
+        outputs, traced = step.program.results.outputs, self.terms.traced.results.outputs
+        if len(outputs) != len(self.results):
+            yield Violation(None, f"{len(outputs)} results; want {len(self.results)}")
+        for output, (result, number) in zip(outputs, self.results, strict=False):
+            wanted = self._values[number].get(self.terms.step.term(traced[result]))
+            yield from self._compared(step, f"result {result} of micro-batch {number}", output, wanted)
+
+    def _gradients(self, step: StepTerms) -> Iterator[Violation]:
+        """The gradients of this rank's parameters: of each micro-batch, until they are reduced; then their sums."""
+        traced, raw = self.terms.traced.results.gradients, step.program.results.gradients
+        for name in self.layout.trainable:
+            if name not in traced:
+                continue
+            each = self._each(name)
+            if name in raw:
+                found = list(raw[name])  # type: ignore[call-overload]
+                if len(found) != len(each):
+                    yield Violation(None, f"{name} has {len(found)} gradients to add up; want {len(each)}")
+                for number, (node, wanted) in enumerate(zip(found, each, strict=False)):
+                    yield from self._compared(step, f"gradient {number} of {name}", node, wanted)
+                continue
+            given = step.gradients.get(name, [])
+            if len(given) != 1:
+                line = given[-1][0] if given else None
+                yield Violation(line, f"the gradient of {name} is handed back {len(given)} times; want once")
+            for line, term in given:
+                if term != self._summed(name, each):
+                    text = self._text(step, term)
+                    yield Violation(line, f"the gradient of {name} is not the sum over micro-batches in order: {text}")
+        for name in step.gradients:
+            if name not in traced or name not in self.layout.trainable:
+                yield Violation(step.gradients[name][0][0], f"a gradient of {name} is handed back; want none")
+
+    def _each(self, name: str) -> list[int]:
+        """What is added up to the gradient of a parameter of this rank's: of each micro-batch, then other stages'."""
+        shared = next((one for one in self.shared if one.name == name), None)
+        if shared is None:
+            gradient = self.terms.step.term(self.terms.traced.results.gradients[name])
+            return [values[gradient] for values in self._values]
+        others = [f"stage{reader}_{shared.value}_grad" for reader in shared.readers if reader in shared.parts]
+        return [*self._part(shared, shared.home), *(self._once[message] for message in others)]
+
+    def _summed(self, name: str, each: Iterable[int]) -> int:
+        param, terms = self.layout.param(name), self.terms.table
+        if self.layout.stage.gradients_sharded:
+            return self._outside(param, sum_of(terms, [self._inside(param, gradient) for gradient in each]))
+        return self._outside(param, self._inside(param, sum_of(terms, list(each), param.sum_dtype)))
+
+    def _compared(self, step: StepTerms, what: str, found: Any, wanted: int | None) -> Iterator[Violation]:
+        term = step.term(found)
+        if term != wanted:
+            line = step.line_of(term) if isinstance(found, fx.Node) else None
+            says = "nothing that this rank has" if wanted is None else self._text(step, wanted)
+            yield Violation(line or found, f"{what}, is not what was traced: {self._text(step, term)}; want {says}")
+
+    def _text(self, step: StepTerms, term: int) -> str:
+        names = {
+            values[self.terms.step.term(node)]: f"m{number}_{node.name}"
+            for number, values in enumerate(self._values)
+            for node in self._inputs
+            if self.terms.step.term(node) in values
+        }
+        return term_text(term, step.terms, names)
+
+
+def _added(gradient: fx.Node, parts: Collection[str]) -> Iterator[fx.Node]:
+    """What a traced gradient is the sum of, as far as it is one of `parts`."""
+    if gradient.name in parts or gradient.target is not torch.ops.aten.add.Tensor or gradient.kwargs:
+        yield gradient
+        return
+    for summand in gradient.all_input_nodes:
+        yield from _added(summand, parts)
+
+
+# -- what programs say ------------------------------------------------------------------------------------------------
 
 
 def _layout_text(value: Any) -> str:

@@ -37,9 +37,8 @@ from zcompile.facts import (
 from zcompile.ir.layout import Layout, Stage
 from zcompile.ir.operation import data, has_data
 from zcompile.ir.program import Program
-from zcompile.proof.microbatches import RankValues
-from zcompile.proof.rules import Rule
-from zcompile.proof.values import TracedValues
+from zcompile.proof.terms import Rule
+from zcompile.proof.values import RankValues, TracedValues
 from zcompile.schedule import blame
 
 ALWAYS = (WELL_FORMED, OWNED, PLACES_DISJOINT)
