@@ -18,9 +18,8 @@ from zcompile.ir.program import Program
 from zcompile.model.units import make_layout
 from zcompile.pipelining.action_tables import action_table
 from zcompile.pipelining.program import PipelinePlace, choose_starts, rewrite
-from zcompile.proof.checker_steps import prove_step
+from zcompile.proof.checker import RankPart, prove_step
 from zcompile.proof.checker_texts import CAPTURE, STEP
-from zcompile.proof.checker_values import RankPart
 from zcompile.proof.parts import check_parts, part_of
 from zcompile.proof.rank_events import read_events
 from zcompile.proof.ranks import check_ranks

@@ -33,7 +33,7 @@ from zcompile.ir.printer import region_text
 from zcompile.ir.program import Program
 from zcompile.model.units import make_layout
 from zcompile.proof.checker import prove
-from zcompile.proof.checker_terms import RANDOM, VIEWS
+from zcompile.proof.checker_evaluation import RANDOM, VIEWS
 from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FORWARD
 from zcompile.proof.dumps import MANIFEST, prove_dump, write_manifest
 from zcompile.proof.terms import Rule

@@ -12,22 +12,153 @@ docs/proof.md says what is trusted.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 from zcompile.errors import ProofError
-from zcompile.proof.checker_grammar import is_function_of_values, packet_of
-from zcompile.proof.checker_runtime import DTYPES, RUNTIME, RuntimeLines
-from zcompile.proof.checker_terms import BOUND, FUNCTIONS, LISTS, LITERAL, RANDOM, SAME, VIEWS, WHOLE, TermTable
-from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FIX, FORWARD, Margin, Place, Text, dotted, literal, refusal
-from zcompile.proof.checker_values import Lease, Moved, Proof, SecondaryPart, Storage, TermValue, UnitPart, WholeUnit
+from zcompile.proof.checker_evaluation import RUNTIME, Begun, Evaluation, Found, Lease
+from zcompile.proof.checker_texts import (
+    BACKWARD,
+    CAPTURE,
+    FIX,
+    FORWARD,
+    STEP,
+    Margin,
+    ParamText,
+    Place,
+    Text,
+    dotted,
+    refusal,
+)
+from zcompile.proof.checker_values import Averages, Storage, TermTable, TermValue, UnitPart
 
-Found = tuple[int, Place]
-"""A term, and where it is made."""
+
+class BeingSent(NamedTuple):
+    """What is being sent, by the line there."""
+
+    value: TermValue
+    place: Place
 
 
-class Evaluation(RuntimeLines):
-    """The values of a step: of the traced one, or (with regions) of the program that runs."""
+class Proof(NamedTuple):
+    """Of how much it is one; `modulo`: the names of the rules that it needed."""
+
+    lines: int
+    terms: int
+    parameters: int
+    modulo: list[str]
+
+
+class NamedMessage(NamedTuple):
+    """A message of a pipeline: to or from which place along its axis, what it names, how that lies in memory."""
+
+    peer: int
+    name: str
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SharedParam:
+    """A parameter that several stages read: the value that is lent, by whom to whom, and whose sum its gradient is."""
+
+    param: str
+    value: str
+    home: int
+    readers: tuple[int, ...]
+    parts: Mapping[int, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What of a step that was traced of one micro-batch is a rank's. Pairs are numbers there, and a micro-batch."""
+
+    microbatches: int
+    units: tuple[str, ...]
+    bound: tuple[str, ...]  # the arguments that are given by name, in order: `unit blocks.0`, `group pp`, `constant c`
+    inputs: tuple[tuple[str, int, int | None], ...]  # of each argument its kind, number and micro-batch
+    held: frozenset[int]  # the inputs that are the same in all micro-batches
+    results: tuple[tuple[int, int], ...]
+    draws: tuple[tuple[int, int], ...]  # a micro-batch, and the number of the draw
+    written: tuple[tuple[int, int], ...]  # the number of each result that a buffer gets, and of that input
+    writes: tuple[tuple[int, int], ...]
+    shared: tuple[SharedParam, ...]
+    sent: tuple[NamedMessage, ...]
+    received: tuple[NamedMessage, ...]
+
+
+def prove(texts: Mapping[str, str], rules: Sequence[Mapping[str, str]] = ()) -> Proof:
+    """That the program of these files computes the step that was traced.
+
+    Args:
+        texts: The files of a program by name: CAPTURE, FORWARD, BACKWARD if there is one, and `regions/region_0.py`.
+        rules: By which passes change values: a name, a pattern such as `cast(x, torch.bfloat16)`, a replacement.
+
+    Raises:
+        ProofError: it computes something else, or what is not known here; with the line.
+    """
+    return _followed(_compare_program, texts, rules)
+
+
+def prove_step(texts: Mapping[str, str], part: RankPart, rules: Sequence[Mapping[str, str]] = ()) -> Proof:
+    """That the step of these files computes a rank's part of the step that was traced, if it receives what is named.
+
+    Args:
+        texts: The files of a program by name: CAPTURE, STEP, and `regions/region_0.py` and so on.
+        part: What of the traced step is this rank's.
+        rules: As for `prove`.
+
+    Raises:
+        ProofError: it computes something else, or what is not known here; with the line.
+    """
+    return _followed(partial(_compare_step, part), texts, rules)
+
+
+def _followed(
+    compare: Callable[[Mapping[str, Text], TermTable], int],
+    texts: Mapping[str, str],
+    rules: Sequence[Mapping[str, str]],
+) -> Proof:
+    """The proof, once `compare` has found no difference, and counted gradients; an error for what it cannot follow."""
+    files = {name: Text(name, text) for name, text in texts.items()}
+    terms = TermTable(rules)
+    try:
+        gradients = compare(files, terms)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise refusal(terms.here, f"cannot be followed ({type(error).__name__}: {error})") from error
+    return Proof(sum(len(text.lines) for text in files.values()), len(terms.heads), gradients, [*terms.applied])
+
+
+def _compare_program(files: Mapping[str, Text], terms: TermTable) -> int:
+    capture = files[CAPTURE]
+    if (BACKWARD in files) != ("backward" in capture.functions):
+        raise ProofError(BACKWARD, "is missing, or is of another program", FIX)
+    traced = TracedStep(terms, files)
+    wanted = traced.whole(capture, capture if BACKWARD in files else None)
+    traced.check_claims(capture)
+    averages, known = {how: traced.averages(how) for how in ("scatter", "held")}, len(terms.heads)
+    program = ComparedStep(terms, files, traced.same)
+    found = program.whole(files[FORWARD], files.get(BACKWARD))
+    program.compare(wanted | averages[program.how], found, known)
+    return len(traced.gradients)
+
+
+def _compare_step(part: RankPart, files: Mapping[str, Text], terms: TermTable) -> int:
+    batches = list[Microbatch]()
+    for number in range(part.microbatches):
+        batches.append(Microbatch(terms, files, part, number, batches[-1].buffers if batches else {}))
+    batches[0].check_claims(files[CAPTURE])
+    step = RankStep(terms, files, part, batches)
+    wanted, known = step.wanted(), len(terms.heads)
+    found = step.found(files[STEP])
+    step.compare(wanted | step.named, found | step.sent, known)
+    step.check_effects(known)
+    return sum(what.startswith("the gradient") for what in wanted)
+
+
+class ComparedStep(Evaluation):
+    """The step of a program, which is compared with the traced one."""
 
     def whole(self, forward: Text, backward: Text | None) -> dict[str, Found]:
         """All that a step gives and does but for the gradients of parameters of the traced one, each by what it is."""
@@ -37,10 +168,7 @@ class Evaluation(RuntimeLines):
         found |= {f"the gradient of input {i}": (self._term(one), self.terms.here) for i, one in enumerate(results)}
         found |= {f"the number of {one}s": (self.terms.make(f"{n}"), self.terms.here) for one, n in self.taken.items()}
         if self.runs:
-            for grads in rest:
-                self.deliver(grads)
-            if rest and any(shards.version for shards in self.units.values()):
-                self.refuse("returns gradients, of which a program that updates uses all")
+            self.deliver_all(rest)
         else:
             self.gradients = dict(rest)
         for unit, (options, version, place) in self.ahead.items():
@@ -49,72 +177,6 @@ class Evaluation(RuntimeLines):
                 self.refuse(f"is not what the next forward gathers first of {unit}, or is gathered before its update")
         found |= {f"{kind} {i}": one for kind, terms in self.effects.items() for i, one in enumerate(terms)}
         return found | {f"the gradient of {name}": one for name, one in self.delivered.items()}
-
-    def step(self, text: Text, phase: str, crossing: Sequence[Any] = ()) -> Any:
-        """What a phase returns, given what the forward has left for it and what the caller gives."""
-        self.phase, arguments, scope = phase, text.arguments(phase), dict[str, Any]()
-        self.terms.here = ((text, text.functions[phase].lineno),)
-        bound = ([margin.words.split(" ")[0] in BOUND for _, margin in arguments] + [False]).index(False)
-        kind = "tangent" if phase == "backward" else "input"
-        self.taken[kind] = len(arguments) - bound - len(crossing)
-        for number, (name, margin) in enumerate(arguments, -bound):
-            if number < 0:
-                scope[name] = self._bound(name, margin)
-            elif number < len(crossing):
-                scope[name] = self._crossed(crossing[number], margin.words)
-            else:
-                scope[name] = self._given(self._input(kind, number - len(crossing)), f"the {kind} {name}", margin)
-                self.terms.names.setdefault(scope[name].term, name)
-                self.mutated |= {scope[name].memory} if margin.words == "mutated" else set()
-        results, rest = self.run(text, phase, scope)
-        self.ends.append(self.terms.here)
-        if any(one.memory.graph for one in results):
-            self.refuse("returns what lies in the memory of a CUDA graph, to which the next step writes")
-        return results, rest
-
-    def _bound(self, name: str, margin: Margin) -> Any:
-        kind, _, rest = margin.words.partition(" ")
-        if kind == "unit":
-            return self.units[rest]
-        if kind == "parameter":
-            full = self.params[rest].full(margin.types[0][1])
-            return self._given(self.terms.make(full), f"the parameter {rest}", margin)
-        if kind == "constant":
-            return self._given(self.terms.make(f"constant {name}"), f"the constant {name}", margin)
-        return Lease(margin.words, int(margin.types[0][2]) if kind == "arena" else 0)
-
-    def _input(self, kind: str, number: int) -> int:
-        """The term of what the caller gives."""
-        return self.terms.make(f"{kind} {number}")
-
-    def _draw(self, number: int) -> int:
-        """The term of the numbers that are drawn there."""
-        return self.terms.make(f"draw {number}")
-
-    def _given(self, term: int, owner: str, margin: Margin) -> TermValue:
-        if margin.types and margin.types[0][0] and not self.runs:
-            self.same.add(term)
-        return TermValue(term, Storage(owner), -1)
-
-    def _crossed(self, value: Any, words: str) -> Any:
-        """What the forward has left, as the backward finds it: not what was written to meanwhile."""
-        if type(value) is list:
-            return [self._crossed(one, "") for one in value]
-        if not isinstance(value, (TermValue, WholeUnit, SecondaryPart, Moved)):
-            self.refuse(f"takes what does not outlive the forward ({type(value).__name__})")
-        if isinstance(value, (WholeUnit, SecondaryPart)):
-            kind = "full" if isinstance(value, WholeUnit) else "secondary"
-            if words != f"{kind} unit {value.shards.unit}":
-                self.refuse(f"takes the {kind} unit {value.shards.unit} as {words!r}")
-        if isinstance(value, TermValue):
-            term = self.terms.make("mutated", value.term) if value.memory in self.mutated else value.term
-            return TermValue(term, value.memory, value.seen, (*value.via, self.ends[0]))
-        return value
-
-    def check_claims(self, capture: Text) -> None:
-        """Raise ProofError where units say of a parameter that has a gradient that it is unused."""
-        if claimed := [name for name in self.gradients if "unused" in self.params[name].flags]:
-            raise ProofError(capture.name, f"says that {claimed[0]} is unused, and has a gradient of it", FIX)
 
     def compare(self, wanted: Mapping[str, Found], found: Mapping[str, Found], known: int) -> None:
         """Raise ProofError where a program gives or does something else than is wanted, or what is not known.
@@ -130,236 +192,307 @@ class Evaluation(RuntimeLines):
             self.terms.here = place
             self.refuse(problem)
 
-    def run(self, text: Text, name: str, scope: dict[str, Any], above: Place = ()) -> Any:
-        """What a function returns."""
-        outer, self.scope = self.scope, scope
-        for statement in text.functions[name].body[1:]:
-            called = getattr(statement, "value", None) or statement
-            self.terms.here = (*above, (text, called.lineno))
-            match statement:
-                case ast.Return(value=ast.expr() as value):
-                    result, self.scope = self._value(value), outer
-                    return result
-                case ast.Delete(targets=targets):
-                    for target in targets:
-                        if isinstance(was := self.scope.get(dotted(target), "is defined nowhere"), str):
-                            self.refuse(f"{dotted(target)} {was}")
-                        self.scope[dotted(target)] = f"was deleted at {self._line()}"
-                case ast.Expr(value=ast.Call() as call):
-                    if self._call(call) is not None and not packet_of(dotted(call.func)).endswith("_"):
-                        self.refuse("does nothing, or what is not known here: it gives a value, which has no name")
-                case ast.Assign(targets=[target], value=ast.Call() as call):
-                    self._bind(text, target, self._call(call))
-        return self.refuse(f"{name} returns nothing")
+
+class TracedStep(ComparedStep):
+    """The traced step."""
+
+    runs = False
+
+    def check_claims(self, capture: Text) -> None:
+        """Raise ProofError where units say of a parameter that has a gradient that it is unused."""
+        if claimed := [name for name in self.gradients if "unused" in self.params[name].flags]:
+            raise ProofError(capture.name, f"says that {claimed[0]} is unused, and has a gradient of it", FIX)
+
+    def averages(self, how: str) -> dict[str, tuple[int, Place]]:
+        """What the optimizer must get, by the gradients that the traced step gives."""
+        pairs = [(self.params[name], grad) for name, grad in self.gradients.items()]
+        means = [self.average(one, grad, how, one.reduced) for one, grad in pairs]
+        if self.outside and how == "scatter":
+            means = [self.across(one, m, one.reduced, one.across) for (one, _), m in zip(pairs, means, strict=True)]
+        return {f"the gradient of {one.name}": (mean, ()) for (one, _), mean in zip(pairs, means, strict=True)}
+
+
+# -- steps of pipelines -----------------------------------------------------------------------------------------------
+
+
+ADDED = "aten.add.Tensor"
+
+
+class Microbatch(TracedStep):
+    """The traced step of one micro-batch; `buffers`: the terms that those before it have left in buffers, by input."""
+
+    def __init__(
+        self, terms: TermTable, files: Mapping[str, Text], part: RankPart, number: int, buffers: Mapping[int, int]
+    ) -> None:
+        super().__init__(terms, files)
+        self.part, self.number, self.buffers = part, number, dict(buffers)
+        self.named, self.types = dict[str, Any](), dict[str, str]()
+        self.results, left = self.step(files[CAPTURE], "forward")
+        _, self.gradients = self.step(files[CAPTURE], "backward", left)
+        self.buffers = {place: self._term(self.results[result]) for result, place in part.written}
+
+    def _input(self, kind: str, number: int) -> int:
+        if kind == "input" and number in self.buffers:
+            return self.buffers[number]
+        return self.terms.make(_input_head(kind, number, None if number in self.part.held else self.number))
+
+    def _draw(self, number: int) -> int:
+        return self.terms.make(f"draw {number} of micro-batch {self.number}")
+
+    def _crossed(self, value: Any, words: str) -> Any:
+        return value  # what is written to buffers are results
+
+    def run(self, text: Text, name: str, scope: dict[str, Any], above: Any = ()) -> Any:
+        self.named |= scope
+        arguments = text.arguments(name) if not self.number else ()
+        self.types |= {one: _type(margin.types[0]) for one, margin in arguments if margin.types}
+        return super().run(text, name, scope, above)
 
     def _bind(self, text: Text, target: ast.expr, value: Any) -> None:
-        """Give the results of a call their names, and mark what the traced step says that all ranks have."""
+        super()._bind(text, target, value)
         names = target.elts if isinstance(target, ast.Tuple) else [target]
-        count = len(names) - isinstance(names[-1], ast.Starred)
-        if not isinstance(target, ast.Tuple):
-            results = value if type(value) is list and len(value) == 1 else [value]
-        elif type(value) is list and (len(value) < count or len(value) > count == len(names)):
-            self.refuse(f"unpacks {len(value)} results into {count} names")
+        self.types |= {} if self.number else {name: _type(found) for name, found in text.types(names).items()}
+        self.named |= {name: self.scope[name] for name in map(dotted, names) if name in self.scope}
+
+
+class RankStep(ComparedStep):
+    """The step of a rank, which has a part of the traced one."""
+
+    def __init__(
+        self, terms: TermTable, files: Mapping[str, Text], part: RankPart, batches: Sequence[Microbatch]
+    ) -> None:
+        super().__init__(terms, files)
+        self.part, self.batches, self.functions = part, batches, RUNTIME | {"add", "plus", "write", "send", "recv"}
+        self.once = dict(one for shared in part.shared for one in self._once(shared))
+        self.buffers, self.bound = dict[Storage, int](), 0
+        self.sent, self.named, self.pending = dict[str, Found](), dict[str, Found](), list[BeingSent]()
+        self.given, self.taken_messages = list[NamedMessage](), list[NamedMessage]()
+
+    # -- what is wanted
+
+    def wanted(self) -> dict[str, Found]:
+        """All that the rank gives and does but for what it sends, each by what it is."""
+        part, found = self.part, dict[str, Found]()
+        for result, number in part.results:
+            found[f"result {result} of micro-batch {number}"] = self._traced(number, result), ()
+        for unit in part.units:
+            for param in self.units[unit].params:
+                if param.name in self.batches[0].gradients:
+                    found[f"the gradient of {param.name}"] = self._average(param), ()
+        for at, (number, draw) in enumerate(part.draws):
+            found[f"random draw {at}"] = self.batches[number].effects["random draw"][draw]
+        places = dict(part.written)
+        for at, (result, number) in enumerate(part.writes):
+            head = f"write to input {places[result]}"
+            found[f"write {at} to a buffer"] = self.terms.make(head, self._traced(number, result)), ()
+        return found
+
+    def _traced(self, number: int, result: int) -> int:
+        return self._term(self.batches[number].results[result])
+
+    def _average(self, param: ParamText) -> int:
+        """What the optimizer must get of a parameter: sums over micro-batches in order, of averages or averaged."""
+        shared = next((one for one in self.part.shared if one.param == param.name), None)
+        if shared is None:
+            each = [batch.dense(batch.gradients[param.name]) for batch in self.batches]
         else:
-            if count < len(names) and type(value) is not list and ast.unparse(names[-1]) != "*_":
-                self.refuse("gives one name to results of which it is not known how many there are")
-            results = [self._item(value, i) for i in range(count)] + ([value[count:]] if type(value) is list else [[]])
-        marks = text.types(names) if self.marks else dict[str, tuple[str, str, str]]()
-        reserved = self.functions if self._outer else RUNTIME
-        for node, result in zip(names, results, strict=False):
-            name = dotted(node.value if isinstance(node, ast.Starred) else node)
-            if name in ("", "box", *FUNCTIONS, *reserved) or name in self.regions:
-                self.refuse(f"gives the name of a function to a value: {name}")
-            if name != "_":
-                self.scope[name] = result
-                if name in marks and marks[name][0] and self._is_replicated(result.term):
-                    self.same.add(result.term)
+            each = self._parts(shared, shared.home)
+            each += [self.once[f"{_message_of(shared, one)}_grad"][0] for one in shared.readers if one in shared.parts]
+        values = [TermValue(one, Storage(""), -1) for one in each]
+        if self.stage >= 2:
+            mean = self._sum([self.average(param, one, "scatter", param.reduced) for one in values])
+        else:
+            total = TermValue(self._sum(each, param.summed), Storage(""), -1)
+            mean = self.average(param, total, "scatter", param.reduced)
+        return self.across(param, mean, param.reduced, param.across) if self.outside else mean
 
-    def _is_replicated(self, term: int) -> bool:
-        """True if a value follows on all ranks of the group from what they have alike, or is made by all of them."""
-        head, args = self.terms.heads[term], self.terms.args[term]
-        if head.startswith("item "):
-            return self._is_replicated(args[0])
-        if head.startswith("ops._c10d_functional.") and packet_of(head) in WHOLE:
-            self.group = args[-1] if self.group < 0 else self.group
-            return self.group == args[-1]
-        follows = (head.startswith(("aten.", "ops.prims.")) and "empty" not in head) or packet_of(head) == "wait_tensor"
-        return follows and all(map(self._is_same, args))
+    def _sum(self, each: Sequence[int], dtype: str = "") -> int:
+        """The sum of terms in their order, cast to a dtype with the first two."""
+        total = each[0]
+        for number, one in enumerate(each[1:]):
+            total = self.terms.make(f"sum {'' if number else dtype}".rstrip(), total, one)
+        return total
 
-    def _is_same(self, term: int) -> bool:
-        head = self.terms.heads[term]
-        constant = LITERAL.match(head) or head.startswith("torch.")
-        return bool(term in self.same or constant or (head in LISTS and all(map(self._is_same, self.terms.args[term]))))
+    def _parts(self, shared: SharedParam, stage: int) -> list[int]:
+        """What a stage computes of the gradient of a parameter that several read, for each micro-batch."""
+        totals = []
+        for batch in self.batches:
+            first, *others = (batch.named[name].term for name in shared.parts[stage])
+            for other in others:
+                first = self.terms.make(ADDED, first, other)
+            totals.append(first)
+        return totals
 
-    def _item(self, value: Any, index: int) -> Any:
-        """One of several results; each has memory of its own, unless they are views."""
-        if type(value) is list:
-            return value[index]
-        shown = value.memory if packet_of(self.terms.heads[value.term]) in VIEWS else None
-        return self._made(self.terms.make(f"item {index}", value.term), shown)
+    def _once(self, shared: SharedParam) -> Iterator[tuple[str, tuple[int, str]]]:
+        """What is sent once a step of a parameter that several stages read, by its message: its value, and sums."""
+        batch = self.batches[0]
+        self.terms.here = batch.ends[-1]
+        self._check_parts(shared)
+        param = self.params[shared.param]
+        dtype, dims = batch.types[shared.value].split("[", 1)
+        if (value := batch.named[shared.value].term) != self.terms.make(param.full(dtype)):
+            self.refuse(f"has no value {shared.value} of {param.name}, which is said to be lent")
+        for reader in shared.readers:
+            yield _message_of(shared, reader), (value, f"{dtype}[{dims}")
+            if reader in shared.parts:
+                wider = param.summed if len(self.batches) > 1 else ""
+                total = self._sum(self._parts(shared, reader), wider)
+                yield f"{_message_of(shared, reader)}_grad", (total, f"{wider or dtype}[{dims}")
 
-    def _value(self, node: ast.expr) -> Any:
-        match node:
-            case ast.Name(id=name):
-                found = self.scope.get(name, "is defined nowhere")
-                return self.refuse(f"{name} {found}") if isinstance(found, str) else self._alive(found)
-            case ast.List(elts=elements) | ast.Tuple(elts=elements):
-                return self._values(elements) if isinstance(node, ast.List) else tuple(self._values(elements))
-            case ast.Dict(keys=keys, values=values):
-                return {ast.literal_eval(key): self._value(one) for key, one in zip(keys, values, strict=True) if key}
-            case ast.Subscript(value=arena, slice=ast.Slice(lower=ast.expr() as low, upper=ast.expr() as high)):
-                place = range(ast.literal_eval(low), ast.literal_eval(high))
-                if not 0 <= place.start < place.stop <= self._value(arena).size:
-                    self.refuse("names bytes that the arena does not have")
-                return place
-        made = isinstance(node, ast.Call) and dotted(node.func) in ("float", "torch.device")
-        path = ast.unparse(node) if made else dotted(node)
-        head = path if path.startswith(("torch.", "aten.", "ops.", "float(")) else literal(node)
-        return self._made(self.terms.make(head), Storage("a constant"))
+    def _check_parts(self, shared: SharedParam) -> None:
+        """Refuse parts of a gradient that are not all that it is the sum of, each once."""
+        batch = self.batches[0]
+        parts = [batch.named[name].term for names in shared.parts.values() for name in names]
+        gradient = batch.gradients.get(shared.param)
+        left, found = [] if gradient is None else [gradient.term], list[int]()
+        while left:
+            one = left.pop()
+            if one in parts or self.terms.heads[one] != ADDED:
+                found.append(one)
+            else:
+                left += self.terms.args[one]
+        if sorted(found) != sorted(parts):
+            self.refuse(f"has another gradient of {shared.param} than the sum of what stages are said to compute")
 
-    def _values(self, nodes: Sequence[ast.expr]) -> list[Any]:
-        values: list[Any] = []
-        for node in nodes:
-            values += self._value(node.value) if isinstance(node, ast.Starred) else [self._value(node)]
-        return values
+    def _message(self, name: str) -> tuple[int, str] | None:
+        """The term and the type of what a message names, if that is known."""
+        number, _, value = name.removeprefix("m").partition("_")
+        if name in self.once or not (number.isdecimal() and int(number) < len(self.batches)):
+            return self.once.get(name)
+        found = self.batches[int(number)].named.get(value)
+        return (found.term, self.batches[0].types[value]) if isinstance(found, TermValue) else None
 
-    def _call(self, call: ast.Call) -> Any:
-        name, given = dotted(call.func), self._values(call.args)
-        named = {str(keyword.arg): self._value(keyword.value) for keyword in call.keywords}
-        if self._outer and name in self.regions and not named:
-            return self._region(name, given)
-        if self._outer and name in self.functions and self.runs:
-            heads = {key: self._keyword(one) for key, one in named.items()}
-            return getattr(self, f"_{name}")(*given, **{key: DTYPES.get(str(one), one) for key, one in heads.items()})
-        if name == "graph" and len(given) == 1 and not named:
-            return self._made(self.terms.make("graph", given[0].term))
-        if not is_function_of_values(name) or "out" in named:
-            self.refuse(f"{ast.unparse(call.func)} is no function that is known here")
-        return self._operation(name, given, named)
+    # -- what is found
 
-    @property
-    def _outer(self) -> bool:
-        """True for a line that is in no region."""
-        return len(self.terms.here) == 1
+    def found(self, text: Text) -> dict[str, Found]:
+        """All that the step gives and does but for what it sends."""
+        part = self.part
+        results, rest = self.step(text, "step")
+        if self.taken["input"] != len(part.inputs):
+            self.refuse(f"is given {self.taken['input']} inputs; want {len(part.inputs)}")
+        found = {
+            f"result {result} of micro-batch {number}": (self._term(one), self.terms.here)
+            for (result, number), one in zip(part.results, results, strict=True)
+        }
+        self.deliver_all(rest)
+        if self.pending:
+            self.terms.here = self.pending[0].place
+            self.refuse("is never waited for")
+        effects = {"random draw {}": "random draw", "write {} to a buffer": "buffer"}
+        found |= {said.format(at): one for said, kind in effects.items() for at, one in enumerate(self.effects[kind])}
+        return found | {f"the gradient of {name}": one for name, one in self.delivered.items()}
 
-    def _keyword(self, value: Any) -> Any:
-        if type(value) is tuple:
-            return [*map(self._keyword, value)]
-        return value if isinstance(value, range) else self.terms.heads[value.term]
+    def check_effects(self, known: int) -> None:
+        """Refuse messages that are not this rank's, and what regions do that was not traced."""
+        for kind, given, wanted in (
+            ("send", self.given, self.part.sent),
+            ("recv", self.taken_messages, self.part.received),
+        ):
+            self.terms.here = self.ends[-1]
+            for one in (*wanted, *given):
+                counts = given.count(one), wanted.count(one)
+                if len({*counts}) > 1:
+                    self.refuse(f"comes behind {counts[0]} lines {kind} {one.name!r}, {one.peer}; want {counts[1]}")
+        for kind in ("collective", "write"):
+            for term, place in self.effects[kind]:
+                self.terms.here = place
+                if term >= known:
+                    self.refuse(f"is a {kind} that was not traced")
 
-    def _region(self, name: str, given: list[Any]) -> Any:
-        text, here, scope, taken = self.regions[name], self.terms.here, dict[str, Any](), [-1]
-        for inner, margin in text.arguments(name):
-            words = margin.words.split(" ")  # argument 0 item 3
-            value = given[int(words[1])]
-            scope[inner] = value
-            if len(words) > 2:
-                made = self._parameter(value, int(words[3]))
-                passed = (value.place,) if isinstance(value, WholeUnit) else ()
-                scope[inner] = made.by(*passed, (*here, (text, margin.line)))
-            taken.append(int(words[1]))
-        if len(given) != max(taken) + 1:
-            self.refuse(f"gives {len(given)} values to {name}, which takes {max(taken) + 1}")
-        self.graph = bool(text.functions[name].decorator_list)
-        results = [one.by(self.terms.here) for one in self.run(text, name, scope, here)]
-        self.graph, self.terms.here = False, here
-        return results
+    def _input(self, kind: str, number: int) -> int:
+        return self.terms.make(_input_head(*self.part.inputs[number]))
 
-    def _parameter(self, owner: Any, item: int) -> Any:
-        """A parameter that a region takes: of a gathered unit, or of one that every rank has whole."""
-        if not isinstance(owner, (WholeUnit, UnitPart)):
-            self.refuse(f"takes a parameter of what is no full unit, but {type(owner).__name__}")
-        shards, dtype = (owner.shards, owner.dtype) if isinstance(owner, WholeUnit) else (owner, None)
-        param = shards.params[item]
-        is_whole = "whole" in param.flags
-        cast = dtype is not None and (is_whole or dtype == param.computed)
-        head = param.full((param.computed if cast else "") or param.dtype)
-        head = f"shard({param.name})" if dtype is None and not is_whole else head
-        return self._alive(self._made(self.terms.make(head, *owner.version), owner.memory))
+    def _draw(self, number: int) -> int:
+        if number >= len(self.part.draws):
+            return self.terms.make(f"draw {number} of this rank")
+        batch, draw = self.part.draws[number]
+        return self.terms.make(f"draw {draw} of micro-batch {batch}")
 
-    def _operation(self, name: str, given: list[Any], named: Mapping[str, Any]) -> Any:
-        make, heads, draws = self.terms.make, self.terms.heads, self.effects["random draw"]
-        packet, values, draw = packet_of(name), [*given, *named.values()], self._draw(len(draws))
-        if name == "operator.getitem" and len(given) == 2:
-            return self._item(given[0], int(heads[given[1].term].removeprefix("int ")))
-        if name == "ops.higher_order.run_and_save_rng_state":
-            return [self._made(make("state", draw)), self._operation(heads[given[0].term], given[1:], named)]
-        if replays := name == "ops.higher_order.run_with_rng_state":
-            (draw,), name, values = self.terms.args[given[0].term], heads[given[1].term], values[2:]
-            packet = packet_of(name)
-        self.terms.operations |= set() if self.runs else {name}
-        if name.startswith(("aten.", "ops.")) and name not in (*SAME, *self.terms.operations):
-            self.doubts.append((self.terms.here, f"calls {name}, which was not traced: it is not known what it does"))
-        terms = [*map(self._term, values)]
-        shares = [heads[term] for term in terms[: len(terms) - len(named)] if heads[term].startswith("float ")]
-        shares += [heads[one.term] for key, one in named.items() if key == "dropout_p"]
-        is_random = replays or packet.removesuffix("_") in RANDOM
-        is_random = is_random or ("attention" in packet and shares[:1] not in ([], ["float 0.0"]))
-        plain, known = name in SAME and len(values) == 1, len(heads)
-        term = terms[0] if plain else make("|".join([name, *named]), *([draw] if is_random else []), *terms)
-        if term >= known:
-            self.terms.routes[term] = {one.term: one.via for one in values if isinstance(one, TermValue) and one.via}
-        if is_random and not replays:
-            draws.append((term, self.terms.here))
-        if name.startswith(("ops._c10d_functional.", "ops._dtensor.")) and packet != "wait_tensor":
-            self.effects["collective"].append((term, self.terms.here))
-        if packet.endswith("_") and not packet.endswith("__"):
-            given[0].memory.written = make(f"write to {given[0].memory.owner}", term)
-            self.effects["write"].append((given[0].memory.written, self.terms.here))
-            return self._made(term, given[0].memory)
-        via = next((one.via for one in values if isinstance(one, TermValue) and one.via), ())
-        return self._made(term, given[0].memory if packet in VIEWS else None).by(*via)
+    def _bound(self, name: str, margin: Margin) -> Any:
+        words = f"constant {name}" if margin.words == "constant" else margin.words
+        self.bound += 1
+        if self.part.bound[self.bound - 1 : self.bound] != (words,):
+            self.refuse(f"takes {words} as {name}, which is not what is given there")
+        return super()._bound(name, margin)
 
+    def _given(self, term: int, owner: str, margin: Margin) -> TermValue:
+        value, head = super()._given(term, owner, margin), self.terms.heads[term]
+        if head.startswith("input ") and head.removeprefix("input ").isdecimal():
+            self.buffers[value.memory] = int(head.removeprefix("input "))
+        return value
 
-# -- the proof --------------------------------------------------------------------------------------------------------
+    # -- the functions of a step
 
+    def _send(self, value: Any, group: Any, to: str, message: str, strides: Any = None) -> Begun:
+        one = self._passed(group, to, message, strides)
+        self.given.append(one)
+        again = f", message {len(self.given)}" if one in self.given[:-1] else ""
+        what = f"what is sent as {one.name!r} to {one.peer}{again}"
+        self.sent[what] = self._term(value), self.terms.here
+        self.named[what] = (self._message(one.name) or (-1,))[0], ()
+        self.pending.append(BeingSent(value, self.terms.here))
+        return Begun([self.pending[-1]])
 
-def prove(texts: Mapping[str, str], rules: Sequence[Mapping[str, str]] = ()) -> Proof:
-    """That the program of these files computes the step that was traced.
+    def _recv(self, group: Any, said: TermValue, source: str, message: str, strides: Any = None) -> Begun:
+        one = self._passed(group, source, message, strides)
+        self.taken_messages.append(one)
+        term, type_ = self._message(one.name) or self.refuse(f"receives {one.name!r}, which was not traced")
+        if self.terms.heads[said.term] != f"str {type_!r}":
+            self.refuse(f"receives as {self.terms.heads[said.term]} what is {type_}")
+        return Begun([TermValue(term, Storage("", self.phase), -1)])
 
-    Args:
-        texts: The files of a program by name: CAPTURE, FORWARD, BACKWARD if there is one, and `regions/region_0.py`.
-        rules: By which passes change values: a name, a pattern such as `cast(x, torch.bfloat16)`, a replacement.
+    def _passed(self, group: Any, peer: str, message: str, strides: Any) -> NamedMessage:
+        if not isinstance(group, Lease) or group.kind != f"group {self.along}":
+            self.refuse("passes something on to no rank of the pipeline")
+        laid = None if strides is None else tuple(int(one.removeprefix("int ")) for one in strides)
+        return NamedMessage(int(peer.removeprefix("int ")), ast.literal_eval(message.removeprefix("str ")), laid)
 
-    Raises:
-        ProofError: it computes something else, or what is not known here; with the line.
-    """
-    return followed(_proven, texts, rules)
+    def _wait(self, started: Any) -> Any:
+        found = super()._wait(started)
+        if not isinstance(found, BeingSent):
+            return found
+        self.pending.remove(found)
+        if self._alive(found.value) is not found.value:
+            self.refuse("waits for what was written to while it was being sent")
+        return None
 
+    def _add(self, shards: Any, sums: Any, grads: Any, dtype: str = "") -> Averages:
+        self._declared("adds up", shards, dtype, (param.summed for param in shards.params))
+        terms = self._summands(shards, sums, own=True)
+        for name, term in self._summands(shards, grads, own=False).items():
+            cast = dtype if dtype == self.params[name].summed else ""
+            terms[name] = self._sum([terms[name], term], cast)
+        return self._averages(shards, terms)
 
-def followed(
-    proven: Callable[[Mapping[str, Text], TermTable], Proof],
-    texts: Mapping[str, str],
-    rules: Sequence[Mapping[str, str]],
-) -> Proof:
-    """What `proven` finds of the files of a program, and an error for a line that it cannot follow."""
-    files = {name: Text(name, text) for name, text in texts.items()}
-    terms = TermTable(rules)
-    try:
-        return proven(files, terms)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise refusal(terms.here, f"cannot be followed ({type(error).__name__}: {error})") from error
+    def _summands(self, shards: UnitPart, given: Any, *, own: bool) -> dict[str, int]:
+        """Gradients, averages or sums of a unit, by parameter; `own`: the sum takes their memory."""
+        if own or isinstance(given, Averages):
+            return {param.name: self.dense(grad) for param, grad in self._taken(shards, given)}
+        pairs = zip(shards.params, given, strict=True)
+        return {param.name: self.dense(grad) for param, grad in pairs if not self._is_none(grad)}
 
+    def _plus(self, one: Any, other: Any, dtype: str = "") -> TermValue:
+        return self._made(self._sum([self._term(one), self._term(other)], dtype))
 
-def _proven(files: Mapping[str, Text], terms: TermTable) -> Proof:
-    capture = files[CAPTURE]
-    if (BACKWARD in files) != ("backward" in capture.functions):
-        raise ProofError(BACKWARD, "is missing, or is of another program", FIX)
-    traced = Evaluation(terms, capture, None, set())
-    wanted = traced.whole(capture, capture if BACKWARD in files else None)
-    traced.check_claims(capture)
-    averages, known = {how: traced.averages(how) for how in ("scatter", "held")}, len(terms.heads)
-    program = Evaluation(terms, capture, regions_of(files), traced.same)
-    found = program.whole(files[FORWARD], files.get(BACKWARD))
-    program.compare(wanted | averages[program.how], found, known)
-    return proof_of(files, terms, len(traced.gradients))
+    def _write(self, buffer: Any, value: Any) -> None:
+        if buffer.memory not in self.buffers:
+            self.refuse("writes to what is no buffer")
+        term, memory = self._term(value), buffer.memory
+        written = self.terms.make(f"write to input {self.buffers[memory]}", term)
+        self.effects["buffer"].append((written, self.terms.here))
+        memory.written = self.terms.make(f"write {len(self.effects['buffer'])}", written)
+        now = TermValue(term, memory, memory.written)
+        self.scope |= {name: now for name, one in self.scope.items() if one is buffer}
 
 
-def regions_of(files: Mapping[str, Text]) -> dict[str, Text]:
-    """The texts of regions by their names."""
-    return {name[8:-3]: text for name, text in files.items() if name.startswith("regions/")}
+def _type(found: tuple[str, str, str]) -> str:
+    return f"{found[1]}[{found[2]}]"
 
 
-def proof_of(files: Mapping[str, Text], terms: TermTable, gradients: int) -> Proof:
-    """The proof that these files, which compute these terms, are."""
-    return Proof(sum(len(text.lines) for text in files.values()), len(terms.heads), gradients, [*terms.applied])
+def _input_head(kind: str, number: int, microbatch: int | None) -> str:
+    return f"{kind} {number}" + ("" if microbatch is None or kind == "tangent" else f" of micro-batch {microbatch}")
+
+
+def _message_of(shared: SharedParam, reader: int) -> str:
+    """What the message is called by which a stage is lent a parameter."""
+    return f"stage{reader}_{shared.value}"

@@ -1,58 +1,178 @@
-"""What has a name in a program, as the checker sees it: values, units, what is under way, and what is found."""
+"""Values, as the checker sees them: terms, of which equal ones are one number, and memory.
+
+A term is what computes a value, and of what. Beside values stand units, and what is under way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple
 
-from zcompile.proof.checker_texts import Place, param_of
+from zcompile.errors import ProofError
+from zcompile.proof.checker_texts import FIX, Place, dotted, literal, location_text, param_of, refusal
 
-
-class Proof(NamedTuple):
-    """Of how much it is one; `modulo`: the names of the rules that it needed."""
-
-    lines: int
-    terms: int
-    parameters: int
-    modulo: list[str]
+_LITERAL = re.compile(r"(?:int|float|bool|str|NoneType|complex) ")
+LISTS = ("list", "tuple")
 
 
-class NamedMessage(NamedTuple):
-    """A message of a pipeline: to or from which place along its axis, what it names, how that lies in memory."""
-
-    peer: int
-    name: str
-    strides: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class SharedParam:
-    """A parameter that several stages read: the value that is lent, by whom to whom, and whose sum its gradient is."""
-
-    param: str
-    value: str
-    home: int
-    readers: tuple[int, ...]
-    parts: Mapping[int, Sequence[str]]
+def _pattern(node: ast.expr) -> Any:
+    """Of a rule: a variable as its name, anything else as a head and the patterns of what it is given."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Call(func=function, args=args, keywords=keywords):
+            head = "|".join([dotted(function), *(str(keyword.arg) for keyword in keywords)])
+            return (head, *map(_pattern, [*args, *(keyword.value for keyword in keywords)]))
+        case ast.List(elts=elements):
+            return ("list", *map(_pattern, elements))
+    return (dotted(node) or literal(node),)
 
 
-@dataclass(frozen=True)
-class RankPart:
-    """What of a step that was traced of one micro-batch is a rank's. Pairs are numbers there, and a micro-batch."""
+def _rule(said: Mapping[str, str]) -> tuple[str, Any, Any]:
+    """A rule as a manifest says it: its name, its pattern and the replacement."""
+    try:
+        pattern, replacement = (_pattern(ast.parse(said[key], mode="eval").body) for key in ("pattern", "replacement"))
+        if isinstance(pattern, str) or len(said["replacement"]) >= len(said["pattern"]):
+            raise ValueError("what is replaced is no call, or no longer than what replaces it")
+        if unbound := {one for one in _parts(replacement) if isinstance(one, str)}.difference(_parts(pattern)):
+            raise ValueError(f"the pattern has no {min(unbound)}")
+        return f"{said['name']}: {said['pattern']} counts as {said['replacement']}", pattern, replacement
+    except (SyntaxError, LookupError, ValueError, TypeError) as error:
+        fix = "write calls and variables, as in docs/proof.md"
+        raise ProofError(f"rule {said}", f"cannot be read: {error}", fix) from error
 
-    microbatches: int
-    units: tuple[str, ...]
-    bound: tuple[str, ...]  # the arguments that are given by name, in order: `unit blocks.0`, `group pp`, `constant c`
-    inputs: tuple[tuple[str, int, int | None], ...]  # of each argument its kind, number and micro-batch
-    held: frozenset[int]  # the inputs that are the same in all micro-batches
-    results: tuple[tuple[int, int], ...]
-    draws: tuple[tuple[int, int], ...]  # a micro-batch, and the number of the draw
-    written: tuple[tuple[int, int], ...]  # the number of each result that a buffer gets, and of that input
-    writes: tuple[tuple[int, int], ...]
-    shared: tuple[SharedParam, ...]
-    sent: tuple[NamedMessage, ...]
-    received: tuple[NamedMessage, ...]
+
+def _parts(pattern: Any) -> Iterator[Any]:
+    """One side of a rule, and all that it is made of: variables are names, the rest begins with its head."""
+    yield pattern
+    for part in () if isinstance(pattern, str) else pattern[1:]:
+        yield from _parts(part)
+
+
+class TermTable:
+    """Values, each by its head and what it is given; equal ones are one number. Rules are applied as one is made."""
+
+    def __init__(self, rules: Sequence[Mapping[str, str]]) -> None:
+        self.heads: list[str] = []
+        self.args: list[tuple[int, ...]] = []
+        self.places: list[Place] = []  # the line that was the first to make it
+        self.names: dict[int, str] = {}
+        self.routes: dict[int, dict[int, tuple[Place, ...]]] = {}
+        """For a term by what it is given: the lines that passed that on."""
+        self.here: Place = ()
+        self.applied: dict[str, None] = {}
+        self._known: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._rules = [*map(_rule, rules)]
+        calls = (one for _, *sides in self._rules for side in sides for one in _parts(side) if type(one) is tuple)
+        self.operations = {head.partition("|")[0] for head, *_ in calls}
+        """Those of the traced step, and of rules: what an operation does that is none of these is not known."""
+
+    def make(self, head: str, *args: int) -> int:
+        """The term of that head, given these."""
+        number = self._known.get((head, args))
+        if number is None:
+            number = self._known[head, args] = len(self.heads)
+            self.heads.append(head)
+            self.args.append(args)
+            self.places.append(self.here)
+            for name, pattern, replacement in self._rules:
+                found: dict[str, int] = {}
+                if self._matches(pattern, number, found):
+                    self.applied[name] = None
+                    number = self._known[head, args] = self._replaced(replacement, found)
+                    break
+        return number
+
+    def _matches(self, pattern: Any, term: int, found: dict[str, int]) -> bool:
+        if isinstance(pattern, str):
+            return found.setdefault(pattern, term) == term
+        args = self.args[term]
+        same = pattern[0] == self.heads[term] and len(pattern) == 1 + len(args)
+        return same and all(self._matches(one, arg, found) for one, arg in zip(pattern[1:], args, strict=True))
+
+    def _replaced(self, pattern: Any, found: Mapping[str, int]) -> int:
+        if isinstance(pattern, str):
+            return found[pattern]
+        return self.make(pattern[0], *(self._replaced(one, found) for one in pattern[1:]))
+
+    def is_constant(self, term: int) -> bool:
+        """True for a number, a dtype and so on."""
+        return bool(_LITERAL.match(self.heads[term])) or self.heads[term].startswith("torch.")
+
+    def text(self, term: int, depth: int) -> str:
+        """As it is read: `mm(x, t(full(layers.0.weight)))`."""
+        head, args = self.heads[term], self.args[term]
+        if not args:
+            return self.names.get(term) or _LITERAL.sub("", head)
+        name, *keywords = head.split("|")
+        parts = [self.text(arg, depth - 1) for arg in args] if depth else ["..."]
+        if depth and keywords:
+            parts[-len(keywords) :] = map("=".join, zip(keywords, parts[-len(keywords) :], strict=True))
+        name = name.removeprefix("aten.").removeprefix("ops.").removesuffix(".default")
+        return f"[{', '.join(parts)}]" if name in LISTS else f"{name}({', '.join(parts)})"
+
+    def difference(self, known: int, what: str, wanted: int, found: int, place: Place) -> ProofError:
+        """The error for a result with another term than is wanted: it names the first line that makes another one.
+
+        `known`: the number of terms of the traced step.
+        """
+        if -1 in (wanted, found):
+            return refusal(place, f"{what} is {'missing' if found == -1 else 'nothing that the traced step has'}")
+        if found >= known and self.args[found]:
+            path = self._path(found, known)
+            if "." in self.heads[path[-1]]:  # an operation
+                wanted, found = self._counterpart(path, wanted, known), path[-1]
+                place = self.places[found]
+        where, lines = location_text(place)
+        given, same = self.routes.get(found, {}), zip_longest(self.args[found], self.args[wanted])
+        parted = [one for one, other in same if one != other] if "." in self.heads[found] else given
+        routes = [given.get(one, ()) for one in parted]
+        if passed := dict.fromkeys(location_text(one)[0] for via in routes for one in via):
+            lines += f"\n  given what came by {', '.join(passed)}"
+        texts = [(self.text(found, depth), self.text(wanted, depth)) for depth in (2, 3, 5, 8)]
+        have, want = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
+        origin = "".join(location_text(self.places[wanted])) if wanted < known else ""
+        problem = f"{what} is not what was traced{lines}\n  It has\n    {have}\n  where the traced step has\n    {want}"
+        return ProofError(where, f"{problem}\n  of {origin}" if origin else problem, FIX)
+
+    def _path(self, term: int, known: int) -> list[int]:
+        """From a result down to the first term made that it comes of and that the traced step does not have."""
+        above, left = {term: term}, [term]
+        while left:
+            one = left.pop()
+            new = [arg for arg in self.args[one] if arg >= known and arg not in above]
+            above |= dict.fromkeys(new, one)
+            left += new
+        path = [min(one for one in above if self.args[one])]
+        while path[-1] != term:
+            path.append(above[path[-1]])
+        return path[::-1]
+
+    def _counterpart(self, path: list[int], wanted: int, known: int) -> int:
+        """What the traced step has in place of the end of a path: at the same place, or the most like it."""
+        term, there = path[-1], wanted
+        head, args = self.heads[term], self.args[term]
+
+        def common(other: int) -> float:
+            same = sum(one == two for one, two in zip(self.args[other], args, strict=False))
+            return (same + len({*args} & {*self.args[other]}) / 2) * (1 + (self.heads[other] == head))
+
+        for above, below in pairwise(path):
+            if self.heads[above] != self.heads[there] or len(self.args[above]) != len(self.args[there]):
+                break
+            there = self.args[there][self.args[above].index(below)]
+        else:
+            if there < known and common(there) >= len(args) / 2:
+                return there
+        nearest = max(range(known), key=common)
+        return nearest if common(nearest) > 0 else wanted
+
+
+# -- memory and units -------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -114,25 +234,3 @@ class Averages(NamedTuple):
     terms: dict[str, int]
     place: Place
     memory: Storage
-
-
-class BeingSent(NamedTuple):
-    """What is being sent, by the line there."""
-
-    value: TermValue
-    place: Place
-
-
-class Moved(NamedTuple):
-    """What stands for a value that was moved away."""
-
-    value: TermValue
-    to: Lease
-    memory: Storage
-
-
-class Lease(NamedTuple):
-    """What a program is lent: an arena of so many bytes, or a place for activations."""
-
-    kind: str
-    size: int

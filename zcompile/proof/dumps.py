@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 from zcompile.errors import ProofError
 from zcompile.ir.spelling import counted
-from zcompile.proof.checker import prove
-from zcompile.proof.checker_steps import prove_step
+from zcompile.proof.checker import Proof, RankPart, prove, prove_step
 from zcompile.proof.checker_texts import BACKWARD, CAPTURE, FORWARD, STEP, file_text
-from zcompile.proof.checker_values import Proof, RankPart
 from zcompile.proof.parts import check_parts, pipeline_of, read_part
 from zcompile.proof.ranks import check_folders, lacking_ranks
 

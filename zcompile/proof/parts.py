@@ -22,8 +22,8 @@ from zcompile.ir.ops import Input, Kind, Receive, RuntimeInput, Send, Shards
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
+from zcompile.proof.checker import NamedMessage, RankPart, SharedParam
 from zcompile.proof.checker_texts import CAPTURE, Text
-from zcompile.proof.checker_values import NamedMessage, RankPart, SharedParam
 from zcompile.proof.values import RankValues
 
 _FIX = "dump the programs of all ranks again, of one step"
