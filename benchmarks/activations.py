@@ -98,7 +98,7 @@ def train(way: Way, folder: str) -> None:
     optimizer = torch.optim.AdamW(compiled.parameters(), **ADAMW)
     counter, seconds, losses, peaks, turns, moved = LiveBytes(), [], [], [], [], 0.0
     for number in range(STEPS + 2):
-        offload = compiled._engine.compiler._session.offloads.get(OffloadStore())
+        offload = compiled._engine.runtime.offloads.get(OffloadStore())
         disk = offload.storage if offload is not None and isinstance(offload.storage, DiskStorage) else None
         moved = disk.seconds if disk is not None else 0.0
         state, _ = counter.live(), counter.peak()

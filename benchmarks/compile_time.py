@@ -84,7 +84,7 @@ MAKE: dict[str, Callable[[GPT], Callable[..., Any]]] = {
 
 def of_zcompile(compiled: Any, seconds: float) -> Row:
     """How a first step divides: compiling regions, passes with their checks, and capture, which is the rest."""
-    regions = compiled._engine.compiler.regions
+    regions = compiled._engine.runtime.regions
     made = [step.rewritten for step in compiled._engine.runtime.steps if not step.rewritten.is_from_cache]
     passes = sum(entry.seconds + entry.check_seconds for one in made for entry in one.journal.entries)
     return {

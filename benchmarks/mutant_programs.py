@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zcompile import Program
-from zcompile.engine.replicated_values import digests, mark_replicated
+from zcompile.engine.tensor_parallel_group import digests, mark_replicated
 from zcompile.facts import VOLUME_RIGHT, Fact, verify
 from zcompile.ir.layout import STAGES
 from zcompile.model.units import axes_over, make_layout

@@ -39,7 +39,7 @@ from zcompile.cost.hardware import Hardware, load_profile
 from zcompile.cost.memory import live_by_kind, model_state
 from zcompile.cost.roofline import flops_of
 from zcompile.cost.simulator import simulate
-from zcompile.engine.replicated_values import digests, mark_replicated
+from zcompile.engine.tensor_parallel_group import digests, mark_replicated
 from zcompile.ir.layout import STAGES
 from zcompile.ir.program import Program
 from zcompile.model.tensor_parallel import divided_parameters

@@ -20,13 +20,13 @@ from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Input
 from zcompile.ir.program import Program
 from zcompile.model.sharding import placeholder_of
-from zcompile.pipelining import evaluation, first_step
-from zcompile.pipelining.first_step import StepSetup
+from zcompile.pipelining import preparation
+from zcompile.pipelining.preparation import StepSetup
 from zcompile.pipelining.program import PipelinedProgram
 
 _TRACES: dict[Key, SharedTrace] = {}
 _PROGRAMS: dict[Key, PipelinedProgram] = {}
-trace_step, rewrite = first_step.trace_step, first_step.rewrite
+trace_step, rewrite = preparation.trace_step, preparation.rewrite
 
 
 class SharedTrace(StepTrace):
@@ -51,19 +51,14 @@ class SharedTrace(StepTrace):
 @contextlib.contextmanager
 def sharing_steps() -> Iterator[None]:
     """Within, what steps of pipelines trace is kept, and taken where it is there."""
-    with contextlib.ExitStack() as patches:
-        for room in (first_step, evaluation):
-            patches.enter_context(mock.patch.object(room, "trace_step", traced))
-            patches.enter_context(mock.patch.object(room, "rewrite", rewritten))
+    with mock.patch.multiple(preparation, trace_step=traced, rewrite=rewritten):
         yield
 
 
 @contextlib.contextmanager
 def own_steps() -> Iterator[None]:
     """Within, ranks trace for themselves: whether a model has changed since its first step is looked at."""
-    with contextlib.ExitStack() as patches:
-        for room in (first_step, evaluation):
-            patches.enter_context(mock.patch.object(room, "trace_step", trace_step))
+    with mock.patch.object(preparation, "trace_step", trace_step):
         yield
 
 
@@ -88,7 +83,7 @@ def key_of(setup: StepSetup, first: CallSpec, like: StepTrace | None) -> Key | N
     given = described_arguments((first.args, dict(first.kwargs)))
     if model is None or given is None:
         return None
-    layout = first_step._layout(setup) if like is None else like.program.layout
+    layout = preparation._layout(setup) if like is None else like.program.layout
     is_mean = setup.table.microbatches > 1  # what is no mean over the batch is refused then
     return model, given, str(sorted(reads)), first.arguments, repr(layout), setup.options.dtype, like is None, is_mean
 

@@ -23,9 +23,9 @@ from torch import fx, nn
 
 from zcompile.engine.calls.fragments import Fragment
 from zcompile.engine.calls.interceptors import MethodInterceptor
-from zcompile.engine.interception import Traced, intercepting
 from zcompile.engine.lowering import CompiledStep
 from zcompile.engine.rewritten import Rewritten
+from zcompile.engine.step_trace import Traced, intercepting
 from zcompile.frontend.dynamo import traceable
 from zcompile.frontend.links import linked, without_placeholders
 from zcompile.frontend.step_cache import global_state
@@ -97,7 +97,7 @@ class Sharing:
 
     def key(self, watched: str, args: Any, kwargs: Any) -> Key | None:
         """All that a trace depends on; None if that is not known."""
-        if os.environ.get("ZCOMPILE_CACHE") != "0" or self.fragment.tree.engine.compiler.options.backend != "eager":
+        if os.environ.get("ZCOMPILE_CACHE") != "0" or self.fragment.tree.engine.options.backend != "eager":
             return None  # a test of the cache, or kernels for strides that AOTAutograd sees to
         if not watched.endswith("hooks ") or torch.is_inference_mode_enabled():
             return None
@@ -171,7 +171,7 @@ class Sharing:
 
     def bind(self, key: Key, trace: Trace) -> Callable[..., Any]:
         fragment = self.fragment
-        compiler, updater = fragment.tree.engine.compiler, fragment.updater
+        compiler, updater = fragment.tree.engine, fragment.updater
         runtime = compiler.runtime
         trainable = {site.name: site.shard.requires_grad for site in fragment.tree.sites}
         traced = replace(trace.program, layout=runtime.layout.with_trainable(trainable))

@@ -24,7 +24,7 @@ from tests.models import batch, make
 from tests.ranks import Ranks
 from zcompile import SubjectError
 from zcompile.cost.hardware import load_profile
-from zcompile.engine.interception import Traced, intercepting
+from zcompile.engine.step_trace import Traced, intercepting
 from zcompile.schedule.decision import Request
 from zcompile.tools import command_line, doctor
 from zcompile.tools.named_models import subject_of
@@ -262,9 +262,7 @@ def test_what_is_inspected_is_asked_for_as_in_a_run() -> None:
         compiled = zcompile.compile(model, backend="eager")
         with pytest.raises(Traced) as traced, intercepting(), warnings.catch_warnings(action="ignore"):
             compiled(torch.ones(3, 8))
-        assert traced.value.request == Request(
-            compiled._engine.runtime.options, compiled._engine.compiler.schedule, keeps
-        )
+        assert traced.value.request == Request(compiled._engine.runtime.options, compiled._engine.schedule, keeps)
 
 
 def test_an_inspected_script_whose_pass_fails_is_dumped_up_to_there(run: Run, tmp_path: Path) -> None:

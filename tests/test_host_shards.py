@@ -18,11 +18,12 @@ import zcompile
 from tests.models import batch, make
 from tests.threads import Threads
 from zcompile import GroupError, OptionError
-from zcompile import compile_model as compiling
 from zcompile.cost.memory import peak_bytes
+from zcompile.engine import model_runtime
 from zcompile.engine.optimizers import _moved_to_host
 from zcompile.ir.layout import Layout, Param
 from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.groups import Communicator
 from zcompile.runtime.offload.host_shards import HostShards
 from zcompile.runtime.shards import shard_bytes
 from zcompile.runtime.tensors.placement import along
@@ -72,13 +73,13 @@ class WatchedHost(HostShards):
         self._sent = {unit: room.clone() for unit, room in self._room.items()} if written else self._sent
 
 
-def watched(asked: object, layout: Layout, device: torch.device, rank: int, agreement: Agreement) -> WatchedHost:
+def watched(asked: object, layout: Layout, data: Communicator, agreement: Agreement) -> WatchedHost:
     return WatchedHost(torch.device("cpu"), {unit.name: shard_bytes(unit, 0) for unit in layout.units})
 
 
 def on_host(*, away: bool = True) -> AbstractContextManager[object]:
     """Within this, compiled models have their shards on a watched host."""
-    return mock.patch.object(compiling, "shard_memory", watched) if away else contextlib.nullcontext()
+    return mock.patch.object(model_runtime, "shard_memory", watched) if away else contextlib.nullcontext()
 
 
 def memory_of(compiled: zcompile.CompiledModule) -> WatchedHost:
@@ -186,7 +187,7 @@ def test_alone_a_gather_takes_the_memory_of_its_unit() -> None:
         with on_host(away=away):
             compiled = zcompile.compile(make("gpt"), backend="eager", prefetch=0)
         compiled(*batch("gpt", 0, 0)).backward()
-        (journal,) = compiled._engine.compiler.journals
+        (journal,) = compiled._engine.journals
         program = journal.entries[-1].after
         peaks.append(peak_bytes(program))
         text = program.text(regions=True)

@@ -52,12 +52,12 @@ ROOMS = {
     "engine": "ir cost frontend model proof report runtime runtime.gradients runtime.offload schedule recording",
     "state": "runtime",
     "pipelining": "ir cost facts model proof passes.common passes.pipelining runtime runtime.gradients schedule report "
-    "engine state recording",
+    "engine state",
     "planning": "ir cost passes.common passes.pipelining schedule",
     "torch_backend": "ir frontend model schedule runtime runtime.gradients engine",
     "named_backend": "torch_backend",
     "compiled": "ir model schedule runtime runtime.gradients engine state",
-    "compile_model": "ir model schedule runtime engine compiled",
+    "compile_model": "model schedule runtime engine compiled",
     "training_step": "frontend ir schedule report runtime runtime.gradients engine compiled compile_model pipelining",
     "tools.migration": "",
     "tools": "torch_range ir cost frontend model proof schedule report runtime engine compile_model recording "
@@ -71,15 +71,15 @@ ROOMS = {
 
 
 LINES = {
-    "zcompile": 2_040,
+    "zcompile": 1_800,
     "zcompile/cost": 1_990,
-    "zcompile/engine": 4_700,
+    "zcompile/engine": 4_900,
     "zcompile/facts": 820,
     "zcompile/frontend": 1_500,
     "zcompile/integrations": 670,
     "zcompile/ir": 4_460,
     "zcompile/model": 1_670,
-    "zcompile/pipelining": 2_410,
+    "zcompile/pipelining": 2_190,
     "zcompile/planning": 1_000,
     "zcompile/proof": 4_320,
     "zcompile/recording": 870,
@@ -92,7 +92,7 @@ LINES = {
     "runtime": 8_780,
 }
 """The most lines that each folder may have, those below it included; of `zcompile`, its own files alone."""
-MOST_LINES = 50_250
+MOST_LINES = 49_980
 """Of all that is installed. Whoever raises a number says why in the commit."""
 
 

@@ -190,7 +190,7 @@ def trained(rank: int, folder: str | None, **options: Any) -> tuple[list[torch.T
         optimizer.step()
         optimizer.zero_grad()
     values = compiled.full_state_dict(rank0_only=False)
-    offload = compiled._engine.compiler._session.offloads.get(OffloadStore())
+    offload = compiled._engine.runtime.offloads.get(OffloadStore())
     return [values[name] for name in sorted(values)], 0 if offload is None else disk_of(offload).nbytes  # type: ignore[attr-defined]
 
 

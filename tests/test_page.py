@@ -43,7 +43,7 @@ RATES = Hardware.of(flops=1e9, memory_bandwidth=1e9, latency=1e-5, bandwidth=1e8
 def journal_of(model: nn.Module, *given: torch.Tensor) -> Journal:
     compiled = zcompile.compile(model, backend="eager")
     compiled(*given).sum().backward()
-    (journal,) = compiled._engine.compiler.journals
+    (journal,) = compiled._engine.journals
     return journal
 
 
@@ -303,7 +303,7 @@ def page(browser: Any, text: str, tmp_path: Path) -> Iterator[Any]:
 def test_a_page_without_a_line_works(browser: Any, tmp_path: Path) -> None:
     compiled = zcompile.compile(Given(), backend="eager")
     compiled(torch.ones(2))
-    with opened(browser, page_text("Given", compiled._engine.compiler.journals, RATES), tmp_path) as made:
+    with opened(browser, page_text("Given", compiled._engine.journals, RATES), tmp_path) as made:
         made.locator("h1").hover()
         made.locator(".text").click()
         made.keyboard.press("ArrowDown")

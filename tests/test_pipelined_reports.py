@@ -158,7 +158,7 @@ def sleeping(rank: int, schedule: str, ranks: int, microbatches: int) -> tuple[l
         own = sum(line.seconds for line in timeline.lines if line.operation.startswith("region"))
         found.append((timeline.seconds, own))
     best = min(found[1:])
-    return list(best), list(step._shown().compiler.texts)
+    return list(best), list(step._shown().shown.texts)
 
 
 def measured_and_predicted(ranks: Ranks, schedule: str, places: int = 4, microbatches: int = 8) -> tuple[float, float]:

@@ -80,7 +80,7 @@ def auto(rank: int, stage: int) -> tuple[Schedule, int, float]:
     compiled = zcompile.compile(make("gpt"), stage=stage, prefetch="auto", backend="eager")
     loss = compiled(*batch("gpt", rank, 0))
     loss.backward()
-    return compiled._engine.compiler.schedule, compiled.traffic.bytes, loss.item()
+    return compiled._engine.schedule, compiled.traffic.bytes, loss.item()
 
 
 def limited(rank: int, limit: int | str | None, prefetch: int | str) -> tuple[list[str], int]:

@@ -14,8 +14,7 @@ from tests.passes.programs import CHAIN, PAIR, joined
 from tests.passes.test_partition_activations import SAME
 from tests.ranks import Ranks
 from zcompile import AgreementError
-from zcompile.engine.replicated_values import digests, mark_replicated
-from zcompile.engine.tensor_parallel_group import TensorParallelGroup
+from zcompile.engine.tensor_parallel_group import TensorParallelGroup, digests, mark_replicated
 from zcompile.ir.operation import data, set_data
 from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program

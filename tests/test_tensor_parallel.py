@@ -254,7 +254,7 @@ def chosen(rank: int) -> tuple[list[int], list[float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("measured_dp", "measured_tp"))
     compiled = build(mesh["measured_dp"], mesh["measured_tp"], "mlps", prefetch="auto")
     compiled(*tokens(0, mesh["measured_dp"].get_local_rank())).backward()
-    links = compiled._engine.compiler.hardware.links
+    links = compiled._engine.hardware.links
     return [link.members for link in links], [link.bandwidth for link in links]
 
 
@@ -368,7 +368,7 @@ def parts_apart(rank: int, data: int, model: int, folder: Path, options: dict[st
         for step in range(2):
             loss = compiled(*tokens(step, dp.get_local_rank(), length=64))
             if more:
-                offload = compiled._engine.compiler._session.offloads[Group("tp")]
+                offload = compiled._engine.runtime.offloads[Group("tp")]
                 values = [slot.handle.handle for slot in offload._slots.values()]
                 kept = sum(value.nbytes for value in values)
             loss.backward(retain_graph=step == 1)

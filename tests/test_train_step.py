@@ -235,7 +235,7 @@ def within(rank: int, prefetch: int | str, limit: int | None, kind: str = "gpt")
     return (
         losses,
         peak_bytes(step.model._engine.runtime.steps[-1].program),
-        len(step.model._engine.compiler.schedule.kept),
+        len(step.model._engine.schedule.kept),
     )
 
 

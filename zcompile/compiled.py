@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from zcompile.engine.calls.fragments import Tree, tree_of
 from zcompile.engine.calls.interceptors import taken_out
 from zcompile.engine.engine import Engine
-from zcompile.engine.model_runtime import ModelRuntime
+from zcompile.engine.model_runtime import ModelRanks, ModelRuntime
 from zcompile.engine.optimizers import watch_optimizers
 from zcompile.engine.reports import Reported, Reports
-from zcompile.engine.state_places import shard_memory
+from zcompile.engine.sharding_plan import ignored_names, model_lines
 from zcompile.errors import ModelError, ParameterError, StateError
 from zcompile.ir.layout import Layout
 from zcompile.ir.program import Program
@@ -28,17 +28,12 @@ from zcompile.model.conversion import check_unhooked, convert, copy_model, kinds
 from zcompile.model.own_dtype import OwnDtype
 from zcompile.model.sharding import Retired, Site
 from zcompile.model.units import AUTOCAST, converted
-from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.gradients.outside import Outside
-from zcompile.runtime.groups import (
-    Communicator,
-)
+from zcompile.runtime.groups import Communicator
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.tensors.sharded_state import model_state_of
-from zcompile.schedule.option_checks import (
-    check_gathered,
-)
+from zcompile.schedule.option_checks import check_gathered
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Journal, Pipeline
 from zcompile.state.model_state import ModelState, for_others
@@ -66,38 +61,17 @@ def _copied(model: nn.Module, tree: Tree, memo: dict[int, Any]) -> CompiledModul
     before = tree.engine.runtime
     # Beside the dump, or the recording, of the model that is copied another one would take its place.
     asked = replace(before.options, dump="", record=None)
-    communicator = Communicator(before.communicator.mesh, before.communicator.device, asked.hybrid)
-    agreement = agreement_on(communicator, ["a copy", str(asked), *model_lines(model, before.layout)])
-    parallel, everyone = None if before.tensor is None else before.tensor.parallel, agreement
-    if parallel is not None:
-        everyone = Agreement(Communicator(parallel.ranks, communicator.device))
+    data = Communicator(before.communicator.mesh, before.communicator.device, asked.hybrid)
+    lines = ["a copy", str(asked), *model_lines(model, before.layout)]
+    ranks = ModelRanks.agreed(data, before.ranks.parallel, lines)
     trainable = {site.name: site.shard.requires_grad for site in tree.sites}
-    layout = before.layout.with_trainable(trainable)
-    memory = shard_memory(asked, layout, communicator.device, communicator.dividing.rank, agreement)
-    runtime = ModelRuntime(layout, communicator, agreement, asked, parallel, everyone)
+    runtime = ModelRuntime(before.layout.with_trainable(trainable), ranks, asked)
     runtime.output_dtype = before.output_dtype
     engine = Engine(runtime, title=type(model).__name__)
     with taken_out([*tree.interceptors, *tree.loading]):
-        copied, shards, sites = copy_model(model, layout, before.shards, tree.sites, communicator, memory, memo)
+        given = before.shards, tree.sites, data, runtime.memory, memo
+        copied, shards, sites = copy_model(model, runtime.layout, *given)
     return make_compiled_module(copied, engine, shards, sites, tree.retired)
-
-
-def ignored_names(model: nn.Module, layout: Layout) -> list[str]:
-    """The parameters that are in no unit."""
-    known = {param.name for param in layout.params}
-    return [name for name, _ in model.named_parameters() if name not in known]
-
-
-def agreement_on(communicator: Communicator, lines: Sequence[str]) -> Agreement:
-    """What ranks agree by, once they have the same model."""
-    agreement = Agreement(communicator)
-    agreement.reach("the model", lines)
-    return agreement
-
-
-def model_lines(model: nn.Module, layout: Layout) -> list[str]:
-    """What ranks must have alike of a model: units, and buffers."""
-    return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
 def _forward_like(model: nn.Module, tree: Tree) -> Callable[..., Any]:
@@ -419,17 +393,17 @@ class CompiledModule(Savable, Reported, nn.Module):
     @property
     def pipeline(self) -> Pipeline:
         """The passes that make this model's programs."""
-        return self._engine.compiler.pipeline
+        return self._engine.pipeline
 
     @property
     def journals(self) -> list[Journal]:
         """What the pipeline did to each program, pass by pass."""
-        return self._engine.compiler.journals
+        return self._engine.journals
 
     @property
     def programs(self) -> list[Program]:
         """The rewritten programs in the order of their capture: forward, backward (if any), forward, ..."""
-        return self._engine.reports.programs
+        return self._engine.programs
 
     @property
     def traffic(self) -> TrafficMeter:

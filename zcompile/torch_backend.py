@@ -13,7 +13,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zcompile.engine.automatic_shard import choose_shard
 from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame
-from zcompile.engine.model_runtime import ModelRuntime
+from zcompile.engine.model_runtime import ModelRanks, ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
 from zcompile.engine.reports import Reported, Reports
+from zcompile.engine.sharding_plan import choose_shard, data_ranks
 from zcompile.errors import ModelError, OptimizerError, OptionError, ParameterError, nearest
 from zcompile.frontend.capture import Names
 from zcompile.frontend.links import linked
@@ -52,7 +52,7 @@ from zcompile.runtime.groups import (
     resolve_mesh,
 )
 from zcompile.runtime.shards import UnitShards
-from zcompile.schedule.option_checks import AUTO, check_axes, check_outer
+from zcompile.schedule.option_checks import AUTO, check_dimensions
 from zcompile.schedule.options import Options
 from zcompile.schedule.pipeline import Pass, Pipeline
 from zcompile.torch_internals.aot_autograd import path_of_input
@@ -140,7 +140,7 @@ class Backend(Reported):
         names = Names({id(fake): self._known[index].name for index, fake in fakes.items()}, {}, frozenset())
         trainable = {known.name: known.parameter.requires_grad for known in self._known.values()}
         with engine.runtime.autocast():
-            compiled = in_large_frame(engine.compiler.capture, module, given, names, trainable, whole=False)
+            compiled = in_large_frame(engine.capture, module, given, names, trainable, whole=False)
         return linked(compiled, inputs, {id(value): value for value in parameters})
 
     def _placeholder(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -192,42 +192,33 @@ class Backend(Reported):
 
     def _make_engine(self, fresh: Mapping[str, nn.Parameter], kept: Set[str]) -> Engine:
         """The engine of all graphs; what shard="auto" leaves to be chosen is by the parameters of the first one."""
-        device = next(iter(fresh.values())).device
-        mesh, remarks = resolve_mesh(self.mesh, device), list[str]()
+        mesh = resolve_mesh(self.mesh, device := next(iter(fresh.values())).device)
+        remarks = list[str]()
         with propagate_failure(lambda: ranks_of(mesh)):
             if self.options.shard == AUTO:
-                self.options, remarks = self._settled(mesh, fresh, kept)
-            options = self.options
-            communicator = Communicator(as_one(mesh) if options.has_one_axis else mesh, device, options.hybrid)
-            check_outer(options.outer_dtype, communicator.mesh.ndim)
-            check_axes(options.shard, communicator.mesh.ndim)
-        runtime = ModelRuntime(self._empty_layout(mesh, options), communicator, Agreement(communicator), options)
+                self.options, remarks = self._settled(Communicator(mesh, device), fresh, kept)
+            data = data_ranks(mesh, device, self.options)
+            check_dimensions(self.options.shard, self.options.outer_dtype, data.mesh.ndim)
+        agreement = Agreement(data)
+        ranks = ModelRanks(data, agreement, agreement, None)
+        runtime = ModelRuntime(_empty_layout(data.mesh, self.options), ranks, self.options)
         runtime.remarks += remarks
         engine = Engine(runtime)
         watch_optimizers(self, engine.runtime, {})
         return engine
 
-    def _empty_layout(self, mesh: DeviceMesh, options: Options) -> Layout:
-        laid_over = as_one(mesh) if options.has_one_axis else mesh
-        return Layout((), STAGES[options.stage], axes_of_mesh(laid_over), hybrid=options.hybrid)
-
     def _settled(
-        self, mesh: DeviceMesh, fresh: Mapping[str, nn.Parameter], kept: Set[str]
+        self, data: Communicator, fresh: Mapping[str, nn.Parameter], kept: Set[str]
     ) -> tuple[Options, list[str]]:
-        """Options without shard="auto", and what is said of the choice. Collective where there is one."""
-        device = next(iter(fresh.values())).device
-        communicator = Communicator(mesh, device)
-        if communicator.outside is None:
-            return replace(self.options, shard=None), []
+        """See `choose_shard`."""
 
-        def layout_of(shard: str) -> Layout:
-            layout = self._empty_layout(mesh, replace(self.options, shard=shard))
-            blocks, precision = blocks_of_names(fresh), self.options.precision
-            return layout.with_units(tuple(make_units(fresh, blocks, layout, precision, kept=kept)))
+        def layout_of(options: Options) -> Layout:
+            layout = _empty_layout(as_one(data.mesh) if options.has_one_axis else data.mesh, options)
+            return layout.with_units(
+                tuple(make_units(fresh, blocks_of_names(fresh), layout, options.precision, kept=kept))
+            )
 
-        held = sum(param.nbytes for param in fresh.values())
-        choice = choose_shard(self.options, communicator, layout_of, held=held)
-        return replace(self.options, shard=choice.chosen.shard), [str(choice)]
+        return choose_shard(self.options, data, layout_of, held=sum(param.nbytes for param in fresh.values()))
 
     def _watch_steps(self) -> None:
         """Call back before and after steps of optimizers and what Dynamo compiles, as long as this backend lives."""
@@ -390,7 +381,7 @@ class Backend(Reported):
     @property
     def programs(self) -> list[Program]:
         """The rewritten programs in the order of their capture."""
-        return self.engine.reports.programs
+        return self.engine.programs
 
     def shards(self) -> dict[str, nn.Parameter]:
         """The shards by name, as far as graphs have brought them."""
@@ -509,6 +500,10 @@ def refuse_unseen(optimizer: Optimizer, backends: Sequence[object], others: weak
 def _is_plain(param: torch.Tensor) -> bool:
     """True for a parameter with a gradient that nobody shards: neither a backend of ours nor DTensors."""
     return param.grad is not None and not isinstance(param, DTensor) and not hasattr(param, "zcompile_name")
+
+
+def _empty_layout(mesh: DeviceMesh, options: Options) -> Layout:
+    return Layout((), STAGES[options.stage], axes_of_mesh(mesh), hybrid=options.hybrid)
 
 
 def _check(fresh: Mapping[str, nn.Parameter]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +18,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from zcompile.compile_model import compile
-from zcompile.compiled import CompiledModule
+from zcompile.compiled import CompiledModule, options_of
 from zcompile.engine.calls.fragments import Fragment, Tree
-from zcompile.engine.loss_scaling import check_scaler, step_all, unscale
-from zcompile.engine.metrics import check_metrics, split_results, without_gradients
-from zcompile.engine.optimizers import check_before_step
-from zcompile.engine.state_places import optimizer_states
-from zcompile.errors import (
-    CaptureError,
-    GroupError,
-    OptimizerError,
-    OptionError,
-    briefly,
+from zcompile.engine.train_steps import (
+    BaseStep,
+    LossFunction,
+    ResultsOn,
+    StepOptions,
+    check_metrics,
+    check_scaler,
+    loss_call,
+    split_results,
+    without_gradients,
 )
+from zcompile.errors import CaptureError, GroupError, OptimizerError, OptionError, briefly
 from zcompile.frontend.capture import Names
 from zcompile.ir.actions import ActionTable
-from zcompile.pipelining.pipeline_options import PipelineOptions
 from zcompile.pipelining.ranks import is_pipelined
-from zcompile.pipelining.results import ResultsOn
 from zcompile.pipelining.step import PipelinedStep, pipelined_step
 from zcompile.report.explain import Break
 from zcompile.runtime.agreement import propagate_failure
@@ -46,9 +44,6 @@ from zcompile.runtime.groups import ranks_of
 from zcompile.runtime.lockstep import RunKind
 from zcompile.schedule.option_checks import check_place, offload_of
 from zcompile.torch_internals.distributed import backend_name
-
-LossFunction = Callable[..., torch.Tensor]
-"""`loss_fn(model, *batch)`: calls `model` and gives the loss, a tensor of one element."""
 
 
 @briefly
@@ -99,29 +94,16 @@ def train_step(
         Others: as `zcompile.compile`; StateError: the folder cannot be written, or has no room for the state.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    asked = PipelineOptions(schedule, microbatches, split, stages_per_rank, results=results)
-    return _made(model, loss_fn, optimizers, asked, options, clip_grad_norm, grad_scaler, offload_optimizer)
-
-
-def _made(
-    model: nn.Module,
-    loss_fn: LossFunction | None,
-    optimizers: Sequence[Optimizer],
-    asked: PipelineOptions,
-    options: dict[str, Any],
-    clip_grad_norm: float | None,
-    grad_scaler: GradScaler | None,
-    offload_optimizer: str | None,
-) -> TrainStep | PipelinedStep:
-    """See `train_step`."""
-    mesh = options.get("mesh")
-    with propagate_failure(lambda: ranks_of(mesh), every=True) if is_pipelined(mesh) else nullcontext():
-        _check_asked(model, asked, clip_grad_norm, pipelined=is_pipelined(mesh))
-        scaler = check_scaler(grad_scaler, _dtype_of(model, options))
+    asked, mesh = StepOptions(schedule, microbatches, split, stages_per_rank, results=results), options.get("mesh")
+    pipelined = is_pipelined(mesh)
+    with propagate_failure(lambda: ranks_of(mesh), every=True) if pipelined else nullcontext():
+        _check_asked(model, asked, clip_grad_norm, pipelined=pipelined)
+        given = vars(options_of(model)) if isinstance(model, CompiledModule) else options
+        scaler = check_scaler(grad_scaler, given.get("dtype"))
         asked = replace(asked, clip_grad_norm=clip_grad_norm, grad_scaler=scaler)
         asked = replace(asked, offload_optimizer=_place(offload_optimizer, keeps=asked.keeps_gradients))
-        _check_compiled(model, options, asked)
-    make = pipelined_step if is_pipelined(mesh) else _unpipelined
+        _check_offloads(model, given, asked)
+    make = pipelined_step if pipelined else _unpipelined
     return make(model, loss_fn, optimizers, asked, options)
 
 
@@ -129,14 +111,10 @@ def _unpipelined(
     model: nn.Module,
     loss_fn: LossFunction | None,
     optimizers: Sequence[Optimizer],
-    asked: PipelineOptions,
+    asked: StepOptions,
     options: dict[str, Any],
 ) -> TrainStep:
-    """A train step without a pipeline.
-
-    Raises:
-        As `train_step`.
-    """
+    """A train step without a pipeline."""
     updater = None if asked.keeps_gradients else Updater(optimizers)
     if not isinstance(model, CompiledModule):
         model = compile(model, optimizer=optimizers, **options)
@@ -146,12 +124,11 @@ def _unpipelined(
     if ignored := model._model_state.ignored:
         problem = f"leaves {ignored[0]} to you, and a train step updates all parameters"
         raise OptionError("ignore", problem, "train with zcompile.compile and a loop")
-    if asked.offload_optimizer is not None and updater is not None:
-        updater.states = optimizer_states(asked.offload_optimizer, model._engine.runtime, updater)
-    return TrainStep(model, loss_fn, optimizers, updater, asked.clip_grad_norm, asked.grad_scaler)
+    model._engine.runtime.keep_states(asked.offload_optimizer, updater)
+    return TrainStep(model, loss_fn, optimizers, asked, updater)
 
 
-def _check_asked(model: nn.Module, asked: PipelineOptions, clip_grad_norm: float | None, *, pipelined: bool) -> None:
+def _check_asked(model: nn.Module, asked: StepOptions, clip_grad_norm: float | None, *, pipelined: bool) -> None:
     """Raise OptionError for what cannot be meant, with or without a pipeline."""
     if clip_grad_norm is not None and not 0 < clip_grad_norm < math.inf:
         raise OptionError("clip_grad_norm", f"{clip_grad_norm!r} is no norm", "give a positive number, or None")
@@ -160,33 +137,10 @@ def _check_asked(model: nn.Module, asked: PipelineOptions, clip_grad_norm: float
     if pipelined and isinstance(model, CompiledModule):
         fix = "give it the plain model"
         raise OptionError("model", "is compiled already, and a pipeline divides the model by itself", fix)
-    if not pipelined and asked != PipelineOptions():
+    if not pipelined and asked != StepOptions():
         problem = "are for a pipeline, and the mesh has no dimension 'pp'"
         names = "schedule, microbatches, split, stages_per_rank, results"
         raise OptionError(names, problem, "leave them out, or give mesh=")
-
-
-def _dtype_of(model: nn.Module, options: dict[str, Any]) -> torch.dtype | None:
-    """In which the model computes."""
-    if isinstance(model, CompiledModule):
-        return model._engine.runtime.options.dtype
-    dtype: torch.dtype | None = options.get("dtype")
-    return dtype
-
-
-def _check_compiled(model: nn.Module, options: dict[str, Any], given: PipelineOptions) -> None:
-    """Raise what `train_step` raises for options that do not fit, before the model is sharded."""
-    asked = vars(model._engine.runtime.options) if isinstance(model, CompiledModule) else options
-    place, clip_grad_norm = given.offload_optimizer, given.clip_grad_norm
-    on_host = asked.get("offload_parameters") == "cpu"
-    if place is not None:
-        _check_place(place, model, on_host=on_host)
-    if on_host and given.grad_scaler is not None:
-        problem = "is 'cpu', and a GradScaler's flags for the host are read before they are there"
-        raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
-    if on_host and clip_grad_norm is not None:
-        mesh = model._engine.runtime.communicator.mesh if isinstance(model, CompiledModule) else options.get("mesh")
-        _check_reaches_host(mesh)
 
 
 def _place(offload: str | None, *, keeps: bool) -> Path | Literal["cpu"] | None:
@@ -204,15 +158,27 @@ def _place(offload: str | None, *, keeps: bool) -> Path | Literal["cpu"] | None:
     return place
 
 
-def _check_place(place: Path | Literal["cpu"], model: nn.Module, *, on_host: bool) -> None:
-    """Raise OptionError where the optimizer's state cannot go, or is anyway."""
+def _check_offloads(model: nn.Module, given: Mapping[str, Any], asked: StepOptions) -> None:
+    """Raise what `train_step` raises for what does not fit where shards are; `given`: what the model is compiled with.
+
+    Before the model is sharded.
+    """
+    ranks = model._engine.runtime.ranks if isinstance(model, CompiledModule) else None
+    place, on_host = asked.offload_optimizer, given.get("offload_parameters") == "cpu"
     if on_host and place == "cpu":
         problem = "has no effect: beside offload_parameters='cpu' the state is where the parameters are"
         raise OptionError("offload_optimizer", problem, "leave it out")
-    if isinstance(model, CompiledModule):
-        check_place("offload_optimizer", place, model._engine.runtime.communicator.device)
-    elif (first := next(model.parameters(), None)) is not None and not first.is_meta:
-        check_place("offload_optimizer", place, first.device)
+    if place is not None:
+        first = next(model.parameters(), None)
+        if ranks is not None:
+            check_place("offload_optimizer", place, ranks.device)
+        elif first is not None and not first.is_meta:
+            check_place("offload_optimizer", place, first.device)
+    if on_host and asked.grad_scaler is not None:
+        problem = "is 'cpu', and a GradScaler's flags for the host are read before they are there"
+        raise OptionError("offload_parameters", problem, "compute in bfloat16, or leave it out")
+    if on_host and asked.clip_grad_norm is not None:
+        _check_reaches_host(given.get("mesh") if ranks is None else ranks.data.mesh)
 
 
 def _check_reaches_host(mesh: DeviceMesh | None) -> None:
@@ -229,33 +195,30 @@ def _check_reaches_host(mesh: DeviceMesh | None) -> None:
         raise GroupError("process group", problem, fix) from error
 
 
-class TrainStep:
+class TrainStep(BaseStep):
     """See `train_step`. Collective: every rank calls it."""
+
+    model: CompiledModule
 
     def __init__(
         self,
         model: CompiledModule,
         loss_fn: LossFunction | None,
         optimizers: Sequence[Optimizer],
+        asked: StepOptions,
         updater: Updater | None,
-        clip_grad_norm: float | None,
-        grad_scaler: GradScaler | None,
     ) -> None:
-        self.model, self.optimizers, self.clip_grad_norm = model, optimizers, clip_grad_norm
-        self.grad_norm: torch.Tensor | None = None
-        """With `clip_grad_norm=`, the norm of the last step's gradients before it was clipped, a plain tensor."""
-        self._scaler = grad_scaler
+        super().__init__(model, loss_fn, optimizers, asked, updater)
         self._parameters = dict(model.named_parameters())
         held = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
         if not any(id(param) in held for param in self._parameters.values()):
             fix = "build it over the parameters of the model that is given here"
             raise OptimizerError("optimizer", "holds none of the model's parameters", fix)
-        self._updater = updater
         self._engine = model._engine
-        self._engine.runtime.scales = grad_scaler is not None
+        self._engine.runtime.scales = self._scaler is not None
         for optimizer in optimizers:
             self._engine.runtime.settings.know(optimizer)
-        self._fragment, self._loss_fn = _Loss(model._tree, loss_fn, updater), loss_fn
+        self._fragment = _Loss(model._tree, loss_fn, updater)
 
     @briefly
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -284,10 +247,8 @@ class TrainStep:
             self._updater.finish()
             self._engine.runtime.freshness.step()
         else:
-            self._clip_and_step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        self.model.zero_grad()  # of what no optimizer holds
+            self._step_optimizers(self.optimizers, self._clip)
+        self._drop_gradients()
         return loss.detach() if metrics is None else (loss.detach(), metrics)
 
     @briefly
@@ -302,13 +263,9 @@ class TrainStep:
         with torch.no_grad():
             return self.model(*batch, **named) if self._loss_fn is None else self._loss_fn(self.model, *batch, **named)
 
-    def _clip_and_step(self) -> None:
-        """The optimizers' steps with gradients that were kept."""
-        if self.clip_grad_norm is not None:
-            unscale(self._scaler, self.optimizers)
-            norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_grad_norm)
-            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # f"{norm:.3f}" takes no DTensor
-        step_all(self._scaler, self.optimizers)
+    def _clip(self, limit: float) -> torch.Tensor:
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # f"{norm:.3f}" takes no DTensor
 
     @property
     def states(self) -> States | None:
@@ -326,7 +283,7 @@ class TrainStep:
         if self._engine.runtime.accumulates:
             fix = "accumulate over micro-batches in the loop: compiled(batch).backward(), then optimizer.step()"
             raise OptionError("no_sync", "holds gradients back, and a train step uses them at once", fix)
-        check_before_step(self._parameters.items(), self.optimizers if self._updater is not None else ())
+        self._check_before(self._parameters.items())
 
 
 def _checked(result: object) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
@@ -348,11 +305,8 @@ class _Loss(Fragment):
 
     def __init__(self, tree: Tree, loss_fn: LossFunction | None, updater: Updater | None) -> None:
         self.updater = updater
-        model = tree.model
-        call: Callable[..., Any] = model if loss_fn is None else loss_fn
-        self._signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
-        first = () if loss_fn is None else (model,)
-        super().__init__(tree, model, "", lambda *args, **kwargs: without_gradients(call(*first, *args, **kwargs)))
+        call, self._signature = loss_call(tree.model, loss_fn, without_gradients)
+        super().__init__(tree, tree.model, "", call)
 
     @property
     def names(self) -> Names:

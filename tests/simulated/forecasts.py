@@ -10,7 +10,7 @@ import torch
 import zcompile
 from tests.models import batch, make
 from zcompile import Program
-from zcompile.engine.interception import Traced, intercepting
+from zcompile.engine.step_trace import Traced, intercepting
 from zcompile.tools.tracing import trace
 from zcompile.torch_internals.pytree import tree_leaves
 

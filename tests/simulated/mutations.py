@@ -109,7 +109,7 @@ MUTATIONS = (
              ("stage 3, parameters, evaluating",)),
     Mutation("zcompile/engine/lowering.py", "memory.settle()", "pass",
              ("stage 3, parameters, backward fails", "stage 3, parameters, reduction fails")),
-    Mutation("zcompile/engine/lowering.py", "self.session.lockstep.communicator.order_all()", "pass",
+    Mutation("zcompile/engine/lowering.py", "self.runtime.communicator.order_all()", "pass",
              ("stage 3, arenas, backward fails", "train step, stage 3, graphs, update fails")),
     Mutation(AWAY, "finally:  # what was", f"{UNLESS_IT_FAILS}  # what was", ("stage 3, parameters, gather fails",)),
     # activations

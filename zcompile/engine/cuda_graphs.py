@@ -36,6 +36,20 @@ class Graphs:
         self._forwards = 0
         """On the path, before whose end no backward was missing."""
 
+    @classmethod
+    def wanted(cls, options: Options, device: torch.device) -> Graphs | None:
+        """What captures the regions of a model whose programs want that; None on devices that cannot.
+
+        Raises:
+            OptionError: it is asked for on such a device.
+        """
+        if has_graphs(device):
+            return cls(device)
+        if options.cuda_graphs:
+            fix = "leave it out, or move the model to a CUDA device"
+            raise OptionError("cuda_graphs", f"wants a CUDA device, and the model is on {device}", fix)
+        return None
+
     def captured(self, region: Region, run: Any) -> Any:
         """`run`, which computes a region, as nodes of the tree."""
         placeholders = region.graph.find_nodes(op="placeholder")
@@ -65,17 +79,3 @@ class Graphs:
         alias = value.new_empty(0).set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         self._saved[alias] = None
         saved[made] = alias
-
-
-def make_graphs(options: Options, device: torch.device) -> Graphs | None:
-    """What captures the regions of a model whose programs want that; None on devices that cannot.
-
-    Raises:
-        OptionError: it is asked for on such a device.
-    """
-    if has_graphs(device):
-        return Graphs(device)
-    if options.cuda_graphs:
-        fix = "leave it out, or move the model to a CUDA device"
-        raise OptionError("cuda_graphs", f"wants a CUDA device, and the model is on {device}", fix)
-    return None

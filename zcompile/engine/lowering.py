@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +11,9 @@ from torch import fx
 
 from zcompile.cost.line_calls import lines_of
 from zcompile.cost.memory import arena_bytes
-from zcompile.engine.activation_offload import Offloads
 from zcompile.engine.calls.blank_tangents import Tangents
-from zcompile.engine.calls.dispatch_modes import Modes
-from zcompile.engine.cuda_graphs import Graphs
-from zcompile.engine.region_cache import RegionCache
-from zcompile.engine.rewritten import Rewritten
+from zcompile.engine.model_runtime import ModelRuntime
+from zcompile.engine.rewritten import Rewritten, StepPrograms
 from zcompile.errors import AgreementError
 from zcompile.frontend.gradient_flow import Flows
 from zcompile.ir.bundles import Bundle, bundles_of, grouped
@@ -40,15 +36,15 @@ from zcompile.ir.ops import (
 from zcompile.ir.packing import aligned
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
-from zcompile.recording.recording import Recorded, Recordings
-from zcompile.runtime.arena import Arenas, Lender
+from zcompile.recording.recording import Recorded
+from zcompile.runtime.arena import Lender
 from zcompile.runtime.executor import BoundUnit, Gradients
-from zcompile.runtime.gradients.delivery import HOLDS, Delivery, Unreached
+from zcompile.runtime.gradients.delivery import HOLDS, Unreached
+from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.loader import load
-from zcompile.runtime.lockstep import MOST, Lockstep, RunExchange, RunKind
-from zcompile.runtime.recorder import Recorder, Track
-from zcompile.runtime.shards import Full, UnitShards
-from zcompile.runtime.stale_copies import Freshness
+from zcompile.runtime.lockstep import MOST, RunExchange, RunKind
+from zcompile.runtime.recorder import Track
+from zcompile.runtime.shards import Full
 from zcompile.schedule.default_pipeline import ACCUMULATE
 from zcompile.torch_internals.sizes import is_symbolic
 
@@ -58,33 +54,45 @@ ALL = HOLDS + 1
 """The mark of a rank on which gradients flow to all parameters of a program; behind it are those of groups of them."""
 
 
-@dataclass(frozen=True)
-class Session:
-    """What programs of one model run with."""
+class LoadedProgram:
+    """A program that is loaded, and what it runs with.
 
-    shards: Mapping[str, UnitShards]
-    delivery: Delivery
-    before_first_run: Callable[[Program], None]
-    """Called with the program before it communicates for the first time: the ranks agree on it."""
-    is_new: Callable[[str], bool]
-    """True for a digest on which the ranks have not agreed."""
-    lockstep: Lockstep
-    """Told of every run of a phase that communicates."""
-    freshness: Freshness
-    """Asked before every forward that uses full copies of before."""
-    recorder: Recorder
-    arenas: Arenas
-    offloads: Offloads
-    """Where activations go, by the operation of the program's placeholder for it."""
-    recordings: Recordings
-    modes: Modes
-    graphs: Graphs | None = None
-    """What captures regions as CUDA graphs, where that can be."""
-    updater: Callable[[Gradients], None] | None = None
-    """What steps the optimizer for the gradients of a unit, within a train step."""
+    Args:
+        program: The program, whose units the model has.
+        runtime: The runtime of the model.
+        updater: What steps the optimizer for the gradients of a unit, where the program updates parameters.
+    """
+
+    def __init__(
+        self, program: Program, runtime: ModelRuntime, updater: Callable[[Gradients], None] | None = None
+    ) -> None:
+        self.program, self.runtime = program, runtime
+        self._units = {unit.name: BoundUnit(runtime.shards[unit.name], unit, updater) for unit in program.layout.units}
+        self._keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
+        """True if full parameters are kept from run to run."""
+
+    def _load(
+        self, program: Program, phase: Phase, regions: Mapping[str, Callable[..., Any]], lent: Collection[int] = ()
+    ) -> tuple[Callable[[list[Any]], Any], Recorded]:
+        """The text of `phase`, ready to be called with a box of all that it unboxes; and how it is recorded.
+
+        `lent`: the places in the box of memory and storage that the program is lent.
+        """
+        digest, recorder = program.digest()[:12], self.runtime.recorder
+        track = Track(recorder, str(phase), digest, lines_of(program, phase)) if recorder.enabled else None
+        text = program.phase(phase).text()
+        run = load(text, str(phase), regions, f"<zcompile {phase} {digest}>", track)
+        return run, Recorded(program, phase, regions, lent)
+
+    def _fixed(self, program: Program, node: fx.Node) -> Any:
+        """What `node` is given in every run: a unit, or a constant; None for what differs."""
+        op = data(node).op
+        if isinstance(op, Shards):
+            return self._units[op.unit]
+        return program.constants[node.name] if isinstance(op, Input) and op.kind is Kind.CONSTANT else None
 
 
-class CompiledStep:
+class CompiledStep(LoadedProgram, StepPrograms):
     """A rewritten program that runs: the callables that AOTAutograd calls.
 
     AOTAutograd's boxes hold, for the forward, all inputs of the graph; for the backward, saved sizes, saved tensors,
@@ -92,15 +100,15 @@ class CompiledStep:
     unless the full parameter is kept over the turn.
     """
 
-    def __init__(self, rewritten: Rewritten, regions: RegionCache, session: Session) -> None:
-        program = rewritten.program
-        self.program, self.session, self.rewritten = program, session, rewritten
+    def __init__(self, rewritten: Rewritten, runtime: ModelRuntime, updater: Updater | None) -> None:
+        super().__init__(program := rewritten.program, runtime, updater)
+        self.rewritten, self._updates = rewritten, updater is not None
         groups = list(grouped(program.saved(), bundles_of(program)))
         self._groups = [len(one.members) if isinstance(one, Bundle) else None for one in groups]
         self.saved: Sequence[fx.Node] = [
             node for one in groups for node in (one.members if isinstance(one, Bundle) else [one])
         ]
-        self._graphs = session.graphs if program.is_captured else None
+        self._graphs = runtime.graphs if program.is_captured else None
         self._is_size = [is_symbolic(node.meta.get("val")) for node in self.saved]
         tensors = [node for node, is_size in zip(self.saved, self._is_size, strict=True) if not is_size]
         self._made = next(
@@ -111,23 +119,17 @@ class CompiledStep:
         self._read = _parameters_read(program, Phase.BACKWARD)
         self.reread: Sequence[int] = [rewritten.primals.index(name) for name in self._read]
         self._kept = [op_of(node, WaitGather).unit for node in program.kept()]
-        self._units = {
-            unit.name: BoundUnit(session.shards[unit.name], unit, session.updater) for unit in program.layout.units
-        }
         self._agreed = False
         self._digest = program.digest()
         self._communicates = {phase: program.phase(phase).volume() > 0 for phase in program.phases}
         self._flows = rewritten.flows
-        keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
-        self._has_copies = keeps or (session.updater is not None and program.layout.stage.optimizer_sharded)
+        self._has_copies = self._keeps or (self._updates and program.layout.stage.optimizer_sharded)
         stacked = sum(aligned(data(node).nbytes) for node in program.nodes(Store))
-        self._lender = Lender(session.arenas, arena_bytes(program), stacked)
+        self._lender = Lender(runtime.arenas, arena_bytes(program), stacked)
         self._tangents = Tangents(program)
-        self._regions = regions.get_all(program.regions, self._tangents.readers)
-        self._forward = self._load(program, Phase.FORWARD)
-        self._backward = self._load(program, Phase.BACKWARD) if program.has_backward else None
-        self.accumulating: Program | None = None
-        """The program whose backward holds gradients back, once there was one under `no_sync`."""
+        self._regions = runtime.regions.get_all(program.regions, self._tangents.readers)
+        self._forward = self._bound(program, Phase.FORWARD)
+        self._backward = self._bound(program, Phase.BACKWARD) if program.has_backward else None
         self._accumulate: Callable[[list[Any]], Any] | None = None
 
     def content(self) -> bytes:
@@ -138,32 +140,22 @@ class CompiledStep:
         """
         return self.rewritten.content()
 
-    def _load(self, program: Program, phase: Phase) -> Callable[[list[Any]], Any]:
+    def _bound(self, program: Program, phase: Phase) -> Callable[[list[Any]], Any]:
         """The text of `phase`, ready to be called with what is not bound here: units and constants."""
-        bound: list[Any] = []
-        for node in inputs_of(program, phase):
-            op = data(node).op
-            if isinstance(op, Shards):
-                bound.append(self._units[op.unit])
-            elif isinstance(op, Input) and op.kind is Kind.CONSTANT:
-                bound.append(program.constants[node.name])
-        part = program.phase(phase)
-        digest, recorder = program.digest()[:12], self.session.recorder
-        track = Track(recorder, str(phase), digest, lines_of(program, phase)) if recorder.enabled else None
-        run = load(part.text(), str(phase), self._regions, f"<zcompile {phase} {digest}>", track)
-        lent = [op for node in inputs_of(program, phase) if isinstance(op := data(node).op, RuntimeInput)]
-        places = range(len(bound), len(bound) + len(lent))
-        recorded = Recorded(program, phase, self._regions, places)
+        given = inputs_of(program, phase)
+        bound = [value for node in given if (value := self._fixed(program, node)) is not None]
+        lent = [op for node in given if isinstance(op := data(node).op, RuntimeInput)]
+        run, recorded = self._load(program, phase, self._regions, range(len(bound), len(bound) + len(lent)))
 
         def call(values: list[Any]) -> Any:
             with contextlib.ExitStack() as loans:
-                given = [self._loan(op, values, loans) for op in lent]
+                loaned = [self._loan(op, values, loans) for op in lent]
                 try:
-                    recording = self.session.recordings.current
+                    recording = self.runtime.recordings.current
                     started = run if recording is None else recording.loaded(recorded)
-                    return started([*bound, *given, *_drained(values)])
+                    return started([*bound, *loaned, *_drained(values)])
                 except BaseException:
-                    self.session.lockstep.communicator.order_all()
+                    self.runtime.communicator.order_all()
                     raise
 
         return call
@@ -171,9 +163,9 @@ class CompiledStep:
     def _loan(self, op: RuntimeInput, values: Sequence[Any], loans: contextlib.ExitStack) -> Any:
         """What a program gets for a run with `values`: its arena, its stack, or where activations go."""
         if isinstance(op, Group) and op.axis == getattr(self.program.layout.replicated, "name", None):
-            return self.session.lockstep.communicator.outside
+            return self.runtime.communicator.outside
         if isinstance(op, (OffloadStore, Group)):
-            return self.session.offloads[op]
+            return self.runtime.offloads[op]
         if isinstance(op, Stack):
             return loans.enter_context(self._lender.stack())
         full = (tensor for value in values if isinstance(value, Full) for tensor in value.tensors)
@@ -182,17 +174,17 @@ class CompiledStep:
     def forward(self, box: list[Any]) -> list[Any]:
         """Run the forward; gives the outputs, then what AOTAutograd is to keep for the backward."""
         # A full copy that is kept may be made under inference_mode and used in training later.
-        with torch.inference_mode(False), torch.no_grad(), self.session.modes.back():
+        with torch.inference_mode(False), torch.no_grad(), self.runtime.modes.back():
             return self._run_forward(box)
 
     def _run_forward(self, box: list[Any]) -> list[Any]:
-        lockstep = self.session.lockstep
+        lockstep = self.runtime.lockstep
         kind = RunKind.FORWARD if self.program.has_backward else RunKind.EVALUATION
         lockstep.enter_tensor_parallel(kind)
-        freshness, uses_copies = self.session.freshness, self._has_copies
+        freshness, uses_copies = self.runtime.freshness, self._has_copies
         if self._communicates[Phase.FORWARD] or uses_copies:  # the ranks may have to compare these
             marks = [WRITTEN] if uses_copies and freshness.drop_stale_copies() else []
-            call = lockstep.enter(kind, self._digest, marks, is_new=self.session.is_new(self._digest))
+            call = lockstep.enter(kind, self._digest, marks, is_new=self.runtime.is_new(self._digest))
             self._agree()
             if uses_copies and freshness.has_current:
                 lockstep.check()
@@ -200,7 +192,7 @@ class CompiledStep:
                     freshness.compare()
         elif lockstep.tensor is not None:
             self._agree()
-        for offload in self.session.offloads.values():
+        for offload in self.runtime.offloads.values():
             offload.sweep()
         placeholders = [box[index] for index in self.reread]
         values = [value for value, is_parameter in zip(box, self._is_parameter, strict=True) if not is_parameter]
@@ -208,7 +200,7 @@ class CompiledStep:
         if self._graphs is not None:
             self._graphs.begin()
         # Results that tensor parallelism divides are tensors of a subclass: autograd makes zeros of these.
-        self.session.delivery.results = None if self.session.lockstep.tensor is not None else self._tangents.results
+        self.runtime.delivery.results = None if self.runtime.lockstep.tensor is not None else self._tangents.results
         outputs, crossing = self._forward(values)
         full, saved = crossing[: len(self._kept)], flattened(crossing[len(self._kept) :])
         sizes = [value for value, is_size in zip(saved, self._is_size, strict=True) if is_size]
@@ -220,7 +212,7 @@ class CompiledStep:
     def _agree(self) -> None:
         """Compare the program with the other ranks', once; they have been told that this is about to come."""
         if not self._agreed:
-            self.session.before_first_run(self.program)
+            self.runtime.agree(self.program)
             self._agreed = True
 
     def _carried(self, full: Sequence[Full], placeholders: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -236,31 +228,31 @@ class CompiledStep:
     def backward(self, box: list[Any]) -> list[Any]:
         """Run the backward, deliver the gradients of parameters; gives those of the other inputs."""
         assert self._backward is not None, "a program without a backward has no gradients"
-        kinds, self.session.delivery.kinds = self.session.delivery.kinds, None
+        kinds, self.runtime.delivery.kinds = self.runtime.delivery.kinds, None
         unreached = self._entered()
         first, end = sum(self._is_size), len(self._is_size)
         sizes, tensors = iter(box[:first]), iter(box[first:end])
         carried, tangents = box[end : end + len(self._read)], box[end + len(self._read) :]
         if kinds is not None:
-            tangents = self._tangents.filled(tangents, kinds, blank=self.session.recordings.current is None)
+            tangents = self._tangents.filled(tangents, kinds, blank=self.runtime.recordings.current is None)
         box.clear()
         saved = [next(sizes if is_size else tensors) for is_size in self._is_size]
         values = [*self._kept_full(carried), *self._regrouped(saved), *tangents]
         del saved, carried, tangents, tensors, sizes
-        run = self._backward if self.session.delivery.synchronises else self._accumulating()
+        run = self._backward if self.runtime.delivery.synchronises else self._accumulating()
         try:
             input_gradients, gradients = run(values)
         finally:
             for memory in {bound.shards.memory for bound in self._units.values()}:
                 memory.settle()
-        self.session.delivery.add(gradients, unreached)
+        self.runtime.delivery.add(gradients, unreached)
         others = iter(input_gradients)
         return [None if is_parameter else next(others) for is_parameter in self._is_parameter]
 
     def _entered(self) -> Unreached:
         """Begin a backward; gives what tells afterwards which parameters no gradient has flowed to."""
-        self.session.lockstep.enter_tensor_parallel(RunKind.BACKWARD)
-        delivery, flows = self.session.delivery, self._flows
+        self.runtime.lockstep.enter_tensor_parallel(RunKind.BACKWARD)
+        delivery, flows = self.runtime.delivery, self._flows
         flowing, delivery.flowing = delivery.flowing, None
         # Autograd knows fewer results where AOTAutograd has put some of its own among them: which ones is not known.
         known = flowing is not None and len(flowing) == len(self.program.results.outputs)
@@ -273,11 +265,11 @@ class CompiledStep:
         # What is all of them on one rank need not be counted by groups, which another rank may have otherwise.
         countable = ALL + len(flows.groups) < MOST  # else zeros are delivered where no gradient flows
         marks = [ALL] if len(live) == len(flows.groups) or not countable else [ALL + 1 + number for number in live]
-        is_new = self.session.is_new(self._digest)
+        is_new = self.runtime.is_new(self._digest)
         call = delivery.enter(RunKind.BACKWARD, self._digest, marks, flows.digest, is_new=is_new)
         self._agree()
-        if self.session.updater is not None and not self.session.lockstep.communicator.collectives.separates:
-            self.session.lockstep.check()  # this backward updates: behind it, it would be too late
+        if self._updates and not self.runtime.communicator.collectives.separates:
+            self.runtime.lockstep.check()  # this backward updates: behind it, it would be too late
         return lambda: _unreached(flows, call)
 
     def _regrouped(self, saved: list[Any]) -> list[Any]:
@@ -290,7 +282,7 @@ class CompiledStep:
         if self._accumulate is None:
             # What is saved, and by which names, stays as it is.
             self.accumulating = self.rewritten.verified.holding_back().after([ACCUMULATE]).program
-            self._accumulate = self._load(self.accumulating, Phase.BACKWARD)
+            self._accumulate = self._bound(self.accumulating, Phase.BACKWARD)
         return self._accumulate
 
     def _kept_full(self, carried: Sequence[torch.Tensor]) -> list[Full]:

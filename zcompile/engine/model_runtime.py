@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import torch
+from torch import nn
 
-from zcompile.engine.activation_offload import make_offloads
-from zcompile.engine.calls.dispatch_modes import Modes
 from zcompile.engine.calls.model_calls import ModelCall
-from zcompile.engine.cuda_graphs import make_graphs
-from zcompile.engine.lowering import CompiledStep
+from zcompile.engine.cuda_graphs import Graphs
+from zcompile.engine.offloading import make_offloads, optimizer_states, shard_memory
 from zcompile.engine.progress import CompileProgress
+from zcompile.engine.region_cache import RegionCache
+from zcompile.engine.rewritten import StepPrograms
 from zcompile.engine.tensor_parallel_group import TensorParallelGroup
 from zcompile.errors import OptionError
 from zcompile.frontend.dynamo import autocast
 from zcompile.ir.layout import Layout, Unit
+from zcompile.ir.program import Program
+from zcompile.model.tensor_parallel import check_replicated
+from zcompile.proof.ranks import conflict_along
 from zcompile.recording.recording import Origin, Recordings
 from zcompile.report.explain import Break
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.arena import Arenas
 from zcompile.runtime.gradients.delivery import Delivery
+from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import Communicator
 from zcompile.runtime.lockstep import Lockstep
 from zcompile.runtime.optimizer_settings import OptimizerSettings
@@ -30,7 +37,76 @@ from zcompile.runtime.random_numbers import numbers_of_rank, within_numbers_of_r
 from zcompile.runtime.shards import UnitShards
 from zcompile.runtime.stale_copies import Freshness
 from zcompile.runtime.tensors.placement import ModelParallel
+from zcompile.schedule.option_checks import check_place
 from zcompile.schedule.options import Options
+from zcompile.torch_internals.dispatch import TorchDispatchMode, modes_aside, modes_back, modes_of_user
+from zcompile.torch_internals.inductor import prepare_inductor
+
+
+@dataclass(frozen=True)
+class ModelRanks:
+    """The ranks that train a model, as one of them sees them.
+
+    Attributes:
+        data: Those that have the same parameters, and other data.
+        agreement: Of these.
+        everyone: Of all that have a part of the model: choices that are made once are theirs.
+        parallel: Over what tensor parallelism divides the model; None if it does not.
+    """
+
+    data: Communicator
+    agreement: Agreement
+    everyone: Agreement
+    parallel: ModelParallel | None
+
+    @classmethod
+    def agreed(cls, data: Communicator, parallel: ModelParallel | None, lines: Sequence[str]) -> ModelRanks:
+        """The ranks, once those of `data` have the same model, which `lines` say. Collective."""
+        agreement = Agreement(data)
+        agreement.reach("the model", lines)
+        everyone = agreement if parallel is None else Agreement(Communicator(parallel.ranks, data.device))
+        return cls(data, agreement, everyone, parallel)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        return self.data.device
+
+    @property
+    def in_step(self) -> Agreement:
+        """Of those that number their runs together."""
+        return self.agreement
+
+    def with_replicated(self, model: nn.Module, *, first: bool) -> Self:
+        """The same, once what is no DTensor of a tensor-parallel model is known to be alike. Collective."""
+        if self.parallel is None:
+            return self
+        return replace(self, parallel=check_replicated(model, self.parallel, self.everyone, first=first))
+
+
+@dataclass
+class Modes:
+    """Dispatch modes of the user's: put aside while torch.compile looks at a call, back while its programs run."""
+
+    _aside: Sequence[TorchDispatchMode] = ()
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, torch.compile does not see them."""
+        modes = modes_of_user()
+        return self._put(modes) if modes else contextlib.nullcontext()
+
+    def back(self) -> contextlib.AbstractContextManager[None]:
+        """Inside of `aside`, they see what is computed."""
+        return modes_back(self._aside) if self._aside else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _put(self, modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+        before, self._aside = self._aside, modes
+        try:
+            with modes_aside(modes):
+                yield
+        finally:
+            self._aside = before
 
 
 class ModelRuntime:
@@ -38,29 +114,23 @@ class ModelRuntime:
 
     Args:
         layout: The units of the model.
-        communicator: The data-parallel ranks.
-        agreement: Of these.
+        ranks: Those that train it.
         options: What the model is compiled with.
-        parallel: How the model is divided already, if it is.
-        everyone: The agreement of all ranks that have a part of the model: choices that are made once are theirs.
-        in_step: The ranks that number their runs together, if these are more than the data-parallel ones.
+
+    Raises:
+        OptionError: what is offloaded is to be at no place for a model on its device.
+        StateError: on every rank: there is no room for it on one.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        communicator: Communicator,
-        agreement: Agreement,
-        options: Options,
-        parallel: ModelParallel | None = None,
-        everyone: Agreement | None = None,
-        *,
-        in_step: Communicator | None = None,
-    ) -> None:
-        self.layout, self.options = layout, options
-        self.communicator, self.agreement, self.everyone = communicator, agreement, everyone or agreement
+    def __init__(self, layout: Layout, ranks: ModelRanks, options: Options) -> None:
+        self.ranks, self.options = ranks, options
+        self.communicator = communicator = ranks.data
+        self.agreement, self.everyone = ranks.agreement, ranks.everyone
+        self.memory = shard_memory(options, layout, communicator, self.everyone)
+        """Where shards are."""
+        self.layout = layout = replace(layout, away=self.memory.is_away)
         self.shards: dict[str, UnitShards] = {}
-        self.steps: list[CompiledStep] = []
+        self.steps: list[StepPrograms] = []
         """Its programs. A call holds the runtime, so that a loss has them for its backward when the model is gone."""
         self.breaks: list[Break] = []
         """Where graphs break: a model with any runs as several programs."""
@@ -69,21 +139,25 @@ class ModelRuntime:
         self.recorder = communicator.recorder
         self.freshness = Freshness(self.shards, communicator)
         steps = self._steps
-        self.tensor = TensorParallelGroup(parallel, communicator.device) if parallel is not None else None
+        self.tensor = TensorParallelGroup(ranks.parallel, ranks.device) if ranks.parallel is not None else None
         """Those that have the other parts of the model, if it is divided."""
         self.settings = OptimizerSettings(self.names)
         others = self.tensor.lockstep(steps, self.settings) if self.tensor is not None else None
-        number = agreement.number if in_step is None else self.everyone.number
-        self.lockstep = Lockstep(in_step or communicator, number, steps, self.settings, others)
+        self.lockstep = Lockstep(ranks.in_step.communicator, ranks.in_step.number, steps, self.settings, others)
         scatter = layout.stage.optimizer_sharded
         self.delivery = Delivery(self.shards, scatter=scatter, recorder=self.recorder, lockstep=self.lockstep)
         self.arenas = Arenas(communicator.device)
         shared = self.tensor if options.partition_activations else None
         self.offloads = make_offloads(options, communicator, self.everyone, shared)
-        self.graphs = make_graphs(options, communicator.device)
+        self.graphs = Graphs.wanted(options, communicator.device)
         origin = Origin(communicator.waits.rank, communicator.dividing.rank, options.backend, communicator.device)
         self.recordings = self.everyone.attempt("the recording", lambda: Recordings(options.record, origin))[0]
         self.progress = CompileProgress("the model", speaks=self.everyone.communicator.rank == 0)
+        self.regions = RegionCache(options.backend, self.everyone.communicator.rank, self.graphs, told=self.progress.at)
+        if options.backend == "inductor":
+            self.regions.ready = prepare_inductor(communicator.device)
+        self._agreed: set[str] = set()
+        """Digests of programs whose communications ranks have compared."""
         self.scales = False
         """True where a train step scales the loss."""
         self.output_dtype: torch.dtype | None = None
@@ -103,6 +177,18 @@ class ModelRuntime:
     def names(self) -> dict[int, str]:
         """The names of its parameters, by the identity of their shards."""
         return {id(param): name for shards in self.shards.values() for name, param in shards.parameters.items()}
+
+    def keep_states(self, place: Path | Literal["cpu"] | None, updater: Updater | None) -> None:
+        """Let the optimizers' state be where `offload_optimizer=` wants it. Collective.
+
+        Raises:
+            OptionError: it is no place for a model on its device.
+            StateError: on every rank: there is no room for it on one.
+        """
+        if place is not None and updater is not None:
+            check_place("offload_optimizer", place, self.communicator.device)
+            units = {name: list(shards.parameters.values()) for name, shards in self.shards.items()}
+            updater.states = optimizer_states(place, units, updater, self.everyone)
 
     def extend(self, units: Sequence[Unit], shards: Mapping[str, UnitShards]) -> None:
         """Take in parameters that were not known before."""
@@ -199,3 +285,27 @@ class ModelRuntime:
     def version(self) -> int:
         """A number that grows with every change of a parameter that an optimizer or autograd makes known."""
         return self.freshness.steps + sum(shards.version() for shards in self.shards.values())
+
+    def is_new(self, digest: str) -> bool:
+        """True for the digest of a program on which the ranks have not agreed."""
+        return digest not in self._agreed
+
+    def agree(self, program: Program) -> None:
+        """Compare the program's communications with the other ranks', unless an agreed program has the same ones."""
+        if self.tensor is not None:
+            self.tensor.agree(program)
+        digest = program.digest()
+        if digest not in self._agreed:
+            fix = (
+                "let every rank run the same modules, also where data choose them (experts, layers that are dropped): "
+                "choose by what all ranks have in common, or run all and weight what they give; "
+                "otherwise run the same code, options and environment on every rank"
+            )
+            lines = program.communications()
+            self.agreement.reach("the program's communications", lines, fix, lambda: self._conflict(program))
+            self._agreed.add(digest)
+
+    def _conflict(self, program: Program) -> str:
+        """How the data-parallel ranks' programs, which differ, do not fit together. Collective."""
+        texts = self.agreement.share("the texts of programs that differ", program.text(regions=True))
+        return conflict_along(texts, *(axis.name for axis in program.layout.averaged))

@@ -13,29 +13,36 @@ from typing import Protocol
 from zcompile.cost.hardware import Hardware, load_profile
 from zcompile.cost.timeline import Timeline
 from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.engine.region_cache import RegionCache, generated_code
+from zcompile.engine.region_cache import generated_code
 from zcompile.errors import OptionError, TimelineError
-from zcompile.ir.operation import Phase
 from zcompile.ir.program import Program
 from zcompile.recording.recording import rank_folder
 from zcompile.report.dumps import check_dump, write_dump, writing
-from zcompile.report.explain import explain
 from zcompile.report.program_page import GIVEN, write_page
 from zcompile.runtime.device import is_gpu
 from zcompile.schedule.pipeline import Journal
 
 
-class Compiled(Protocol):
+class Shown(Protocol):
     """Programs of a model, as passes have made them."""
 
-    @property
-    def journals(self) -> Sequence[Journal]: ...
+    hardware: Hardware
+    """What they are for."""
 
     @property
-    def regions(self) -> RegionCache: ...
+    def programs(self) -> Sequence[Program]:
+        """Those that this rank runs."""
 
     @property
-    def hardware(self) -> Hardware: ...
+    def programs_along(self) -> Sequence[Program]:
+        """Of a pipeline, those of the ranks along its axis."""
+
+    @property
+    def journals(self) -> Sequence[Journal]:
+        """What passes did to those of this rank."""
+
+    def explain(self) -> str:
+        """See `CompiledModule.explain`."""
 
 
 class Reports:
@@ -44,14 +51,14 @@ class Reports:
     Args:
         title: What the model is called.
         runtime: Its runtime.
-        compiler: Its programs.
+        shown: Its programs.
 
     Raises:
         OptionError: on every rank: the folder of the dump cannot be written.
     """
 
-    def __init__(self, title: str, runtime: ModelRuntime, compiler: Compiled) -> None:
-        self.title, self.runtime, self.compiler = title, runtime, compiler
+    def __init__(self, title: str, runtime: ModelRuntime, shown: Shown) -> None:
+        self.title, self.runtime, self.shown = title, runtime, shown
         self.profiled: list[Timeline] = []
         """The steps within the last `profile()`."""
         self.folder = Path(runtime.options.dump) if runtime.options.dump else None
@@ -63,17 +70,6 @@ class Reports:
     def _rank(self) -> int:
         """Among all that have a part of the model."""
         return self.runtime.everyone.communicator.rank
-
-    @property
-    def programs(self) -> list[Program]:
-        """The rewritten programs in the order of their capture: forward, backward, that of `no_sync` if any, ..."""
-        result = []
-        for step in self.runtime.steps:
-            phases = step.program.phases if step.program.has_backward else (Phase.FORWARD,)
-            result += [step.program.phase(phase) for phase in phases]
-            if step.accumulating is not None:
-                result.append(step.accumulating.phase(Phase.BACKWARD))
-        return result
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -106,14 +102,6 @@ class Reports:
             raise OptionError("device", problem, "leave device=True to models on CUDA")
         self.runtime.recorder.device = own if device else None
 
-    def explain(self) -> str:
-        """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
-        programs, regions = [step.program for step in self.runtime.steps], len(self.compiler.regions.compiled)
-        earlier = sum(step.rewritten.is_from_cache for step in self.runtime.steps)
-        found = f"{earlier} of {len(programs)} programs from torch's cache, as an earlier run made them"
-        remarks = [*self.runtime.remarks, found] if earlier else self.runtime.remarks
-        return explain(self.runtime.layout, programs, regions, self.runtime.breaks, remarks)
-
     def dump(
         self,
         folder: str | os.PathLike[str],
@@ -128,7 +116,8 @@ class Reports:
             home = rank_folder(Path(folder), self._rank) if all_ranks else Path(folder)
             written = generated_code if code else None
             with writing("dump", folder):
-                write_dump(home, self.compiler.journals, self.explain(), chosen, measured=self.profiled, code=written)
+                text = self.shown.explain()
+                write_dump(home, self.shown.journals, text, chosen, measured=self.profiled, code=written)
                 self._write_page(home / "report.html", chosen, why)
         return Path(folder)
 
@@ -141,7 +130,8 @@ class Reports:
         return Path(path)
 
     def _write_page(self, path: Path, hardware: Hardware, why: str) -> None:
-        write_page(path, self.title, self.compiler.journals, hardware, self.profiled, why=why)
+        shown = self.shown
+        write_page(path, self.title, shown.journals, hardware, self.profiled, shown.programs_along, why=why)
 
     def dump_if_asked(self) -> None:
         """Write the dump that the options ask for, as it is by now."""
@@ -154,7 +144,7 @@ class Reports:
     def _profile_of(self, hardware: str | Hardware | None) -> tuple[Hardware, str]:
         """What steps are predicted for, and why."""
         if hardware is None:
-            return self.compiler.hardware, "taken because no hardware= was given"
+            return self.shown.hardware, "taken because no hardware= was given"
         return (load_profile(hardware) if isinstance(hardware, str) else hardware), GIVEN
 
     @contextlib.contextmanager
@@ -214,7 +204,7 @@ class Reported:
 
     def explain(self) -> str:
         """A page of text: units, bytes, volume against 2Ψ or 3Ψ, predicted peak memory, overlaps, graph breaks."""
-        return self._shown().explain()
+        return self._shown().shown.explain()
 
     def profile(self) -> contextlib.AbstractContextManager[None]:
         """Within this, steps are measured for the traces of `dump()`: `with compiled.profile(): train_one_step()`.

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from zcompile.frontend.gradient_flow import Flows
 from zcompile.frontend.program_bytes import NotStorableError, dumped, loaded
-from zcompile.ir.operation import data, op_of
+from zcompile.ir.operation import Phase, data, op_of
 from zcompile.ir.ops import Input, Kind, Parameter
 from zcompile.ir.program import Program
 from zcompile.schedule.decision import Request
@@ -80,6 +80,22 @@ class Rewritten:
         """
         kept = CachedStep(self._history.settled, self.program, self.primals, self.flows, dumped(self._history.traced))
         return dumped(kept)
+
+
+class StepPrograms:
+    """The programs of a step that has been compiled."""
+
+    rewritten: Rewritten
+    program: Program
+    accumulating: Program | None = None
+    """The program whose backward holds gradients back, once there was one under `no_sync`."""
+
+    @property
+    def programs(self) -> list[Program]:
+        """One of each phase: the forward, the backward if there is one, that of `no_sync` once there is one."""
+        phases = self.program.phases if self.program.has_backward else (Phase.FORWARD,)
+        found = [self.program.phase(phase) for phase in phases]
+        return found if self.accumulating is None else [*found, self.accumulating.phase(Phase.BACKWARD)]
 
 
 class History:

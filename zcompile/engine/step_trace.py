@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
-from zcompile.engine.interception import Traced
 from zcompile.errors import CaptureError, ModelError
 from zcompile.frontend.capture import Capture, Names, refuse_handed_on
 from zcompile.frontend.dynamo import BREAKS, autocast, traceable, typed_errors
@@ -30,6 +30,45 @@ from zcompile.schedule.options import Options
 from zcompile.torch_internals.dynamo import TorchRuntimeError, no_log_of_failures, python_writes
 from zcompile.torch_internals.modules import buffers_of, parameters_of
 from zcompile.torch_internals.pytree import tree_leaves
+
+
+class Traced(BaseException):
+    """There is a program: nothing is to be compiled.
+
+    No Exception: neither torch.compile, which traces, nor a script that trains is to catch it.
+    """
+
+    def __init__(self, program: Program, request: Request) -> None:
+        super().__init__("a model was traced")
+        self.program, self.request = program, request
+
+
+_INTERCEPTING: ContextVar[bool] = ContextVar("zcompile_intercepting", default=False)
+
+
+@contextlib.contextmanager
+def intercepting() -> Iterator[None]:
+    """Within this, the first compiled model that is called raises `Traced` in place of being compiled and run."""
+    wanted = _INTERCEPTING.set(True)
+    try:
+        yield
+    finally:
+        _INTERCEPTING.reset(wanted)
+
+
+def is_intercepting() -> bool:
+    """True where programs are only to be seen."""
+    return _INTERCEPTING.get()
+
+
+def offer(program: Program, request: Callable[[], Request]) -> None:
+    """A program is about to be compiled as `request` says.
+
+    Raises:
+        Traced: somebody only wants to see it.
+    """
+    if _INTERCEPTING.get():
+        raise Traced(program, request())
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zcompile.engine.model_runtime import ModelRanks
+from zcompile.engine.sharding_plan import data_ranks
 from zcompile.errors import AgreementError, GroupError
 from zcompile.ir.axis import DATA, Axis, AxisKind
 from zcompile.ir.operation import op_of
 from zcompile.ir.ops import Receive, Send
 from zcompile.ir.program import Program
 from zcompile.model.tensor_parallel import check_divided, model_parallel
+from zcompile.proof.ranks import check_texts
 from zcompile.runtime.agreement import ALIKE, Agreement, first_difference
 from zcompile.runtime.groups import (
     Communicator,
@@ -26,8 +29,7 @@ from zcompile.runtime.groups import (
     duplicate_group,
 )
 from zcompile.runtime.stage_links import Route, StageLinks
-from zcompile.runtime.tensors.placement import ModelParallel
-from zcompile.schedule.option_checks import check_axes, check_outer
+from zcompile.schedule.option_checks import check_dimensions
 from zcompile.schedule.options import Options
 
 PIPELINE = "pp"
@@ -40,31 +42,26 @@ def is_pipelined(mesh: DeviceMesh | None) -> bool:
 
 
 @dataclass(frozen=True)
-class PipelineRanks:
-    """Groups of ranks, and the axes that they are along.
+class PipelineRanks(ModelRanks):
+    """The ranks of a mesh with a pipeline axis, which number their runs together.
 
     Attributes:
-        device: Where tensors are.
-        everyone: All ranks that train the model.
-        agreement: Of everyone.
-        data: The ranks that have the same units.
         links: To the other ranks along the pipeline axis.
         axes: Of the mesh, the outermost first.
-        parallel: Over what tensor parallelism divides the model; None if it does not.
     """
 
-    device: torch.device
-    everyone: Communicator
-    agreement: Agreement
-    data: Communicator
     links: StageLinks
     axes: tuple[Axis, ...]
-    parallel: ModelParallel | None = None
+
+    @property
+    def in_step(self) -> Agreement:
+        """Of those that number their runs together: of everyone."""
+        return self.everyone
 
     @property
     def along(self) -> list[int]:
         """The places among everyone of the ranks along the pipeline axis, this one among them."""
-        everyone = self.everyone.waits.ranks
+        everyone = self.everyone.communicator.waits.ranks
         return [everyone.index(rank) for rank in self.links.waits.ranks]
 
     @classmethod
@@ -74,12 +71,13 @@ class PipelineRanks:
         own = _with_data(mesh, tensor)
         shared = own[_data_names(own, tensor)]
         everyone = Communicator(as_one(own), device)
-        data = Communicator(as_one(shared) if options.has_one_axis else shared, device, options.hybrid)
+        data = data_ranks(shared, device, options)
         links = StageLinks(own[PIPELINE], lambda: duplicate_group(own, PIPELINE, device), everyone.waits, data)
         parallel = None
         if tensor is not None:
             parallel = model_parallel(model, mesh[_data_names(mesh, tensor)], flat=options.divides_outside)
-        return cls(device, everyone, Agreement(everyone), data, links, _axes(own, data.mesh, tensor), parallel)
+        agreed = Agreement(everyone)
+        return cls(data, Agreement(data), agreed, parallel, links, _axes(own, data.mesh, tensor))
 
     def compare(self, what: str, text: str) -> str:
         """The first rank's text, once all ranks came here with texts that fit.
@@ -93,12 +91,22 @@ class PipelineRanks:
         if self.parallel is not None:  # each group of tensor parallelism has a name of its own, which graphs say
             parts = self.parallel.mesh.size()
             text = text.replace(repr(self.parallel.mesh.get_group().group_name), repr(AxisKind.TENSOR.value))
-        texts = self.agreement.share(what, text)
+        texts = self.everyone.share(what, text)
         for part in range(parts):
             alike = {rank: one.split("\n") for rank, one in enumerate(texts) if rank % parts == part}
             if difference := first_difference(alike):
                 raise AgreementError(what, difference, ALIKE)
         return texts[0]
+
+    def fitting_texts(self, what: str, program: Program) -> list[str]:
+        """The texts of all ranks' programs, whose communications fit together. Collective.
+
+        Raises:
+            AgreementError: they do not.
+        """
+        texts = self.everyone.share(what, program.text(regions=True))
+        check_texts(dict(zip(self.everyone.communicator.waits.ranks, texts, strict=True)))
+        return texts
 
     def connect(self, program: Program) -> None:
         """Make ready what this rank's program, and those of others, send stages by. Collective."""
@@ -107,7 +115,7 @@ class PipelineRanks:
         own, place = list[Route](), self.links.rank
         own += (Route(place, op_of(node, Send).to) for node in program.nodes(Send))
         own += (Route(op_of(node, Receive).source, place) for node in program.nodes(Receive))
-        told = self.agreement.share("the links between stages", json.dumps(sorted(set(own))))
+        told = self.everyone.share("the links between stages", json.dumps(sorted(set(own))))
         self.links.connect(Route(*route) for text in told for route in json.loads(text))
 
     def compare_along(self, what: str, text: str, fix: str) -> None:
@@ -116,7 +124,7 @@ class PipelineRanks:
         Raises:
             AgreementError: on every rank: some of them have another one.
         """
-        texts, stages = self.agreement.share(what, text), self.links.size
+        texts, stages = self.everyone.share(what, text), self.links.size
         columns = len(texts) // stages
         for column in range(columns):
             along = [rank for rank in range(len(texts)) if rank % columns == column]
@@ -164,8 +172,7 @@ def check_levels(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     """Raise OptionError or GroupError if the data-parallel dimensions of a mesh are not what options are for."""
     names = _data_names(mesh, check_divided(model))
     levels = 1 if options.has_one_axis else max(len(names), 1)
-    check_outer(options.outer_dtype, levels)
-    check_axes(options.shard, levels)
+    check_dimensions(options.shard, options.outer_dtype, levels)
     if levels > 1:
         check_inside(mesh[names], options.hybrid)
 

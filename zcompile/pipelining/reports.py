@@ -6,7 +6,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,69 +14,49 @@ from rich.table import Table
 from zcompile.cost.hardware import Hardware
 from zcompile.cost.memory import model_state, peak_bytes
 from zcompile.cost.simulator import idle_share, simulate_pipeline
-from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.engine.region_cache import RegionCache
-from zcompile.engine.reports import Reports
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.parser import parse
 from zcompile.ir.program import Program
 from zcompile.ir.tensor_type import human_bytes
 from zcompile.report.explain import layout_line, stage_bytes
-from zcompile.report.program_page import write_page
 from zcompile.schedule.pipeline import Journal
 
 
-@dataclass(frozen=True)
+@dataclass
 class PipelineCode:
     """The programs of a pipeline, as this rank knows them.
 
     Attributes:
-        journals: What passes did to this rank's.
-        regions: Its compiled regions.
         hardware: What seconds are predicted for.
+        journals: What passes did to this rank's.
         table: The actions of all ranks.
         texts: The programs of the ranks along the pipeline axis, as they are printed.
     """
 
-    journals: Sequence[Journal]
-    regions: RegionCache
     hardware: Hardware
+    journals: Sequence[Journal]
     table: ActionTable
     texts: Sequence[str]
 
-    @cached_property
+    @property
     def programs(self) -> list[Program]:
-        """Those of all ranks: other ranks' by their texts, which do not say whether a backend fuses operations."""
-        own = self.journals[0].entries[-1].after
-        fuses = all(region.fuses for region in own.regions.values())
+        """This rank's, of a whole step."""
+        return [self.journals[0].entries[-1].after]
+
+    @cached_property
+    def programs_along(self) -> list[Program]:
+        """Other ranks' by their texts, which do not say whether a backend fuses operations."""
+        fuses = all(region.fuses for region in self.programs[0].regions.values())
         return [_fusing(parse(text), fuses=fuses) for text in self.texts]
+
+    def explain(self) -> str:
+        """What each rank has, does, sends and holds, as predicted."""
+        return explain_pipeline(self.programs_along, self.table, self.hardware)
 
 
 def _fusing(program: Program, *, fuses: bool) -> Program:
     regions = {name: replace(region, fuses=fuses) for name, region in program.regions.items()}
     return replace(program, regions=regions)
-
-
-class PipelineReports(Reports):
-    """What is shown of a pipeline."""
-
-    compiler: PipelineCode
-
-    def __init__(self, title: str, runtime: ModelRuntime, code: PipelineCode) -> None:
-        super().__init__(title, runtime, code)
-
-    @property
-    def programs(self) -> list[Program]:
-        """This rank's, of a whole step."""
-        return [self.compiler.journals[0].entries[-1].after]
-
-    def explain(self) -> str:
-        """What each rank has, does, sends and holds, as predicted."""
-        return explain_pipeline(self.compiler.programs, self.compiler.table, self.compiler.hardware)
-
-    def _write_page(self, path: Path, hardware: Hardware, why: str) -> None:
-        code = self.compiler
-        write_page(path, self.title, code.journals, hardware, self.profiled, code.programs, why=why)
 
 
 def explain_pipeline(programs: Sequence[Program], table: ActionTable, hardware: Hardware) -> str:

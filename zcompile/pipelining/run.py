@@ -1,85 +1,80 @@
-"""The program of one rank of a pipeline, loaded, and run once a step."""
+"""The program of one rank of a pipeline, loaded, and run once a step; and what a step gives."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
-from zcompile.cost.line_calls import lines_of
-from zcompile.engine.lowering import WRITTEN
-from zcompile.engine.metrics import StepResult
+from zcompile.engine.lowering import WRITTEN, LoadedProgram
 from zcompile.engine.model_runtime import ModelRuntime
-from zcompile.engine.region_cache import RegionCache
+from zcompile.engine.train_steps import ResultsOn, StepResult
 from zcompile.ir.operation import Phase, data, op_of
-from zcompile.ir.ops import AllGather, GatherOutside, Group, Input, Kind, OffloadStore, Shards
+from zcompile.ir.ops import Group, Input, Kind, OffloadStore
 from zcompile.ir.printer import inputs_of
 from zcompile.ir.program import Program
 from zcompile.ir.side_effects import is_random
+from zcompile.ir.tensor_type import TensorType
+from zcompile.passes.common.boundary import written_results
+from zcompile.pipelining.guard import results_of
+from zcompile.pipelining.program import PipelinedProgram
 from zcompile.pipelining.ranks import PipelineRanks
-from zcompile.pipelining.results import StepResults
-from zcompile.recording.recording import Recorded
-from zcompile.runtime.executor import BoundUnit, Gradients, InsideAverages
+from zcompile.runtime.executor import Gradients, InsideAverages
 from zcompile.runtime.gradients.updates import Updater
-from zcompile.runtime.loader import load
 from zcompile.runtime.lockstep import RunKind
 from zcompile.runtime.random_numbers import numbers_of_rank
-from zcompile.runtime.recorder import Track
-from zcompile.torch_internals.inductor import prepare_inductor
+from zcompile.runtime.stage_links import StageLinks
 
 
-class PipelinedRun:
+class PipelinedRun(LoadedProgram):
     """What runs the steps of a rank.
 
     Args:
-        program: This rank's.
+        made: This rank's step.
         traced: The step of one micro-batch, the same on all ranks.
+        runtime: The runtime of the model.
+        ranks: The groups of ranks that the step communicates along.
         model: Whose buffers it reads.
         results: What makes the results of a step of what its program returns.
         common: What the step is called by all ranks.
+        updater: What steps the optimizers, where the program updates.
     """
 
     def __init__(
         self,
-        program: Program,
+        made: PipelinedProgram,
         traced: Program,
         runtime: ModelRuntime,
         ranks: PipelineRanks,
         model: nn.Module,
         results: StepResults,
         common: str,
+        updater: Updater | None = None,
     ) -> None:
-        self.program, self.runtime, self.ranks, self._model, self._results = program, runtime, ranks, model, results
+        super().__init__(program := made.program, runtime, updater)
+        self.ranks, self._model, self._results, self._updater = ranks, model, results, updater
         ranks.connect(program)
-        cache = RegionCache(runtime.options.backend, ranks.everyone.rank)
-        if runtime.options.backend == "inductor":
-            cache.ready = prepare_inductor(ranks.device)
-        name = f"<zcompile step {program.digest()[:12]}>"
-        recorder = runtime.recorder
-        track = Track(recorder, str(Phase.STEP), program.digest()[:12], lines_of(program, Phase.STEP))
-        regions, given = cache.get_all(program.regions), track if recorder.enabled else None
-        self._run, self.regions = load(str(program), str(Phase.STEP), regions, name, given), cache
-        self._recorded = Recorded(program, Phase.STEP, regions, ())
+        self._run, self._recorded = self._load(program, Phase.STEP, runtime.regions.get_all(program.regions))
         self._given = inputs_of(program, Phase.STEP)
         self._traced = [op_of(node, Input) for node in traced.nodes(Input) if op_of(node, Input).kind is Kind.DATA]
         self._draws = any(is_random(node) for node in traced.graph.nodes)
         """True if any rank draws random numbers in a step."""
-        self._keeps = any(data(node).op.keep for node in program.nodes(AllGather, GatherOutside))  # type: ignore[attr-defined]
         self._has_run = False
         self._digest = hashlib.sha256(common.encode(errors="backslashreplace")).hexdigest()
 
     def step(
-        self, microbatches: Sequence[Sequence[Any]], updater: Updater | None, scale: torch.Tensor | None = None
+        self, microbatches: Sequence[Sequence[Any]], scale: torch.Tensor | None = None
     ) -> tuple[StepResult | None, Sequence[Gradients | InsideAverages]]:
         """Run the program; gives the results of the step, and the gradients that it has not used.
 
         Args:
             microbatches: Of each what the call is given, containers taken apart.
-            updater: What steps the optimizers, where the program updates.
             scale: What the loss is multiplied by for the backward, [].
 
         Raises:
@@ -90,46 +85,39 @@ class PipelinedRun:
         tangent = torch.full_like(self._results.zero(), 1 / len(microbatches))
         if scale is not None:
             tangent *= scale
-        return self._ran(microbatches, tangent, updater)
+        return self._ran(microbatches, tangent)
 
     def evaluate(self, microbatches: Sequence[Sequence[Any]]) -> StepResult | None:
-        """Run a program of forwards alone; gives its results.
-
-        Raises:
-            As `step`.
-        """
+        """Run a program of forwards alone; gives its results."""
         self._enter(RunKind.EVALUATION)
-        return self._ran(microbatches, None, None)[0]
+        return self._ran(microbatches, None)[0]
 
     def _ran(
-        self, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor | None, updater: Updater | None
+        self, microbatches: Sequence[Sequence[Any]], tangent: torch.Tensor | None
     ) -> tuple[StepResult | None, Sequence[Gradients | InsideAverages]]:
         """What `step` gives, of a run that has begun."""
-        recorder, recordings, version = self.runtime.recorder, self.runtime.recordings, self.runtime.version()
-        recorder.begin_call(version, trains=tangent is not None)
+        runtime, ranks, updater = self.runtime, self.ranks, self._updater
+        version, recordings = runtime.version(), runtime.recordings
+        runtime.recorder.begin_call(version, trains=tangent is not None)
         recordings.begin_call(version, trains=tangent is not None)
         run = self._run if recordings.current is None else recordings.current.loaded(self._recorded)
-        self._buffers = dict(self._model.named_buffers())
-        box = [self._value(node, microbatches, tangent, updater) for node in self._given]
+        buffers = dict(self._model.named_buffers())
+        box = [self._value(node, microbatches, tangent, buffers) for node in self._given]
+        # Each stage and each data-parallel rank draws random numbers of its own.
+        place = ranks.links.rank * ranks.data.size + ranks.data.rank
+        numbers = numbers_of_rank(place, ranks.device, others_draw=True) if self._draws else nullcontext()
         try:
-            with torch.no_grad(), self._numbers(), updater.updating() if updater is not None else nullcontext():
+            with torch.no_grad(), numbers, updater.updating() if updater is not None else nullcontext():
                 outputs, gradients = run(box)
         except BaseException:
-            self.ranks.data.order_all()
-            self.ranks.links.order_all()
-            self.runtime.settle()
+            ranks.data.order_all()
+            ranks.links.order_all()
+            runtime.settle()
             raise
-        self.runtime.settle()
-        found = self._results.of(outputs)
-        recorder.end_call(split=False)
+        runtime.settle()
+        found = self._results.of_outputs(outputs)
+        runtime.recorder.end_call(split=False)
         return found, gradients
-
-    def _numbers(self) -> AbstractContextManager[None]:
-        """What the step draws random numbers under: each stage and each data-parallel rank its own."""
-        if not self._draws:
-            return nullcontext()
-        place = self.ranks.links.rank * self.ranks.data.size + self.ranks.data.rank
-        return numbers_of_rank(place, self.ranks.device, others_draw=True)
 
     def _enter(self, kind: RunKind) -> None:
         """Begin a run that all ranks number alike, with no copy of a parameter that a step has outdated."""
@@ -148,22 +136,103 @@ class PipelinedRun:
         node: fx.Node,
         microbatches: Sequence[Sequence[Any]],
         tangent: torch.Tensor | None,
-        updater: Updater | None,
+        buffers: Mapping[str, torch.Tensor],
     ) -> Any:
         """What the program is given in the place of `node`."""
         op = data(node).op
-        if isinstance(op, Shards):
-            return BoundUnit(self.runtime.shards[op.unit], self.program.layout.unit(op.unit), updater)
+        if (fixed := self._fixed(self.program, node)) is not None:
+            return fixed
         if isinstance(op, Group):
             return self.ranks.links if op.axis == self.ranks.links.axis else self.ranks.data.outside
         if isinstance(op, OffloadStore):
             return self.runtime.offloads[op]
         assert isinstance(op, Input), "a step is given units, groups, a place for activations and inputs"
-        if op.kind is Kind.CONSTANT:
-            return self.program.constants[node.name]
         if op.kind is Kind.TANGENT:
             return tangent
         traced = self._traced[op.index]
-        if traced.leaf is None:
-            return self._buffers[traced.held]
-        return microbatches[op.microbatch or 0][traced.leaf]
+        return buffers[traced.held] if traced.leaf is None else microbatches[op.microbatch or 0][traced.leaf]
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """Makes the results of a step, the loss first, of what the programs of all ranks return.
+
+    Attributes:
+        microbatches: How many there are.
+        links: To the other ranks along the pipeline axis.
+        on: Which of them get the results.
+        names: Of the results behind the loss; None if there is the loss alone.
+        types: Of all, for one micro-batch.
+        ranks: The places along the pipeline axis of the ranks that compute them.
+        own: What this rank's program returns, in order: which result, and of which micro-batch.
+    """
+
+    microbatches: int
+    links: StageLinks
+    on: ResultsOn
+    names: tuple[str, ...] | None
+    types: tuple[TensorType, ...]
+    ranks: tuple[int, ...]
+    own: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(
+        cls, names: tuple[str, ...] | None, traced: Program, made: PipelinedProgram, links: StageLinks, on: ResultsOn
+    ) -> StepResults:
+        """Those of a traced step, and of what a rank makes of it; new values of buffers are no results."""
+        first, table = len(written_results(traced)), made.table
+        ranks = dict[int, int]()
+        for stage in made.stages:
+            for end in stage.boundary.outputs:
+                if isinstance(end, int) and end >= first:
+                    ranks[end - first] = table.rank_of(stage.number)
+        types = tuple(type_ for result in results_of(traced) if (type_ := data(result).type) is not None)
+        own = tuple((result - first, number) for result, number in made.results)
+        homes = tuple(ranks[result] for result in range(len(types)))
+        return cls(table.microbatches, links, on, names, types, homes, own)
+
+    def zero(self) -> torch.Tensor:
+        """A loss of zero."""
+        return torch.zeros(self.types[0].shape, dtype=self.types[0].dtype, device=self.links.device)
+
+    def of_outputs(self, outputs: Sequence[torch.Tensor]) -> StepResult | None:
+        """The mean loss, with metrics behind it if there are; None on ranks that are to have none. Collective."""
+        own: dict[int, dict[int, torch.Tensor]] = {}
+        for (result, number), value in zip(self.own, outputs, strict=True):
+            own.setdefault(result, {})[number] = value
+        joined = {result: self._joined(result, values) for result, values in own.items()}
+        home = self.ranks[0]
+        for rank in sorted({*self.ranks}):
+            if self.links.size > 1 and (self.on == "all" or rank != home):
+                self._share(rank, joined)
+        if self.on == "last" and self.links.rank != home:
+            return None
+        if (names := self.names) is None:
+            return joined[0]
+        return joined[0], {name: joined[1 + at] for at, name in enumerate(names)}
+
+    def _joined(self, result: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The mean of losses; metrics one behind the other."""
+        in_order = [values[number] for number in range(self.microbatches)]
+        if result:
+            return torch.stack(in_order)
+        total = self.zero()
+        for loss in in_order:
+            total += loss
+        return total / self.microbatches
+
+    def _share(self, rank: int, joined: dict[int, torch.Tensor]) -> None:
+        """Give all ranks along the axis what one of them has computed, as one message."""
+        device = self.links.device
+        results = [result for result, at in enumerate(self.ranks) if at == rank]
+        for result in results if self.links.rank != rank else ():
+            type_ = self.types[result]
+            shape = (self.microbatches, *type_.shape) if result else type_.shape
+            joined[result] = torch.empty(shape, dtype=type_.dtype, device=device)
+        flat = [joined[result].contiguous().view(-1).view(torch.uint8) for result in results]
+        sent = torch.cat(flat)
+        with self.links.waits.explained("the loss and metrics"):
+            dist.broadcast(sent, group=self.links.group, group_src=rank)
+        for result, part in zip(results, sent.split([one.numel() for one in flat]), strict=True):
+            # Copied: parts of a message may begin at addresses that the dtype does not allow.
+            joined[result] = part.clone().view(joined[result].dtype).view(joined[result].shape)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,27 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zcompile.engine.interpreter import in_large_frame
-from zcompile.engine.loss_scaling import Overflow, scale_of, step_all, unscale
-from zcompile.engine.metrics import FlatResults
-from zcompile.engine.optimizers import check_before_step, check_optimizers
-from zcompile.engine.reports import Reported
+from zcompile.engine.optimizers import check_optimizers
+from zcompile.engine.reports import Reported, Reports
 from zcompile.engine.step_trace import CallSpec
-from zcompile.errors import (
-    AgreementError,
-    StateError,
-    ZcompileError,
-    briefly,
-)
+from zcompile.engine.train_steps import BaseStep, FlatResults, LossFunction, Overflow, StepOptions, loss_call, scale_of
+from zcompile.errors import AgreementError, OptionError, StateError, ZcompileError, briefly
 from zcompile.ir.program import Program
 from zcompile.model.tensor_kinds import check_kinds
-from zcompile.model.tensor_parallel import check_replicated
 from zcompile.pipelining.action_tables import action_table
-from zcompile.pipelining.evaluation import Evaluations
-from zcompile.pipelining.first_step import ReadyStep, StepSetup, prepare
-from zcompile.pipelining.microbatches import SAME_DATA, digest_of, microbatches_of
-from zcompile.pipelining.pipeline_options import LossFunction, PipelineOptions, check_scales, options_of
+from zcompile.pipelining.guard import SAME_DATA, digest_of, microbatches_of
+from zcompile.pipelining.preparation import Evaluations, ReadyStep, StepSetup, prepare
+from zcompile.pipelining.program import check_options
 from zcompile.pipelining.ranks import PIPELINE, PipelineRanks, check_levels, device_of
-from zcompile.pipelining.reports import PipelineReports
 from zcompile.runtime.agreement import preflight_barrier, propagate_failure
 from zcompile.runtime.async_work import TrafficMeter
 from zcompile.runtime.executor import Gradients, InsideAverages
@@ -43,17 +34,21 @@ from zcompile.runtime.gradients.delivery import run_hooks
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import ranks_of
 from zcompile.runtime.stage_links import StageLinks
+from zcompile.schedule.options import Options
 from zcompile.state.model_state import ModelState
 from zcompile.state.savable import Savable
 
 Result = TypeVar("Result")
+_TAKEN = frozenset({"stage", "prefetch", "dtype", "reduce_dtype", "backend", "bucket", "checkpoint", "memory_limit"})
+_TAKEN |= {"shard", "outer_dtype", "outer_gather_dtype", "offload_parameters", "offload_activations", "dump", "record"}
+"""Options of `zcompile.compile` that a pipeline takes, beside `units` and `mesh`."""
 
 
 def pipelined_step(
     model: nn.Module,
     loss_fn: LossFunction | None,
     optimizers: Sequence[Optimizer],
-    asked: PipelineOptions,
+    asked: StepOptions,
     given: dict[str, Any],
 ) -> PipelinedStep:
     """A train step on the mesh among the options that are `given`.
@@ -64,23 +59,45 @@ def pipelined_step(
     """
     mesh, units = given.pop("mesh"), given.pop("units", None)
     with propagate_failure(lambda: ranks_of(mesh), every=True):
-        options = options_of(given)
+        options = _options_of(given)
         check_kinds(model)
         check_optimizers(optimizers, model)
         if asked.grad_scaler is not None:
-            check_scales(model, options)
+            _check_scales(model, options)
         device = device_of(model, mesh)
         check_levels(model, mesh, options)
         table = action_table(asked.schedule, mesh[PIPELINE].size(), asked.microbatches, asked.stages_per_rank)
     preflight_barrier(ranks_of(mesh), device, "a pipelined train step")
     ranks = PipelineRanks.of(model, mesh, device, options)
-    if ranks.parallel is not None:
-        ranks = replace(ranks, parallel=check_replicated(model, ranks.parallel, ranks.agreement, first=ranks.first))
+    ranks = ranks.with_replicated(model, first=ranks.first)
     updater = None if asked.keeps_gradients else Updater(optimizers)
     return PipelinedStep(StepSetup(model, loss_fn, optimizers, ranks, table, options, units, asked, updater))
 
 
-class PipelinedStep(Savable, Reported):
+def _options_of(given: dict[str, Any]) -> Options:
+    """The options of a pipeline; raises OptionError for one that it does not take."""
+    known = {field.name: field for field in fields(Options)}
+    if unknown := [name for name in given if name not in known]:
+        raise OptionError(unknown[0], "is no option of a pipeline", f"choose among {', '.join(sorted(_TAKEN))}")
+    for name, value in given.items():
+        if name not in _TAKEN and value != known[name].default:
+            raise OptionError(name, "is not combined with a pipeline so far", "leave it out")
+    options = Options.among(given)
+    check_options(options)
+    return options
+
+
+def _check_scales(model: nn.Module, options: Options) -> None:
+    """Raise OptionError where a scaler cannot look at the gradients of all parameters."""
+    kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    if len(kinds) > 1 and options.stage == 0:
+        problem = (
+            "looks at all gradients at once, and under stage 0 only those that tensor parallelism divides are DTensors"
+        )
+        raise OptionError("grad_scaler", problem, "choose stage 1, 2 or 3, or compute in bfloat16")
+
+
+class PipelinedStep(BaseStep, Savable, Reported):
     """See `zcompile.train_step`, with a mesh that has a dimension "pp". Collective: every rank calls it.
 
     The first call, or `prepare`, traces the step and divides the model: until then each rank has all of it. Then
@@ -89,10 +106,9 @@ class PipelinedStep(Savable, Reported):
     """
 
     def __init__(self, setup: StepSetup) -> None:
-        self._setup, self._ranks, self._asked, self._updater = setup, setup.ranks, setup.asked, setup.updater
-        self.model, self.optimizers, self.table = setup.model, setup.optimizers, setup.table
-        self._norm: torch.Tensor | None = None
-        self._overflow = None if setup.asked.grad_scaler is None else Overflow(setup.ranks.device)
+        super().__init__(setup.model, setup.loss_fn, setup.optimizers, setup.asked, setup.updater)
+        self._setup, self._ranks, self.table = setup, setup.ranks, setup.table
+        self._overflow = None if self._scaler is None else Overflow(setup.ranks.device)
         self._compared = False
         """True once ranks along the pipeline axis are known to be given the same batch."""
         self._made: ReadyStep | None = None
@@ -120,20 +136,19 @@ class PipelinedStep(Savable, Reported):
             self._ranks.compare_along("the first batch", digest_of(batch, named), SAME_DATA)
             self._compared = True
         others = self._reporting(lambda: ready.check(parts))
-        scaler, device = self._asked.grad_scaler, self._ranks.device
-        scale = None if scaler is None else scale_of(scaler, device)
-        results, gradients = ready.run.step([[*part.leaves(), *others] for part in parts], self._updater, scale)
+        scale = None if self._scaler is None else scale_of(self._scaler, self._ranks.device)
+        results, gradients = ready.run.step([[*part.leaves(), *others] for part in parts], scale)
         try:
             if self._updater is not None:
                 self._updater.finish()
                 ready.run.runtime.freshness.step()
             else:
                 with ready.run.runtime.freshness.one_step():
-                    self._clip_and_step(gradients)
+                    parameters = deliver(gradients)
+                    optimizers = self.optimizers if self._scaler is None else self._checked_by(self._scaler, parameters)
+                    self._step_optimizers(optimizers, partial(clip_together, parameters, self._ranks.links))
         finally:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            self.model.zero_grad()  # of what no optimizer holds
+            self._drop_gradients()
         return results
 
     @briefly
@@ -173,19 +188,10 @@ class PipelinedStep(Savable, Reported):
         """
         self._ready(self._asked_for(batch, named)[0])
 
-    def _clip_and_step(self, gradients: Sequence[Gradients | InsideAverages]) -> None:
-        """The optimizers' steps with gradients that were kept."""
-        parameters, scaler, limit = deliver(gradients), self._asked.grad_scaler, self._asked.clip_grad_norm
-        optimizers = self.optimizers if scaler is None else self._checked_by(scaler, parameters)
-        if limit is not None:
-            unscale(scaler, optimizers)
-            self._norm = clip_together(parameters, self._ranks.links, limit)
-        step_all(scaler, optimizers)
-
     def _checked_by(self, scaler: GradScaler, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
         """The optimizers that have gradients here; `scaler` skips their steps, or none, as on all other ranks."""
         assert self._overflow is not None, "gradients are scaled"
-        everyone, found = self._ranks.everyone, self._overflow.found(parameters, scaler)
+        everyone, found = self._ranks.everyone.communicator, self._overflow.found(parameters, scaler)
         if everyone.size > 1:
             with everyone.waits.explained("a comparison of float16 gradients"):
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=everyone.group)
@@ -196,11 +202,6 @@ class PipelinedStep(Savable, Reported):
             )
             raise AgreementError("the scale", problem, "load the same state of the GradScaler on all ranks")
         return self._overflow.spread(scaler, self.optimizers, found)
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """With `clip_grad_norm=`, the norm of all gradients of the last step before it was clipped."""
-        return self._norm
 
     @property
     def program(self) -> Program | None:
@@ -217,30 +218,26 @@ class PipelinedStep(Savable, Reported):
         try:
             return act()
         except ZcompileError as error:
-            self._ranks.everyone.waits.report_failure("the step", error)
+            self._ranks.everyone.communicator.waits.report_failure("the step", error)
             raise
 
     def _asked_for(self, batch: tuple[Any, ...], named: dict[str, Any]) -> list[CallSpec]:
         """The micro-batches of a step that can be taken."""
 
         def check() -> list[CallSpec]:
-            check_before_step(self.model.named_parameters(), self.optimizers if self._updater is not None else ())
+            self._check_before(self.model.named_parameters())
             return self._microbatches(batch, named, self._setup.flat)
 
         if self._made is None:  # all ranks come here for the first step
-            return self._ranks.agreement.attempt("the first batch", check)[0]
+            return self._ranks.everyone.attempt("the first batch", check)[0]
         return self._reporting(check)
 
     def _microbatches(self, batch: tuple[Any, ...], named: dict[str, Any], flat: FlatResults) -> list[CallSpec]:
         """The calls of the micro-batches of a batch, whose results `flat` makes tensors of."""
-        model, loss_fn = self.model, self._setup.loss_fn
-        call: Callable[..., Any] = model if loss_fn is None else loss_fn
-        first = () if loss_fn is None else (model,)
-        signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
+        call, signature = loss_call(self.model, self._loss_fn, flat)
         names = tuple(signature.parameters)[1:]
         # Of this step they hold nothing: torch remembers what it has traced, which must not keep the step alive.
-        parts = microbatches_of(batch, named, self.table.microbatches)
-        return [CallSpec(lambda *a, **k: flat(call(*first, *a, **k)), *part, names) for part in parts]
+        return [CallSpec(call, *part, names) for part in microbatches_of(batch, named, self.table.microbatches)]
 
     def _ready(self, first: CallSpec) -> ReadyStep:
         """What takes the step, made of a micro-batch if there is nothing yet."""
@@ -249,7 +246,7 @@ class PipelinedStep(Savable, Reported):
             self._made.reports.dump_if_asked()
         return self._made
 
-    def _shown(self) -> PipelineReports:
+    def _shown(self) -> Reports:
         if self._made is None:
             problem = "has no program yet: it is traced at the first step"
             raise StateError("model", problem, "call step.prepare(*batch) before, with any batch")

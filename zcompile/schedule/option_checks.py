@@ -177,8 +177,11 @@ def check_shard(shard: object, stage: int) -> None:
         raise OptionError("shard", problem, "choose stage 1, 2 or 3, or leave it out")
 
 
-def check_axes(shard: str | None, dimensions: int, *, whole: bool = False) -> None:
-    """Raise OptionError for what `shard=` asks of a mesh of so few dimensions, or beside `whole=`."""
+def check_dimensions(shard: str | None, outer_dtype: object, dimensions: int, *, whole: bool = False) -> None:
+    """Raise OptionError for what options ask of a mesh of so few dimensions, or beside `whole=`."""
+    if outer_dtype is not None and dimensions == 1:
+        problem = "is for the outer dimension of a mesh of two, and all ranks shard along one"
+        raise OptionError("outer_dtype", problem, f"give mesh={_TWO_LEVELS}, or leave it out")
     if shard in (None, FLAT):
         return
     if dimensions == 1:
@@ -190,13 +193,6 @@ def check_axes(shard: str | None, dimensions: int, *, whole: bool = False) -> No
 
 
 _TWO_LEVELS = "init_device_mesh('cuda', (nodes, gpus), mesh_dim_names=('replicate', 'shard'))"
-
-
-def check_outer(dtype: object, dimensions: int) -> None:
-    """Raise OptionError for an `outer_dtype` on a mesh of so few dimensions that none is the outer one."""
-    if dtype is not None and dimensions == 1:
-        problem = "is for the outer dimension of a mesh of two, and all ranks shard along one"
-        raise OptionError("outer_dtype", problem, f"give mesh={_TWO_LEVELS}, or leave it out")
 
 
 def check_backend(backend: object) -> None:

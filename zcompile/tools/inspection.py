@@ -18,8 +18,8 @@ from pathlib import Path
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.memory import model_state
 from zcompile.cost.roofline import bucket_for
-from zcompile.engine.interception import Traced, intercepting
 from zcompile.engine.region_cache import generated_code
+from zcompile.engine.step_trace import Traced, intercepting
 from zcompile.errors import SubjectError, ZcompileError
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.program import Program

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from zcompile.cost.hardware import CPU, GPU, Hardware
-from zcompile.engine.metrics import FlatResults
 from zcompile.engine.region_cache import generated_code
+from zcompile.engine.train_steps import FlatResults
 from zcompile.errors import SubjectError
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.axis import DATA, Axis, AxisKind

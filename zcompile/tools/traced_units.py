@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from zcompile.cost.hardware import CPU, GPU, Hardware
-from zcompile.engine.metrics import FlatResults
+from zcompile.engine.train_steps import FlatResults
 from zcompile.errors import GroupError, ModelError
 from zcompile.model.units import find_blocks
 from zcompile.pipelining.guard import check_traced

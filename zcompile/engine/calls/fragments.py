@@ -23,11 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zcompile.engine.calls.interceptors import MethodInterceptor, draws_in_place, intercepted_methods, taken_out
-from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, digest
+from zcompile.engine.calls.leaves import FullParameter, Leaf, Leaves, check_in_place, digest, write_back
 from zcompile.engine.calls.model_calls import ModelCall, tensors_in
 from zcompile.engine.calls.module_guards import HookWatch, TreeWatch
 from zcompile.engine.calls.plain_reads import PlainReads
-from zcompile.engine.calls.writes import check_in_place, write_back
 from zcompile.engine.engine import Engine
 from zcompile.engine.interpreter import in_large_frame, old_objects_frozen
 from zcompile.errors import CaptureError, OptionError, ParameterError, ZcompileError, shortened
@@ -363,7 +362,7 @@ class Fragment:
         self.tree.refuse_strangers(self.module, self.path)
         refuse_handed_on(self.names)
         trainable = {site.name: site.shard.requires_grad for site in self.tree.sites}
-        compiled = self.tree.engine.compiler.capture(
+        compiled = self.tree.engine.capture(
             module,
             inputs,
             self.names,

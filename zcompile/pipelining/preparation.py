@@ -1,7 +1,12 @@
-"""The first step of a pipeline: trace it, write this rank's program, compare it with all others', divide the model."""
+"""Steps of a pipeline before they run: traced, written as this rank's program, compared with all others', loaded.
+
+Before the first one the model is divided. An evaluation is the forward of each micro-batch, without gradients, by a
+program of its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,23 +19,28 @@ from torch.optim import Optimizer
 from zcompile.cost.hardware import CPU, GPU, Hardware
 from zcompile.cost.memory import model_state
 from zcompile.engine.calibration import measure
-from zcompile.engine.loss_scaling import settings_of
-from zcompile.engine.metrics import FlatResults
 from zcompile.engine.model_runtime import ModelRuntime
 from zcompile.engine.optimizers import point_at_shards, watch_optimizers
-from zcompile.engine.state_places import optimizer_states, shard_memory
-from zcompile.engine.step_trace import CallSpec, StepTrace
-from zcompile.errors import CaptureError
+from zcompile.engine.reports import Reports
+from zcompile.engine.step_trace import CallSpec, StepTrace, changed_line
+from zcompile.engine.train_steps import FlatResults, LossFunction, StepOptions, StepResult, settings_of
+from zcompile.errors import CaptureError, ModelError, OptionError
 from zcompile.ir.actions import ActionTable
 from zcompile.ir.layout import STAGES, Layout
 from zcompile.ir.operation import op_of
-from zcompile.ir.ops import Input
+from zcompile.ir.ops import Input, Kind
 from zcompile.ir.program import Program
 from zcompile.model.sharding import Retired, retire, shard_model
 from zcompile.model.units import make_layout
 from zcompile.pipelining.batch_means import check_mean
-from zcompile.pipelining.guard import StepGuard, check_traced, warn_of_batch_statistics
-from zcompile.pipelining.pipeline_options import LossFunction, PipelineOptions
+from zcompile.pipelining.guard import (
+    SAME_DATA,
+    StepGuard,
+    check_traced,
+    digest_of,
+    traced_with,
+    warn_of_batch_statistics,
+)
 from zcompile.pipelining.program import (
     PipelinedProgram,
     PipelinePlace,
@@ -41,14 +51,12 @@ from zcompile.pipelining.program import (
     rewrite,
 )
 from zcompile.pipelining.ranks import PipelineRanks
-from zcompile.pipelining.reports import PipelineCode, PipelineReports
-from zcompile.pipelining.results import ResultPlaces, StepResults
-from zcompile.pipelining.run import PipelinedRun
-from zcompile.proof.ranks import check_texts
-from zcompile.runtime.agreement import Agreement
+from zcompile.pipelining.reports import PipelineCode
+from zcompile.pipelining.run import PipelinedRun, StepResults
 from zcompile.runtime.device import free_bytes, is_gpu
 from zcompile.runtime.gradients.updates import Updater
 from zcompile.runtime.groups import Communicator
+from zcompile.runtime.lockstep import RunKind
 from zcompile.schedule.decision import checkpoint_budget
 from zcompile.schedule.option_checks import check_gathered
 from zcompile.schedule.options import Options
@@ -75,7 +83,7 @@ class StepSetup:
     table: ActionTable
     options: Options
     units: Sequence[str] | None
-    asked: PipelineOptions
+    asked: StepOptions
     updater: Updater | None
     flat: FlatResults = field(default_factory=FlatResults)
 
@@ -93,6 +101,12 @@ class StepSetup:
         lines += [f"the scale of the loss: {settings_of(asked.grad_scaler)}"] if asked.grad_scaler else []
         return [*lines, f"offload_optimizer {'disk' if isinstance(away, Path) else away}"]
 
+    def loaded(self, made: PipelinedProgram, traced: Program, runtime: ModelRuntime, common: str) -> PipelinedRun:
+        """What runs a program of this rank, which all ranks call `common`. Collective."""
+        results = StepResults.of(self.flat.names, traced, made, self.ranks.links, self.asked.results)
+        updater = self.updater if self.table.trains else None
+        return PipelinedRun(made, traced, runtime, self.ranks, self.model, results, common, updater)
+
 
 @dataclass(frozen=True)
 class ReadyStep:
@@ -102,7 +116,7 @@ class ReadyStep:
     trace: StepTrace
     guard: StepGuard
     state: ModelState
-    reports: PipelineReports
+    reports: Reports
     place: PipelinePlace
     options: Options
 
@@ -126,23 +140,18 @@ def prepare(setup: StepSetup, first: CallSpec, owner: object) -> ReadyStep:
         AgreementError: the ranks trace other steps.
     """
     ranks, model = setup.ranks, setup.model
-    trace = ranks.agreement.attempt("the traced step", lambda: trace_step(setup, first))[0]
+    trace = ranks.everyone.attempt("the traced step", lambda: trace_step(setup, first))[0]
     common = ranks.compare("the options and the traced step", "\n".join([*setup.agreement_lines(), str(trace.program)]))
     place, options, made = _rewritten(setup, trace.program)
-    texts = ranks.agreement.share("the programs of all ranks", made.program.text(regions=True))
-    check_texts(dict(zip(ranks.everyone.waits.ranks, texts, strict=True)))
+    texts = ranks.fitting_texts("the programs of all ranks", made.program)
     warn_of_batch_statistics(model, trace.program)
     runtime, retired = divide_model(model, made.program, trace.program, ranks, options, setup.optimizers)
     watch_optimizers(owner, runtime, retired)
-    if setup.asked.offload_optimizer is not None and setup.updater is not None:
-        setup.updater.states = optimizer_states(setup.asked.offload_optimizer, runtime, setup.updater)
-    places = ResultPlaces.of(setup.flat.names, trace.program, made, setup.table)
-    results = StepResults(places, setup.table.microbatches, ranks.links, setup.asked.results)
-    run = PipelinedRun(made.program, trace.program, runtime, ranks, model, results, common)
-    along = [texts[rank] for rank in ranks.along]
-    code = PipelineCode([made.journal], run.regions, setup.hardware, setup.table, along)
-    reports = PipelineReports(type(model).__name__, runtime, code)
-    state = ModelState(model, ranks.everyone, ranks.agreement, options.stage)
+    runtime.keep_states(setup.asked.offload_optimizer, setup.updater)
+    run = setup.loaded(made, trace.program, runtime, common)
+    code = PipelineCode(setup.hardware, [made.journal], setup.table, [texts[rank] for rank in ranks.along])
+    reports = Reports(type(model).__name__, runtime, code)
+    state = ModelState(model, ranks.everyone.communicator, ranks.everyone, options.stage)
     return ReadyStep(run, trace, StepGuard(model, first), state, reports, place, options)
 
 
@@ -178,14 +187,14 @@ def _rewritten(setup: StepSetup, traced: Program) -> tuple[PipelinePlace, Option
     ranks, hardware = setup.ranks, setup.hardware
     # Of tensor-parallel ranks each may have other sizes, by which it would cut elsewhere.
     choose = partial(choose_starts, traced, setup.table, setup.asked.split, hardware, setup.options)
-    starts = ranks.agreement.attempt("the stages", choose, shown=True)[1][0]
+    starts = ranks.everyone.attempt("the stages", choose, shown=True)[1][0]
     place = PipelinePlace(setup.table, ranks.links.rank, ranks.links.axis, tuple(starts))
     place = replace(place, homes=homes_of(traced, place))
     bounded = _with_budget(setup, traced, place)
     options = replace(setup.options, prefetch=_prefetch(setup, traced, place, bounded))
     bounded = replace(bounded, prefetch=options.prefetch)
     make = partial(rewrite, traced, place, bounded, hardware, updates=setup.updater is not None)
-    return place, options, ranks.agreement.attempt("the program", make)[0]
+    return place, options, ranks.everyone.attempt("the program", make)[0]
 
 
 def _with_budget(setup: StepSetup, traced: Program, place: PipelinePlace) -> Options:
@@ -214,7 +223,7 @@ def _prefetch(setup: StepSetup, traced: Program, place: PipelinePlace, options: 
     tensor = None if ranks.parallel is None else Communicator(ranks.parallel.mesh, ranks.device)
     measured = measure(ranks.data, options.dtype or torch.float32, tensor)
     choose = partial(choose_prefetch, traced, place, options, measured, updates=setup.updater is not None)
-    depths = ranks.agreement.attempt("the schedule of gathers", choose, shown=True)[1]
+    depths = ranks.everyone.attempt("the schedule of gathers", choose, shown=True)[1]
     return int(max(depths) if options.memory_limit is None else min(depths))
 
 
@@ -233,17 +242,13 @@ def divide_model(
     """
     named = (*model.named_parameters(), *model.named_buffers())
     blank = [name for name, tensor in named if tensor.is_meta]
-    ranks.agreement.reach("what of the model is on meta", blank, "build it on meta on all ranks, or on none")
+    ranks.everyone.reach("what of the model is on meta", blank, "build it on meta on all ranks, or on none")
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             ranks.links.broadcast(local_tensor(tensor))
-    agreement = Agreement(ranks.data)
-    runtime = ModelRuntime(
-        program.layout, ranks.data, agreement, options, ranks.parallel, ranks.agreement, in_step=ranks.everyone
-    )
-    memory = shard_memory(options, program.layout, ranks.device, ranks.data.dividing.rank, ranks.agreement)
+    runtime = ModelRuntime(program.layout, ranks, options)
     shards, _, retired = shard_model(
-        model, program.layout, ranks.data, parallel=ranks.parallel, memory=memory, whole=traced.layout
+        model, program.layout, ranks.data, parallel=ranks.parallel, memory=runtime.memory, whole=traced.layout
     )
     runtime.extend((), shards)
     point_at_shards(optimizers, shards.values(), retired)
@@ -292,3 +297,110 @@ def _leave_buffers(model: nn.Module, names: set[str]) -> None:
         table.update(
             {k: torch.empty_like(b, device="meta") for k, b in table.items() if b is not None and id(b) in left}
         )
+
+
+NEW = 0
+"""The mark of a rank that has no program for an evaluation yet."""
+MOST = 8
+"""Evaluations whose programs are kept: of batches of other sizes, and of the model in other modes."""
+
+
+@dataclass(frozen=True)
+class AskedEvaluation:
+    """A batch to evaluate.
+
+    Attributes:
+        parts: Its micro-batches.
+        traced_for: What they are made of, and the mode that the model is in.
+        extra: What the evaluation reads beside them; None where it has not been traced.
+    """
+
+    parts: Sequence[CallSpec]
+    traced_for: str
+    extra: list[torch.Tensor] | None
+
+
+class Evaluations:
+    """The evaluations of a model that is divided, made as they are asked for.
+
+    Args:
+        setup: What the train step is made of, with an action table of forwards.
+        ready: The train step.
+    """
+
+    def __init__(self, setup: StepSetup, ready: ReadyStep) -> None:
+        self.setup, self._ready = setup, ready
+        self._made: dict[str, tuple[PipelinedRun, StepTrace]] = {}
+
+    def look_up(self, parts: Sequence[CallSpec]) -> AskedEvaluation:
+        """What is asked for by the micro-batches of a batch.
+
+        Raises:
+            OptionError, ModelError: these differ from each other, or the model has other modules than its train step.
+        """
+        self._ready.guard.check_modules()
+        traced_for, *others = (traced_with(self.setup.model, part) for part in parts)
+        for other in others:
+            if line := changed_line(traced_for, other):
+                raise OptionError("batch", f"has micro-batches that differ: {line}", "give all of them the same kinds")
+        return AskedEvaluation(parts, traced_for, self._extra(traced_for, parts[0]))
+
+    def run(self, asked: AskedEvaluation) -> StepResult | None:
+        """The results of a batch. Collective.
+
+        Raises:
+            As `PipelinedStep.evaluate`.
+        """
+        lockstep, is_new = self._ready.run.runtime.lockstep, asked.extra is None
+        digest = hashlib.sha256(asked.traced_for.encode(errors="backslashreplace")).hexdigest()
+        call = lockstep.enter(RunKind.EVALUATION, digest, [NEW] if is_new else [], is_new=is_new)
+        lockstep.check()
+        if NEW in call.marks:
+            self._made[asked.traced_for] = self._prepared(asked.parts)
+        extra = self._extra(asked.traced_for, asked.parts[0]) if asked.extra is None else asked.extra
+        assert extra is not None, "it has just been traced"
+        run, _ = self._made[asked.traced_for]
+        return run.evaluate([[*part.leaves(), *extra] for part in asked.parts])
+
+    def _extra(self, traced_for: str, first: CallSpec) -> list[torch.Tensor] | None:
+        """What an evaluation reads beside its arguments; None where it has to be traced, or traced again."""
+        known = self._made.get(traced_for)
+        try:
+            return None if known is None else known[1].others(first)
+        except ModelError:
+            return None
+
+    def _prepared(self, parts: Sequence[CallSpec]) -> tuple[PipelinedRun, StepTrace]:
+        """An evaluation that is traced, and proven, for what a batch is made of. Collective."""
+        setup, trained = self.setup, self._ready
+        ranks, values = setup.ranks, {str(number): (part.args, part.kwargs) for number, part in enumerate(parts)}
+        ranks.compare_along("the batch of an evaluation", digest_of((), values), SAME_DATA)
+        while len(self._made) >= MOST:
+            self._made.pop(next(iter(self._made)))
+        traced = partial(trace_step, setup, parts[0], trained.trace)
+        trace = ranks.everyone.attempt("the traced evaluation", traced)[0]
+        common = ranks.compare("the traced evaluation", str(trace.program))
+        made = ranks.everyone.attempt("the program of the evaluation", lambda: self._rewritten(trace.program))[0]
+        ranks.fitting_texts("the programs of the evaluation", made.program)
+        return setup.loaded(made, trace.program, trained.run.runtime, common), trace
+
+    def _rewritten(self, traced: Program) -> PipelinedProgram:
+        """The program of this rank.
+
+        Raises:
+            CaptureError: it reads a buffer that only another rank has.
+        """
+        place = replace(self._ready.place, table=self.setup.table)
+        options = replace(self._ready.options, checkpoint=None, offload_activations=None)
+        made = rewrite(traced, place, options, self.setup.hardware, updates=False)
+        buffers = dict(self.setup.model.named_buffers())
+        inputs = [op_of(node, Input) for node in traced.nodes(Input)]
+        given = [op for op in inputs if op.kind is Kind.DATA]
+        for op in (op_of(node, Input) for node in made.program.nodes(Input)):
+            held = given[op.index].held if op.kind is Kind.DATA else ""
+            if held in buffers and buffers[held].is_meta:
+                problem = "is a buffer that the train step writes to in one stage, and an evaluation reads in another"
+                raise CaptureError(
+                    held, problem, "begin the stages with other units, so that one has both: split=[...]"
+                )
+        return made

@@ -1,0 +1,216 @@
+"""The sharding plan of a model: what options, a mesh and named parts come to, before the model is touched."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcompile.engine.calibration import measure
+from zcompile.engine.model_runtime import ModelRanks
+from zcompile.errors import ModelError, OptionError
+from zcompile.ir.layout import STAGES, Hybrid, Layout
+from zcompile.model.tensor_kinds import check_kinds
+from zcompile.model.tensor_parallel import model_parallel
+from zcompile.model.units import UnitChoice, make_layout, match_called
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.device import free_bytes
+from zcompile.runtime.groups import (
+    Communicator,
+    as_one,
+    axes_of_mesh,
+    check_inside,
+    default_device,
+    repeats_outside,
+    resolve_mesh,
+)
+from zcompile.runtime.tensors.placement import ModelParallel
+from zcompile.schedule.option_checks import AUTO, FLAT, check_dimensions, check_gathered
+from zcompile.schedule.options import Options
+from zcompile.schedule.shard_choice import as_message, choose, estimate, room_in
+from zcompile.torch_internals.dtensor import local_tensor
+
+
+class Parts(NamedTuple):
+    """What of a model is treated in which way: the options of these names."""
+
+    units: UnitChoice | None
+    whole: Sequence[str] | None
+    ignore: Sequence[str] | None
+    keep_dtype: Sequence[str] | None
+
+
+class ShardingPlan:
+    """A model as it is to be divided, as far as a rank knows alone.
+
+    Attributes:
+        model: The model.
+        options: What it is compiled with: what was asked for, with a choice in the place of shard="auto".
+        remarks: What is said of that choice.
+        parallel: Over what tensor parallelism divides the model; None if it does not.
+        data: The data-parallel ranks.
+        layout: The units.
+
+    Raises:
+        OptionError, ModelError, GroupError: what is asked for does not fit the model or the mesh.
+    """
+
+    def __init__(self, model: nn.Module, asked: Options, mesh: DeviceMesh | None, parts: Parts) -> None:
+        check_kinds(model)
+        self.model, self._mesh, self._parts = model, mesh, parts
+        self.options, self.remarks = self._settled(asked) if asked.shard == AUTO else (asked, list[str]())
+        self.parallel = model_parallel(model, mesh, flat=self.options.divides_outside)
+        self.data = self._data_ranks(self.options, self.parallel)
+        options = self.options
+        check_dimensions(options.shard, options.outer_dtype, self.data.mesh.ndim, whole=bool(parts.whole))
+        self.layout = self._layout_over(self.data.mesh, self.options, self.parallel)
+        for name in ignored_names(model, self.layout):
+            if model.get_parameter(name).is_meta:
+                fix = "give it values before zcompile.compile, or do not ignore it"
+                raise OptionError("ignore", f"leaves {name} to you, which is on the meta device", fix)
+
+    def agreed(self) -> tuple[ModelRanks, list[nn.Module]]:
+        """The ranks, once they have the same plan; and the modules that compute in their own dtype. Collective.
+
+        Raises:
+            AgreementError: on every rank: they have other options, or other models.
+            OptionError, GroupError: the layout is none that the options are for.
+        """
+        kept = match_called(self.model, self._parts.keep_dtype or ())
+        lines = [str(self.options), f"keep_dtype={[*kept]}", *model_lines(self.model, self.layout)]
+        ranks = ModelRanks.agreed(self.data, self.parallel, lines)
+        check_inside(self.data.mesh, self.options.hybrid)
+        check_gathered(self.layout, self.options.outer_gather_dtype)
+        return ranks, [*kept.values()]
+
+    def _data_ranks(self, options: Options, parallel: ModelParallel | None) -> Communicator:
+        device = _device(self.model, self._mesh)
+        mesh = resolve_mesh(self._mesh, device, None if parallel is None else parallel.mesh)
+        return data_ranks(mesh, device, options)
+
+    def _layout_over(self, mesh: DeviceMesh, options: Options, parallel: ModelParallel | None) -> Layout:
+        axes = axes_of_mesh(mesh, None if parallel is None else parallel.mesh)
+        stage, (units, whole, ignore, keep) = STAGES[options.stage], self._parts
+        return make_layout(self.model, stage, axes, units, options.precision, whole, options.hybrid, ignore, keep)
+
+    def _settled(self, asked: Options) -> tuple[Options, list[str]]:
+        """See `choose_shard`."""
+        parallel = model_parallel(self.model, self._mesh)
+        data = self._data_ranks(asked, parallel)
+
+        def layout_of(options: Options) -> Layout:
+            return self._layout_over(as_one(data.mesh) if options.has_one_axis else data.mesh, options, parallel)
+
+        held = sum(local_tensor(p).nbytes for p in self.model.parameters() if not p.is_meta)
+        return choose_shard(asked, data, layout_of, parallel, whole=bool(self._parts.whole), held=held)
+
+
+def data_ranks(mesh: DeviceMesh, device: torch.device, options: Options) -> Communicator:
+    """The data-parallel ranks, along the axes that options tell apart. Collective."""
+    return Communicator(as_one(mesh) if options.has_one_axis else mesh, device, options.hybrid)
+
+
+def ignored_names(model: nn.Module, layout: Layout) -> list[str]:
+    """The parameters that are in no unit."""
+    known = {param.name for param in layout.params}
+    return [name for name, _ in model.named_parameters() if name not in known]
+
+
+def model_lines(model: nn.Module, layout: Layout) -> list[str]:
+    """What ranks must have alike of a model: units, and buffers."""
+    return [*layout.lines, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
+
+
+def choose_shard(
+    asked: Options,
+    data: Communicator,
+    layout_of: Callable[[Options], Layout],
+    parallel: ModelParallel | None = None,
+    *,
+    whole: bool = False,
+    held: int = 0,
+) -> tuple[Options, list[str]]:
+    """Options without shard="auto", and what is said of the choice. Collective where there is one.
+
+    The links along both dimensions of the mesh are measured, and all ranks choose together what the two divide.
+
+    Args:
+        asked: Options with shard="auto".
+        data: The data-parallel ranks, along both dimensions.
+        layout_of: Gives the layout for other options.
+        parallel: Over what tensor parallelism divides the model; None if it does not.
+        whole: True if some parameters have owners.
+        held: Bytes of the device that the model takes now, and does not once it is sharded.
+
+    Raises:
+        OptionError: no layout goes with the other options.
+        AgreementError: ranks have asked for other options, or have another mesh or model.
+    """
+    if data.outside is None:
+        return replace(asked, shard=None), []
+    others = () if parallel is None else (parallel.mesh, parallel.ranks)
+    tensor, everyone = (Communicator(one, data.device) for one in others) if others else (None, None)
+    candidates = _candidates(asked, divides=not whole and repeats_outside(data.mesh))
+    # What may raise an error comes before others wait for this rank.
+    lines = [str(asked), *layout_of(replace(asked, shard=candidates[-1])).lines]
+    agreement = Agreement(data)
+    agreement.reach("the model", lines)  # where ranks without a choice to make come first; they do not measure
+    hardware = measure(data, asked.dtype or torch.float32, tensor)
+    away = asked.offload_parameters is not None
+    layouts = {shard: replace(layout_of(replace(asked, shard=shard)), away=away) for shard in candidates}
+    estimates = [estimate(shard, layout, hardware) for shard, layout in layouts.items()]
+    told = json.dumps(as_message(estimates, room_in(free_bytes(data.device) + held, asked.limit)))
+    shared = (agreement if everyone is None else Agreement(everyone)).share('the choice of shard="auto"', told)
+    choice = choose([json.loads(text) for text in shared])
+    return replace(asked, shard=choice.chosen.shard), [str(choice)]
+
+
+def _candidates(asked: Options, *, divides: bool) -> Sequence[str]:
+    """The settings of `shard=` that the other options allow. `divides`: both dimensions may divide a parameter.
+
+    Raises:
+        OptionError: there are none.
+    """
+    if asked.outer_gather_dtype is not None and not divides:
+        problem = 'is for what "hfsdp" and "hpz" gather, between which shard="auto" cannot choose here'
+        fix = 'leave it out; or give no whole=, and a mesh whose first dimension is "replicate"'
+        raise OptionError("outer_gather_dtype", problem, fix)
+    flat = [FLAT] if asked.outer_dtype is None and asked.outer_gather_dtype is None else []
+    repeated = [Hybrid.HSDP] if asked.outer_gather_dtype is None else []
+    return [*flat, *repeated, *([Hybrid.HFSDP, Hybrid.HPZ] if divides else [])]
+
+
+def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """The device of the model's parameters, or of its buffers if it has none; of what is on meta the one it is for."""
+    devices: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            raise ModelError(name, "has a gradient, which would be lost", "step or zero_grad() before zcompile.compile")
+        if not param.is_meta:
+            devices.setdefault(param.device, name)
+    if next(model.parameters(), None) is None:
+        devices = {buffer.device: name for name, buffer in reversed([*model.named_buffers()]) if not buffer.is_meta}
+    _refuse_shared_storage(model)
+    if len(devices) > 1:
+        problem = ", ".join(f"{name} is on {device}" for device, name in devices.items())
+        raise ModelError("the model", f"is on several devices: {problem}", "move it to one: model.to(device)")
+    return next(iter(devices)) if devices else default_device(mesh)
+
+
+def _refuse_shared_storage(model: nn.Module) -> None:
+    """Two parameters in one memory are one to an optimizer, and would be two once sharded."""
+    places = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, n)
+        for n, p in ((name, local_tensor(param)) for name, param in model.named_parameters())
+        if p.numel() and not p.is_meta
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(places):
+        if start < end:
+            fix = "tie them by one Parameter: b.weight = a.weight"
+            raise ModelError(other, f"shares its memory with {name}, but is another Parameter", fix)

@@ -1,0 +1,255 @@
+"""What train steps have in common: what they are asked to do, the call that they train, their results and optimizers.
+
+A loss function may give metrics beside the loss, `(loss, {"accuracy": tensor, ...})`, without gradients. For float16
+the loss is scaled, by a `torch.amp.GradScaler` that ranks keep alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zcompile.engine.optimizers import check_before_step
+from zcompile.errors import OptimizerError, OptionError
+from zcompile.ir.actions import ActionTable
+from zcompile.runtime.gradients.updates import Updater
+from zcompile.torch_internals.dtensor import local_tensor
+from zcompile.torch_internals.optimizers import steps_of_scale
+from zcompile.torch_internals.pytree import tree_leaves
+
+StepResult = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""What a train step gives: the loss, or the loss and metrics, detached."""
+ResultsOn = Literal["all", "last"]
+"""Which ranks along a pipeline axis are given the results: all of them, or the one that has computed the loss."""
+LossFunction = Callable[..., Any]
+"""`loss_fn(model, *batch)`: calls `model` and gives the loss, a tensor of one element, or `(loss, metrics)`."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a train step is asked to do: see `zcompile.train_step`.
+
+    Attributes:
+        schedule: A name of `zcompile.pipelining.action_tables.SCHEDULES`, or a table of actions.
+        split: None: so that all stages compute about as long.
+        stages_per_rank: None for as many as is usual for the schedule.
+        grad_scaler: None where nothing is scaled.
+        offload_optimizer: Where the optimizers' state is; None: where shards are.
+    """
+
+    schedule: str | ActionTable = "1f1b"
+    microbatches: int = 1
+    split: Sequence[str] | None = None
+    stages_per_rank: int | None = None
+    clip_grad_norm: float | None = None
+    grad_scaler: GradScaler | None = None
+    results: ResultsOn = "all"
+    offload_optimizer: Path | Literal["cpu"] | None = None
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if all gradients are looked at before the first optimizer steps."""
+        return self.clip_grad_norm is not None or self.grad_scaler is not None
+
+
+class BaseStep:
+    """A model, its loss and its optimizers. Collective: every rank calls it.
+
+    Args:
+        model: The model; a compiled one, or one that is divided at the first step.
+        loss_fn: What gives the loss; None: the model itself.
+        optimizers: Those of the model's parameters.
+        asked: What a step is to do.
+        updater: What steps the optimizers as soon as gradients are there; None where all gradients are kept.
+    """
+
+    grad_norm: torch.Tensor | None = None
+    """With `clip_grad_norm=`, the norm of all gradients of the last step before it was clipped, a plain tensor."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizers: Sequence[Optimizer],
+        asked: StepOptions,
+        updater: Updater | None,
+    ) -> None:
+        self.model, self.optimizers, self.clip_grad_norm = model, optimizers, asked.clip_grad_norm
+        self._loss_fn, self._scaler, self._updater = loss_fn, asked.grad_scaler, updater
+
+    def _check_before(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raise ParameterError or OptimizerError where a step would lose a gradient, or a hook find none."""
+        check_before_step(parameters, self.optimizers if self._updater is not None else ())
+
+    def _step_optimizers(self, optimizers: Sequence[Optimizer], clip: Callable[[float], torch.Tensor]) -> None:
+        """Step with gradients that were kept; `clip` scales all down to a norm, and gives the norm before."""
+        if self.clip_grad_norm is not None:
+            for optimizer in optimizers if self._scaler is not None else ():
+                self._scaler.unscale_(optimizer)  # type: ignore[union-attr]
+            self.grad_norm = clip(self.clip_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step() if self._scaler is None else self._scaler.step(optimizer)
+        if self._scaler is not None:
+            self._scaler.update()
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.model.zero_grad()  # of what no optimizer holds
+
+
+def loss_call(
+    model: nn.Module, loss_fn: LossFunction | None, then: Callable[[Any], Any]
+) -> tuple[Callable[..., Any], inspect.Signature]:
+    """A function of a batch that gives what `then` makes of the result of the loss, and the signature of the loss."""
+    call: Callable[..., Any] = model if loss_fn is None else loss_fn
+    first = () if loss_fn is None else (model,)
+    signature = inspect.signature(type(model).forward if loss_fn is None else loss_fn)
+    return lambda *args, **kwargs: then(call(*first, *args, **kwargs)), signature
+
+
+def has_metrics(result: object) -> bool:
+    """True for a loss with metrics beside it."""
+    return type(result) is tuple and len(result) == 2 and type(result[1]) is dict
+
+
+def split_results(result: Any) -> tuple[Any, dict[str, torch.Tensor] | None]:
+    """The loss, and metrics if there are."""
+    return result if has_metrics(result) else (result, None)
+
+
+def without_gradients(result: Any) -> Any:
+    """What a loss function gives, with metrics that are detached; traced with it."""
+    if not has_metrics(result):
+        return result
+    loss, metrics = result
+    return loss, {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in metrics.items()}
+
+
+def check_metrics(metrics: dict[Any, bool]) -> None:
+    """Raise OptionError if a metric has a name that is no text, or is no tensor: True by its name."""
+    for name, is_tensor in metrics.items():
+        if not isinstance(name, str):
+            raise OptionError("loss_fn", f"gives a metric called {name!r}", "name metrics with strings")
+        if not is_tensor:
+            problem = f"gives a metric {name!r} that is no tensor"
+            raise OptionError("loss_fn", problem, "give a tensor, or keep what is none out of the metrics")
+
+
+class FlatResults:
+    """Lets a traced call give its loss and metrics one behind the other, and remembers the names of these."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, bool] | None = None
+
+        def note(*metrics: tuple[Any, bool]) -> int:
+            self._found = dict(metrics)
+            return 0
+
+        # Called while torch.compile traces, not by what it compiles: the names are in no graph.
+        self._note = torch.compiler.assume_constant_result(note)
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Those of the last call that was traced; None if it gives no metrics.
+
+        Raises:
+            OptionError: a metric has no name, or is no tensor.
+        """
+        if self._found is None:
+            return None
+        check_metrics(self._found)
+        return tuple(self._found)
+
+    def __call__(self, result: Any) -> Any:
+        """A tensor as it is; of anything else the tensors in it, each in memory of its own."""
+        if isinstance(result, torch.Tensor):
+            return _plain(result)
+        if has_metrics(result):
+            self._note(*((name, isinstance(one, torch.Tensor)) for name, one in result[1].items()))
+        leaves = [_plain(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return (*leaves[:1], *(leaf.detach().clone() for leaf in leaves[1:]))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_scaler(scaler: object, dtype: torch.dtype | None) -> GradScaler | None:
+    """The scaler, if there is one that scales.
+
+    Raises:
+        OptionError: it is none, or gradients are float16 without one.
+        OptimizerError: gradients are bfloat16.
+    """
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        problem = f"is a {type(scaler).__name__}"
+        raise OptionError("grad_scaler", problem, "give a torch.amp.GradScaler, or leave it out")
+    if scaler is None or not scaler.is_enabled():
+        if dtype is torch.float16:
+            given = "" if scaler is None else ", and the one that is given is disabled, as one for another device is"
+            problem = f"is float16, whose gradients want a GradScaler{given}"
+            raise OptionError("dtype", problem, "give torch.bfloat16, or grad_scaler=torch.amp.GradScaler(device)")
+        return None
+    if dtype is torch.bfloat16:
+        problem = "scales the loss of a model that computes in bfloat16, whose range is that of float32"
+        raise OptimizerError("GradScaler", problem, "leave it out, or give it enabled=False")
+    return scaler
+
+
+def scale_of(scaler: GradScaler, device: torch.device) -> torch.Tensor:
+    """What a loss is multiplied by now, []."""
+    scaled: torch.Tensor = scaler.scale(torch.ones((), device=device))
+    return scaled
+
+
+def settings_of(scaler: GradScaler) -> str:
+    """The scale and how it changes, which all ranks must have in common."""
+    state = {key: value for key, value in scaler.state_dict().items() if not key.startswith("_")}
+    return ", ".join(f"{key} {value}" for key, value in state.items())
+
+
+class Overflow:
+    """Gradients that are not finite, told to ranks that have none of them: all skip a step, or none.
+
+    A scaler looks at the gradients of this rank's optimizers. So where any rank has one that is not finite, one is put
+    among those of each, and among those of a parameter of its own, for ranks whose optimizers have none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._flag = nn.Parameter(torch.zeros((), device=device))
+        self._flags = torch.optim.SGD([self._flag], lr=0.0)
+
+    def found(self, parameters: Sequence[nn.Parameter], scaler: GradScaler) -> torch.Tensor:
+        """1 if a gradient here is not finite, else 0; the scale and for how many steps it has stood; these negated.
+
+        float32 [5]. Of their maxima over all ranks the last four tell whether all have scaled alike.
+        """
+        gradients = [local_tensor(one.grad) for one in parameters if one.grad is not None]
+        flags = [(~torch.isfinite(one)).any().to(self._flag.device) for one in gradients if one.numel()]
+        found = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=self._flag.device)
+        own = [scale_of(scaler, self._flag.device).float(), steps_of_scale(scaler).float()]
+        return torch.stack([found.float(), *own, *(-one for one in own)])
+
+    def spread(self, scaler: GradScaler, optimizers: Iterable[Optimizer], found: torch.Tensor) -> list[Optimizer]:
+        """Let each optimizer have a gradient that is not finite, if any rank has; gives those that are to step."""
+        stepping = []
+        for optimizer in optimizers:
+            params = (one for group in optimizer.param_groups for one in group["params"])
+            gradients = [local_tensor(one.grad) for one in params if one.grad is not None]
+            if gradients:
+                stepping.append(optimizer)
+            for gradient in gradients:
+                gradient.masked_fill_(found[0].to(gradient.device, torch.bool), torch.inf)
+        self._flag.grad = torch.where(found[0] > 0, torch.inf, 0.0)
+        scaler.unscale_(self._flags)
+        return stepping
